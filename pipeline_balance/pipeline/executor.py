@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.control.measure import Meter
-from pipeline_balance.pipeline.added_loss import added_losses
+from pipeline_balance.pipeline.added_loss import AddedLosses, added_losses
 from pipeline_balance.pipeline.buffers import BufferPool
 from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.generators import seeded, unit_seed
 from pipeline_balance.pipeline.halves import SecondHalf, first_half
-from pipeline_balance.pipeline.model import Activations, Microbatch, PipelineModel
+from pipeline_balance.pipeline.lost_losses import LostLosses, is_loss, lost_loss
+from pipeline_balance.pipeline.model import Activations, Microbatch, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.wide_sums import WideSums
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.transfers import Message, Step, received_ahead
@@ -86,6 +87,8 @@ class Executor:
         self.reuse, self.received = reuse, BufferPool()
         last = [a.stage for a in training if isinstance(a, Action) and a.kind in "BW"]
         self._actions = {s: last.count(s) for s in stages}  # that end a microbatch's backward
+        # until a training pass was watched; a transformers model adds its losses by its own forward
+        self._lost = LostLosses() if isinstance(model, ModuleChain) else None
         self._begin()
 
     def _begin(self) -> None:
@@ -112,6 +115,8 @@ class Executor:
                         self.run_action(step, run)
             while self._outgoing:
                 self._sent()
+            if run.trains:
+                self._lost = None
         finally:
             if self.reuse and run.trains:
                 # after an error messages may still come into buffers
@@ -147,6 +152,8 @@ class Executor:
             with self.model.working(run.microbatches[m]):
                 self._backward(s, m, grads, run, split=action.kind == "I")
         if action.kind in "BW":
+            if self._lost is not None:
+                self._lost.check((s, m))
             self._give_back((True, s, m), (False, s + 1, m))
             self._left[s] -= 1
             if not self._left[s]:
@@ -162,7 +169,7 @@ class Executor:
         with added_losses(self._weight_of(m, run)) as added:
             for unit in units:
                 with seeded(unit_seed(self.seed, unit, run.update, part.number, part.slice), self.device):
-                    out = self._unit(unit, out, part)
+                    out = self._watched(s, m, unit, out, part, added) if run.trains else self._unit(unit, out, part)
         if added.values and part.slice is not None:
             raise SpecError(
                 f"stage {s} has layers that add a loss of their own (add_loss), a mean over whole microbatches: "
@@ -178,6 +185,18 @@ class Executor:
             self._arrived[True, s + 1, m] = tuple(t.detach() for t in out)
         if run.trains:
             self._kept[s, m] = _Kept(given, out)
+
+    def _watched(
+        self, s: int, m: int, unit: int, given: Activations, part: Microbatch, added: AddedLosses
+    ) -> Activations:
+        """What a unit returns in training; the first time losses are looked for that nobody adds."""
+        if self._lost is None:
+            return self._unit(unit, given, part)
+        module, so_far = self.model.units[unit], len(added.values)
+        before = self._lost.before(module)
+        out = self._unit(unit, given, part)
+        self._lost.after((s, m), unit, module, out, before, adds=len(added.values) > so_far)
+        return out
 
     def _unit(self, unit: int, given: Activations, part: Microbatch) -> Activations:
         if not self.model.metered:
@@ -221,6 +240,10 @@ class Executor:
                 self.meter.run_action("I", s, lambda: self._input_gradients(s, kept, outputs, grads, inputs))
             elif outputs:
                 self.meter.run_action("B", s, lambda: torch.autograd.backward(outputs, grads))
+        for i, t in enumerate(inputs):
+            if self._lost is not None and t.grad is None and is_loss(t):
+                unit = self.stages[s][0] - 1
+                raise lost_loss(f"layer {unit} ({type(self.model.units[unit]).__name__}) returns a loss (output {i})")
         if inputs:
             self._arrived[False, s, m] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs)
             for t in inputs:

@@ -22,11 +22,12 @@ _NOT_OPTIONS = ("params", "param_names")
 class Optimizers:
     """What `make_optimizer` returned, as a list, with lookup by parameter.
 
-    `made` is that value itself. Raises `SpecError` for LBFGS, whose step mixes layers, and for a parameter that two
-    optimizers have.
+    `made` is that value itself, and `stepping` says that `step` is under way. Raises `SpecError` for LBFGS, whose step
+    mixes layers, and for a parameter that two optimizers have.
     """
 
     def __init__(self, make_optimizer: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.stepping = False
         self.made = make_optimizer(list(parameters.items()))
         self.all: list[Optimizer] = [self.made] if isinstance(self.made, Optimizer) else list(self.made)
         for optimizer in self.all:
@@ -53,11 +54,15 @@ class Optimizers:
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
         """Step all of them, in their order; with a `scaler`, those whose gradients it has found finite."""
-        for optimizer in self.all:
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
+        self.stepping = True
+        try:
+            for optimizer in self.all:
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+        finally:
+            self.stepping = False
         if scaler is not None:
             scaler.update()
 

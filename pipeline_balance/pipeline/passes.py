@@ -5,10 +5,12 @@ Shape legend: M microbatches.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipeline_balance.pipeline.agreement import Passing, actions_of, agree_on_batch, batch_of
 from pipeline_balance.pipeline.executor import Run
@@ -53,11 +55,24 @@ class Passes:
         self._trainable = owned.trainable()
         self._scaler: PipelineScaler | None = None
         self._weights: torch.Tensor | None = None  # digest of one layer's after the last update
+        _watch_steps(self)
 
     @property
     def config(self) -> PipelineConfig:
         """The settings in force."""
         return self.builder.config
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `SpecError` if an optimizer with this pipeline's parameters steps outside of `step`."""
+        if self.optimizers.stepping or not (self.used or self.progress.parts):
+            return
+        mine = {id(p) for p in self.owned.parameters.values()}
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            when = "has done so already" if self.used else "does so with update=True"
+            raise SpecError(
+                f"{type(optimizer).__name__}.step() outside of pipe.step, which {when}: leave the line out. In place "
+                "of a GradScaler's step, write scaler = pipe.scaler() and pipe.step(inputs, labels, scaler=scaler)"
+            )
 
     def stage_done(self, stage: int) -> None:
         """A stage has run its last backward action of this pass."""
@@ -67,8 +82,6 @@ class Passes:
         self, inputs: Batch, labels: Labels, *, update: bool, max_norm: float | None, scaler: PipelineScaler | None
     ) -> float:
         """`ElasticPipeline.step`."""
-        if self.used:
-            self.drop_gradients()
         passing = self._begin(inputs, labels, (update, max_norm), scaler)
         factor = self.groups.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
         run = Run(passing.parts, passing.shapes, self.progress.updates, scale=factor)
@@ -91,6 +104,7 @@ class Passes:
                 raise SpecError("step trains, and gradients are off here (no_grad or inference_mode): call evaluate")
             check_scaler(scaler)
             self.read_model()
+            self.gradients.check_left(used=self.used, midway=self.progress.parts > 0)
             if self.progress.parts:
                 self.gradients.check_kept(scaler is self._scaler, self.owned.trainable() == self._trainable)
             if isinstance(inputs, Exception):
@@ -102,6 +116,8 @@ class Passes:
 
         actions = actions_of(self.stages().executor if self.groups.replicas > 1 else None, trains=True)
         passing = self._agree(prepare, (*arguments, scaler is None), actions)
+        if self.used:
+            self.drop_gradients()
         self._scaler = scaler
         self.start_alike(self.owned.fresh())
         trainable = self.owned.trainable()
@@ -184,6 +200,7 @@ class Passes:
         torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
         progress.updated()
         self._weights = self._weights_of_next_layer()
+        self.gradients.leave()
         self.used = True
 
     def evaluate(self, inputs: Batch, labels: Labels) -> float:
@@ -223,3 +240,14 @@ class Passes:
     def resume(self, progress: Progress) -> None:
         """Go on from a run that was as far as `progress`."""
         self.progress, self.used, self._weights = progress, False, None
+
+
+def _watch_steps(passes: Passes) -> None:
+    """Call its `check_step` before every step of an optimizer, as long as it lives."""
+    one = weakref.ref(passes)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (alive := one()) is not None:
+            alive.check_step(optimizer)
+
+    weakref.finalize(passes, register_optimizer_step_pre_hook(before).remove)

@@ -392,6 +392,8 @@ class ElasticPipeline:
         self._stages, done = self.mover.rebuild(
             self._stages, stage_map, durations, prepared, gradients=not used, midway=midway
         )
+        if midway:
+            self._passes.gradients.keep()
         self.meter.reset()
         return done
 

@@ -6,16 +6,24 @@ Shape legend: R replicas, P pipeline ranks.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.norm import clip_gradients_, gradient_norm
-from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.ownership import Ownership, local
 from pipeline_balance.pipeline.replicas import ReplicaMeans
 from pipeline_balance.pipeline.stages import PipelineGroups
 from pipeline_balance.pipeline.ties import sum_tied_gradients, ties_of
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
+
+_MARK = "_left"
+_SOME, _FEW = 8, 64
+_RIGHT = (
+    "To clip, write pipe.step(inputs, labels, max_norm=...); to scale, scaler = pipe.scaler() and "
+    "pipe.step(inputs, labels, scaler=scaler); a loss of your own belongs into loss_fn, or into a layer by "
+    "pipeline_balance.add_loss; anything else into pipe.optimizer.register_step_pre_hook"
+)
 
 
 class Gradients:
@@ -33,9 +41,42 @@ class Gradients:
         """A pass begins; with `update`, stages that are done have all of the update's gradients."""
         self._open = update
 
+    def leave(self) -> None:
+        """A pass, an update or a move has ended: mark its gradients, see `check_left`.
+
+        A mark is an attribute of the gradient, so it goes with it. It says the gradient's version, and of some a few of
+        their numbers: `GradScaler.unscale_` and `grad.data` change no version.
+        """
+        held = [p.grad for p in self.owned.parameters.values() if p.grad is not None]
+        for i, grad in enumerate(held):
+            vars(grad)[_MARK] = (grad._version, _numbers(grad) if i % -(-len(held) // _SOME) == 0 else None)
+
     def keep(self) -> None:
         """A pass without an update has ended: its gradients are to be there in the next one, see `check_kept`."""
+        self.leave()
         self._added_up = [p for p in self.owned.parameters.values() if p.grad is not None]
+
+    def check_left(self, *, used: bool, midway: bool) -> None:
+        """Raise `SpecError` if gradients are others than this left: whatever made them so would have no effect.
+
+        Zeros are none, except `midway`, in an update that is under way.
+        """
+        changed = [
+            name
+            for name, p in self.owned.parameters.items()
+            if p.grad is not None and not _as_left(p.grad) and (midway or bool(p.grad.any()))
+        ]
+        if not changed:
+            return
+        named = changed[0] + (f" and {len(changed) - 1} more parameters" if len(changed) > 1 else "")
+        if midway:
+            raise SpecError(
+                f"the gradients of {named} were changed in mid-update: the step with update=True averages them, and "
+                f"scales them by the labels. {_RIGHT}; drop_gradients() gives an update up"
+            )
+        if used:
+            raise SpecError(f"the gradients of {named} were changed after the step that has used them. {_RIGHT}")
+        raise SpecError(f"{named} has a gradient that no step has made: call zero_grad() before. {_RIGHT}")
 
     def check_kept(self, same_scaler: bool, same_trainable: bool) -> None:
         """Raise `SpecError` if another pass cannot be added to those so far, or their gradients are gone."""
@@ -101,3 +142,15 @@ class Gradients:
         self._means.close()
         if self._copies is not None:
             self._copies.close()
+
+
+def _numbers(grad: Tensor) -> Tensor:
+    """The bits of a gradient's first few."""
+    here = local(grad).detach()
+    row = here[(0,) * (here.dim() - 1)] if here.dim() and here.numel() else here.reshape(-1)
+    return row[:_FEW].clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def _as_left(grad: Tensor) -> bool:
+    version, numbers = vars(grad).get(_MARK, (None, None))
+    return bool(version == grad._version and (numbers is None or torch.equal(numbers, _numbers(grad))))
