@@ -24,6 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from prophet.errors import ReplayError
+from prophet.layer.dispatch import check_plain_autograd
 
 
 def same(a: Tensor, b: Tensor) -> Tensor:
@@ -181,6 +182,7 @@ class Passes:
 
         Raises `ReplayError` where the second pass does not call the experts as the first has.
         """
+        check_plain_autograd()  # before the block's code meets a tensor that it cannot read
         first = next((x for x in tree_leaves((args, named)) if isinstance(x, Tensor)), None)
         device = torch.device("cpu") if first is None else first.device
         before, buffers = RandomState(device), Buffers(self.modules)

@@ -5,12 +5,13 @@ Shape legend: N tokens, K top-k, A choices sent by this rank, B rows received by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from prophet.kernels.split_apply import regroup
@@ -29,7 +30,7 @@ class _AllToAll(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
-    @once_differentiable  # a second derivative would need a collective of its own; better none than a wrong one
+    @once_differentiable  # `_Edge` has refused a second derivative before
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         send_rows, recv_rows, name, move = ctx.route
         back = move(grads[0].contiguous(), recv_rows, send_rows, f"{name} backward")
@@ -46,7 +47,7 @@ def all_to_all(x: Tensor, send_rows: list[int], recv_rows: list[int], name: str,
 
 
 class _Edge(torch.autograd.Function):
-    """Identity that calls `on_backward` when its gradient passes."""
+    """Identity that calls `on_backward` when its gradient passes; RuntimeError where that is to be differentiated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, on_backward: Callable[[], None]) -> Tensor:
@@ -55,12 +56,40 @@ class _Edge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # gradients are on in a backward pass under create_graph alone; the operators and the exchange of rows would
+        # leave terms of the second derivative out, most of them without a word
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"create_graph=True: {_ONCE}")
+        if not torch._C._has_storage(grads[0]):  # several gradients in one
+            raise RuntimeError(f"is_grads_batched=True, which vectorize=True asks for: {_ONCE}")
         ctx.on_backward()
         return grads[0], None
 
 
-def on_backward(x: Tensor, call: Callable[[], None]) -> Tensor:
-    """Return `x`; `call()` runs when the backward pass has computed the gradient of the result, if it does."""
+_ONCE = (
+    "experts are differentiated once. Call backward() or torch.autograd.grad() without create_graph, penalise the "
+    "gradient by a tensor behind the MoE layers, or take the difference of two gradients for a Hessian-vector product"
+)
+
+
+def check_plain_autograd(tensors: Iterable[Tensor] = ()) -> None:
+    """Raise RuntimeError inside a transform of `torch.func`, and where one of `tensors` has a forward-mode tangent.
+
+    Operators and collectives would see wrapped tensors, or lose the tangents without a word.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"torch.func (grad, vjp, jvp, vmap, ...) cannot transform experts, which several ranks compute: {_ONCE}"
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(f"forward-mode derivatives (torch.autograd.forward_ad) do not pass experts: {_ONCE}")
+
+
+def on_backward(x: Tensor, call: Callable[[], None] = lambda: None) -> Tensor:
+    """Return `x`; `call()` runs when the backward pass has computed the gradient of the result, if it does.
+
+    RuntimeError in a backward pass under `create_graph`.
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     out: Tensor = _Edge.apply(x, call)  # type: ignore[no-untyped-call]

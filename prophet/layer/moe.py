@@ -6,6 +6,7 @@ dim, A choices sent, B rows received.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from prophet.kernels.choice import Impl
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.split_apply import inverse, send_order
 from prophet.layer.counts import Counts, exchange_counts
-from prophet.layer.dispatch import Route, all_to_all, on_backward
+from prophet.layer.dispatch import Route, all_to_all, check_plain_autograd, on_backward
 from prophet.layer.port import Pass, PlainPort, Port
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import collective_for
@@ -210,6 +211,7 @@ class MoE(nn.Module):
     @torch._compile._disable_dynamo  # counts decide shapes: torch.compile compiles what is around the layer
     def _apply_experts(self, x: Tensor, decide: Callable[[Tensor], Routing]) -> Tensor:
         """The layer on `x` [..., D], where `decide` says for tokens [N, D] which experts they visit."""
+        check_plain_autograd(itertools.chain((x,), self.parameters()))
         dtype = self._checked_dtype(x)
         port, watch = self._port, self._port.stopwatch
         forward = Pass.now(self.training)
@@ -219,6 +221,7 @@ class MoE(nn.Module):
 
         with watch("gate"):
             routing = decide(tokens)
+        check_plain_autograd((routing.weights,))
         counts = self._exchange_counts(routing, tokens.shape[0])
         port.told(counts)
         placement, split = port.split(counts)
@@ -239,7 +242,9 @@ class MoE(nn.Module):
         if groups is not None:
             out = unpermute(out, *groups, impl=self.impl)
         rows = all_to_all(out, route.recv_rows, route.send_rows, "combine", self._move)
-        y = unpermute(rows, order, position, routing.weights, impl=self.impl)
+        # the other way into the layer for a gradient than through the experts
+        weights = on_backward(routing.weights)
+        y = unpermute(rows, order, position, weights, impl=self.impl)
         port.window("FNEC")
         return y.view(*x.shape[:-1], bank.dim_out)
 

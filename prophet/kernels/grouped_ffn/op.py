@@ -310,6 +310,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    if torch.is_grad_enabled():  # under create_graph; what is filled in place has no graph, so terms would be missing
+        raise RuntimeError("grouped_ffn is differentiated once: leave create_graph out, or take impl='naive'")
     x, kept, sizes, *params = ctx.saved_tensors
     step, *how = ctx.plain
     home_grads, replica_grads = ctx.buffers
