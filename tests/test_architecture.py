@@ -37,6 +37,7 @@ _PIPELINE = {"prophet.errors", "pipeline_balance.spec", "prophet.ranks"}
 _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.errors": set(),
     "prophet.files": set(),
+    "prophet.sharing": set(),
     "prophet.spec": {"prophet.errors"},
     "prophet.kernels": {"prophet.spec"},  # the table of activations
     "prophet.ranks": {"prophet.errors"},
@@ -48,7 +49,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.machine": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts"},
     "prophet.traces": _VALUES | {"prophet.files", "prophet.planner", "prophet.scheduler"},
     "prophet.state": _VALUES | {"prophet.files", "prophet.ranks"},
-    "prophet.convert": _LAYER - {"prophet.scheduler"} | {"prophet.layer", "prophet.engine"},
+    "prophet.convert": _LAYER - {"prophet.scheduler"} | {"prophet.sharing", "prophet.layer", "prophet.engine"},
     "prophet.report": _SHOWN - {"prophet.planner"},
     "prophet.monitor": _VALUES | {"prophet.ranks", "prophet.planner", "prophet.engine", "prophet.report"},
     "prophet.demo": _SHOWN | {"prophet.ranks", "prophet.layer", "prophet.machine", "prophet.report"},
@@ -64,7 +65,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance.maps": _VALUES | {"pipeline_balance.spec", "pipeline_balance.schedules"},
     "pipeline_balance.control": _PIPELINE | {"prophet.spec", "pipeline_balance.maps", "pipeline_balance.schedules"},
     "pipeline_balance.pipeline": _PIPELINE
-    | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
+    | {"prophet.state", "prophet.sharing"}
+    | {"pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
     "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
     "pipeline_balance.leave": _PIPELINE | {"prophet.state", "pipeline_balance.pipeline"},
     "pipeline_balance.elastic": _PIPELINE

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model import PipelineModel
 from prophet.errors import SpecError
+from prophet.sharing import places_of
 
 _READ_BYTES = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16}  # by bytes; of longer elements every four
@@ -71,11 +72,8 @@ class Ownership:
         if now == self._read:
             return
         self.model.look()
-        holders: dict[int, dict[int, None]] = {}  # units, in order
-        for unit, module in enumerate(self.model.units):
-            for part in module.modules():
-                for held in (part, *part._parameters.values()):
-                    holders.setdefault(id(held), {})[unit] = None
+        places = places_of(nn.ModuleList(self.model.units))  # their names begin with the number of the unit
+        holders = {held: dict.fromkeys(int(p.name.partition(".")[0]) for p in some) for held, some in places.items()}
         parameters: dict[str, nn.Parameter] = {}
         buffers: dict[str, HeldBuffer] = {}
         units_of: dict[str, tuple[int, ...]] = {}

@@ -158,8 +158,8 @@ def _checked(
     """What `optimizer` holds of what is converted; raises `ConversionError` for what would not be kept."""
     if not found:
         raise ConversionError(_nothing_found(model, left))
-    holders = [(f.name, f.experts(model)) for f in found]
-    check_not_shared(model, holders)
+    holders = [(f.where, f.experts(model)) for f in found]
+    check_not_shared(model, holders, [f.block_name for f in found])
     check_no_optimizer((p for _, held in holders for p in held.parameters()), but=optimizer)
     carried = carry(optimizer, model, found)
     check_by_trying(model, found)

@@ -15,6 +15,7 @@ from prophet.convert.base import Adapter, ExpertsSpec, child
 from prophet.errors import CollectiveError, ConversionError, PlanMismatch
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.messages import tell
+from prophet.sharing import held_by_several, places_of
 from prophet.spec import check_experts_per_rank, odd_ones_out
 
 SAMPLE = 64  # numbers of an expert that are compared over ranks
@@ -162,18 +163,38 @@ def _is_named(full: str, wanted: str | Iterable[str]) -> bool:
     return any(full == end or full.endswith(f".{end}") for end in wanted)
 
 
-def check_not_shared(model: nn.Module, experts: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raise `ConversionError` where a parameter of an expert has another place in the model."""
-    homes: dict[int, str] = {}
-    mine = {id(p) for _, module in experts for p in module.parameters()}
-    for name, module in model.named_modules():
-        for part, p in module._parameters.items():
-            if p is None or id(p) not in mine:
-                continue
-            here = f"{name}.{part}" if name else part
-            if id(p) in homes:
-                raise ConversionError(f"{here} and {homes[id(p)]} are one parameter: tied experts cannot be converted")
-            homes[id(p)] = here
+def check_not_shared(model: nn.Module, experts: Sequence[tuple[str, nn.Module]], blocks: Sequence[str]) -> None:
+    """Raise `ConversionError` where experts, or a part of one, have another place in the model.
+
+    experts: names, and the modules that hold experts. blocks: names of those whose code calls them. Layers may share a
+    whole block; an expert may use one module of its own several times.
+    """
+    places = places_of(model)
+    for (name, held), block in zip(experts, blocks, strict=True):
+        inner = name.removeprefix(f"{block}." if block else "").split(".")
+        between = [".".join(filter(None, (block, *inner[:depth]))) for depth in range(1, len(inner))]
+        for module in (*map(model.get_submodule, between), *held.modules()):
+            if any(True for _ in module.parameters()):
+                here = held_by_several(places[id(module)])
+                if len({_expert_of(p.name, name) for p in here}) > 1:
+                    raise ConversionError(
+                        f"{here[0].name} and {here[1].name} are one module, and only one of them would be converted: "
+                        f"let every block have experts of its own (copy.deepcopy), or let the layers share the whole "
+                        f"block that calls them"
+                    )
+        for p in held.parameters():
+            here = held_by_several(places[id(p)])
+            if len(here) > 1:
+                raise ConversionError(
+                    f"{here[0].name} and {here[1].name} are one parameter: tied experts cannot be converted"
+                )
+
+
+def _expert_of(place: str, experts: str) -> str:
+    """Which of `experts`, by number, a place is in; the place itself where it is in none."""
+    inside = place.removeprefix(f"{experts}.").split(".")
+    number = next((at for at, part in enumerate(inside[:-1]) if part.isdigit()), None)
+    return place if number is None or not place.startswith(f"{experts}.") else ".".join(inside[: number + 1])
 
 
 def check_no_optimizer(params: Iterable[nn.Parameter], but: object = None) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from prophet.convert.replay import same
+from prophet.experts.hooks import KINDS
 
 _ALONE = threading.RLock()  # the generators belong to all threads
 _OWN = set(vars(nn.Module())) - {"training"}  # what every module has
@@ -52,10 +53,8 @@ def twin_of(module: nn.Module, put: Mapping[Any, Any] | None = None) -> nn.Modul
     memo: dict[int, Any] = {id(old): new for old, new in (put or {}).items()}
     for part in module.modules():
         memo.update({id(v): v for v in vars(part).values() if isinstance(v, dist.ProcessGroup)})
+        memo.update({id(hooks): type(hooks)() for hooks in (getattr(part, kind) for kind in KINDS)})
     twin: nn.Module = copy.deepcopy(module, memo)
-    for part in twin.modules():
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            getattr(part, name).clear()
     return twin
 
 

@@ -21,6 +21,7 @@ from prophet.convert.copies import device_of, distance, scramble, seed_all, tryi
 from prophet.convert.replay import Note, Tape, same, with_stand_ins
 from prophet.convert.verify import TOLERANCE
 from prophet.errors import ConversionError
+from prophet.sharing import Place, held_by_several, places_of
 
 ROWS = 12
 SHAPES = ((2, 24), (56,))  # of the inputs that a block is tried with, without their last dimension
@@ -73,7 +74,10 @@ def discover(
 
     Raises `ConversionError` where a pattern fits no list, and where a list that it fits cannot be taken.
     """
-    listed = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    places = places_of(model)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    # a list may stand in several blocks, or in a block and elsewhere; `checks.check_not_shared` refuses it then
+    listed = [(p.name, m) for m in lists for p in held_by_several(places.get(id(m), [])) or [Place("", m, "")]]
     listed = [(n, m) for n, m in listed if not any(_inside(n, t) or _inside(t, n) for t in taken)]
     for pattern in experts or ():
         if not any(fnmatchcase(name, pattern) for name, _ in listed):
@@ -82,7 +86,7 @@ def discover(
     found: list[Listing] = []
     left: list[LeftAlone] = []
     for name, modules in listed:
-        if any(_inside(name, f.name) for f in found):
+        if any(_inside(name, f.name) or modules is model.get_submodule(f.name) for f in found):
             continue
         named = any(fnmatchcase(name, pattern) for pattern in experts or ())
         if experts is not None and not named:

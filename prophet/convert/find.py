@@ -41,6 +41,12 @@ class Found:
         """The module that holds that one."""
         return block_of(model, self.where)
 
+    @property
+    def block_name(self) -> str:
+        """Of the module whose methods are replaced."""
+        path = self.where.split(".")[:-1]
+        return ".".join(path[: len(path) - self.around])
+
     def block(self, model: nn.Module) -> nn.Module:
         """The module whose methods are replaced."""
         return block_of(model, self.where, self.around)

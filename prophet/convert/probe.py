@@ -6,7 +6,6 @@ plain feed-forward network is one: another activation, a norm or a dropout makes
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +60,7 @@ class _Tried:
     def __init__(self, expert: nn.Module, dims: Sequence[int]) -> None:
         generator = torch.Generator().manual_seed(0)
         who = type(expert).__name__
-        twin = copy.deepcopy(expert).cpu().double()
+        twin = twin_of(expert).cpu().double()
         errors = []
         with torch.no_grad(), trying():
             for p in twin.parameters():

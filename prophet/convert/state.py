@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prophet.convert.routed import RoutedExperts, block_of, converted
+from prophet.convert.routed import RoutedExperts, block_of
 from prophet.errors import ConversionError, some
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import cut_like, roll_call
@@ -23,8 +23,9 @@ def original_state_dict(model: nn.Module, *, keep: bool = True, adapters_only: b
     Raises `CollectiveTimeout` where some ranks alone call it: on rank 0 within five seconds, on others within five
     seconds of the next forward pass.
     """
-    layers = {name: layer for name, _, _, layer in converted(model)}
+    layers = _by_every_name(model)
     found: dict[str, Tensor] = {}
+    gathered: dict[RoutedExperts, dict[str, Tensor]] = {}
     done: set[str] = set()
     state = model.state_dict()
     _everybody_is_here(layers.values(), state)
@@ -38,10 +39,18 @@ def original_state_dict(model: nn.Module, *, keep: bool = True, adapters_only: b
                 found[before.get(key, key)] = whole.cpu() if cut else whole
         elif name not in done:
             done.add(name)
-            originals = layers[name].adapters() if adapters_only else layers[name].originals()
-            if keep:
-                found |= {f"{name}.{part}": t.cpu() for part, t in originals.items()}
+            layer = layers[name]
+            if layer not in gathered:
+                originals = layer.adapters() if adapters_only else layer.originals()
+                gathered[layer] = {part: t.cpu() for part, t in originals.items()} if keep else {}
+            found |= {f"{name}.{part}": t for part, t in gathered[layer].items()}
     return found
+
+
+def _by_every_name(model: nn.Module) -> dict[str, RoutedExperts]:
+    """The converted layers; one that several layers of the model share has several names in a state dict."""
+    every = model.named_modules(remove_duplicate=False)
+    return {name: layer for name, layer in every if isinstance(layer, RoutedExperts)}
 
 
 def names_before(layers: Mapping[str, RoutedExperts]) -> dict[str, str]:
@@ -68,7 +77,7 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
     Raises `ConversionError`, before anything is changed, where an expert's parameters are missing or have another
     shape; other names as `load_state_dict` does.
     """
-    layers = {name: layer for name, _, _, layer in converted(model)}
+    layers = _by_every_name(model)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, layer in layers.items():
         part = {k.removeprefix(f"{name}."): t for k, t in state.items() if k.startswith(f"{name}.")}

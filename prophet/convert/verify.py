@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prophet.convert.replay import Buffers
 from prophet.errors import CollectiveError, PlanMismatch
+from prophet.experts.hooks import without_hooks
 from prophet.ranks.collective import Collective
 
 TOKENS = 16
@@ -45,7 +46,12 @@ class Trial:
         block = self._block
         devices = [self._x.device] if self._x.is_cuda else []
         buffers = Buffers(block.modules())  # some blocks count, or follow the load, in evaluation, too
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), evaluating(self._model):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+            evaluating(self._model),
+            without_hooks(self._model),
+        ):
             torch.manual_seed(0)
             found = self._run(self._x.clone())
         buffers.put_back()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from prophet.experts.bank import Bank, Entry, gradient_of, overlaps
+from prophet.experts.hooks import without_hooks
 from prophet.experts.likeness import Part, check_alike, check_no_hooks, parts_of, strip
 from prophet.experts.plain import Network, RowOrder, lay_out, scale_gradient, stacked, with_zeros
 from prophet.experts.replica import Replica, ReplicaPool, leaves_in
@@ -213,7 +214,7 @@ class ModulesBank(Bank):
         key = (rows.dtype, autocast)
         if key not in self._answer_dtypes:
             devices = [device] if device.type == "cuda" else []
-            with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            with torch.no_grad(), torch.random.fork_rng(devices=devices), without_hooks(self.home_experts()[0]):
                 answer = self.home_experts()[0](rows.new_zeros((1, self.dim)))
             self._answer_dtypes[key] = answer.dtype
         return self._answer_dtypes[key]

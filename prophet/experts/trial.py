@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from prophet.experts.hooks import without_hooks
 from prophet.experts.likeness import parts_of, strip
 
 _ROWS = 3
@@ -24,7 +25,7 @@ class Trial:
 
     dim_out: D of its answers. flops_per_row: operations of a forward pass as the performance model counts them, a third
     of those counted forward and backward; 0 where the counter knows none of them, as those of recurrent layers. The
-    expert, its gradients and the random generators are left as they are.
+    expert, its gradients and the random generators are left as they are, and its hooks are not called.
     """
 
     def __init__(self, expert: nn.Module, dim: int, sample: Tensor | None = None) -> None:
@@ -33,7 +34,7 @@ class Trial:
         like = next(expert.parameters())
         self.flops_per_row = 0.0
         grads = [p.grad for p in expert.parameters()]
-        with _randomness_kept(like.device):
+        with _randomness_kept(like.device), without_hooks(expert):
             try:
                 self._sample = self._accepted(dim, like) if sample is None else sample.detach()
                 if like.is_meta:
