@@ -6,6 +6,7 @@ the other ranks' experts without a word.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn, Self
 
 import torch
@@ -41,7 +42,15 @@ class PartOfExperts(Tensor):
         raise PartialStateError(self.message)
 
     __reduce_ex__ = _refuse
-    untyped_storage = _refuse  # what safetensors, accelerate and transformers ask for before they write
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """What safetensors, accelerate and transformers ask for before they write one rank's file.
+
+        `async_save` of torch's distributed checkpoints asks for it, too, to copy it: there every rank writes its own.
+        """
+        if sys._getframe(1).f_globals["__name__"].startswith("torch.distributed.checkpoint."):
+            return super().untyped_storage()
+        return self._refuse()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self).of(self.detach().clone(), self.message)

@@ -458,7 +458,12 @@ def test_routing_that_cannot_be() -> None:
 def test_without_verification_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     runs: list[object] = []
-    monkeypatch.setattr(verify.Trial, "_answer", lambda trial: runs.append(trial))
+
+    def answer(trial: verify.Trial) -> list[object]:
+        runs.append(trial)
+        return []
+
+    monkeypatch.setattr(verify.Trial, "_answer", answer)
     monkeypatch.setattr(verify.Trial, "problem", lambda _: None)
     prophet.convert(model, group=ThreadWorld(1).collective(0), verify=False)
     assert not runs

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -175,6 +176,28 @@ def test_torchs_own_functions_read_the_model_at_another_size(tmp_path: Path) -> 
     saved = union(on_processes(4, plain_dcp, str(tmp_path), True))
     loaded = union(on_processes(2, plain_dcp, str(tmp_path), False))
     assert union([saved, loaded, plain_dcp(str(tmp_path), False)]).keys() == saved.keys()
+
+
+def saved_aside(folder: str) -> dict[str, bool]:
+    """A converted model, by torch's functions that copy it and write the copy while training goes on."""
+    model = Net()
+    prophet.convert(model, group=expert_groups(processes())[0])
+    want = {n: v.detach().clone() for n, v in model.state_dict().items()}
+    same = {}
+    for name, stager in (("default", None), ("blocking", BlockingAsyncStager())):
+        place = f"{folder}/{name}"
+        saving: Any = dcp.async_save({"model": model.state_dict()}, checkpoint_id=place, async_stager=stager)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+        saving.result()
+        dcp.load({"model": model.state_dict()}, checkpoint_id=place)
+        same[name] = all(torch.equal(v.detach(), want[n]) for n, v in model.state_dict().items())
+    return same
+
+
+def test_torchs_asynchronous_save_of_a_converted_model(tmp_path: Path) -> None:
+    assert on_processes(2, saved_aside, str(tmp_path)) == [{"default": True, "blocking": True}] * 2
 
 
 def converted(ep_size: int, folder: str, save: bool) -> dict[str, Any]:
