@@ -32,6 +32,7 @@ PULSE_S = 1.0
 LEFT = "at the end of its program"
 LEFT_AFTER = f"{LEFT} after "  # an error that the program has not caught
 GRACE_S = 3.0  # in which ranks hear of each other when a collective has failed; three pulses
+KEEPER = 0  # the rank that may keep the store, which ends with it then
 
 
 class Store(Protocol):
@@ -55,7 +56,8 @@ class Pulse:
     """What a process has said last. machine, process, started: which process it is. at: where it is. work: what others
     may have to wait for, empty where it is nothing. failed: whether a collective of it has failed. told: how many
     messages it has begun, by the name of the group that they are for. blocked: in which call of the user's it waits for
-    other processes, empty where it does not, and by: which ones.
+    other processes, empty where it does not, and by: which ones. accounted: whether it knows what it asks of others
+    once a collective has failed.
     """
 
     count: int
@@ -68,6 +70,7 @@ class Pulse:
     told: dict[str, int]
     blocked: str
     by: list[int]
+    accounted: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +105,8 @@ class Presence:
         self._machine = machine
         self._who = (os.getpid(), _started(os.getpid()))
         self._work: list[str] = []
-        self._failed = False
+        self._failed = self._accounted = False
+        self._last: dict[int, Pulse] = {}  # by rank, when it was asked for
         self._count = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -125,9 +129,16 @@ class Presence:
         """Say what this process is doing now."""
         with self._lock:
             self._count += 1
-            said = [self._count, self._machine, *self._who, str(self.where), self._work[-1] if self._work else ""]
+            said: list[Any] = [
+                self._count,
+                self._machine,
+                *self._who,
+                str(self.where),
+                self._work[-1] if self._work else "",
+            ]
             blocked = self.find_blocked() if threading.current_thread() is self._thread else ("", [])
-            self.store.set(_pulse_key(self.rank), json.dumps([*said, self._failed, self._told(), *blocked]))
+            said += [self._failed, self._told(), *blocked, self._accounted]
+            self.store.set(_pulse_key(self.rank), json.dumps(said))
 
     def _told(self) -> dict[str, int]:
         return {name: counter.told for name, counter in list(self.counters.items())}
@@ -161,7 +172,8 @@ class Presence:
         if not self.store.check([_pulse_key(rank)]):
             return None
         said = json.loads(self.store.get(_pulse_key(rank)))
-        return Pulse(**dict(zip(_PULSE, said, strict=True)))
+        found = self._last[rank] = Pulse(**dict(zip(_PULSE, said, strict=True)))
+        return found
 
     def has_ended(self, pulse: Pulse) -> bool:
         """Whether it is known that the process has ended; never, of one on another machine."""
@@ -172,27 +184,41 @@ class Presence:
         return pulse.machine == self._machine and (_stat(pulse.process) or [""])[0] == "T"
 
     def account(self, ranks: Sequence[int], grace_s: float = GRACE_S) -> Account:
-        """A collective of this process has failed: what is known of `ranks`, within `grace_s`."""
+        """A collective of this process has failed: what is known of `ranks`, within `grace_s`.
+
+        The keeper of the store waits for the others to fail and to ask as well: the store may end with it.
+        """
         self._failed = True
         self._say()
         at = {self.rank: str(self.where)}
         found: dict[str, list[int]] = {"gone": [], "silent": [], "gave_up": []}
         others = [r for r in ranks if r != self.rank]
+        deadline = time.monotonic() + grace_s
         with suppress(RuntimeError):  # the process that keeps the store may be gone
             first = {r: self.pulse(r) for r in others}
-            deadline = time.monotonic() + grace_s
             while others:
                 over = time.monotonic() >= deadline
                 for r in tuple(others):
                     now = self.pulse(r)
                     state = self._state(first[r], now, over=over)
-                    if state is not None:
+                    asks = now is not None and not now.accounted and not self.has_ended(now)
+                    if state is not None and (over or not asks or self.rank != KEEPER):
                         others.remove(r)
                         found.get(state, []).append(r)
                         at[r] = "" if now is None else now.at
                 if others:
                     time.sleep(0.05)
-        found["silent"] += others
+        for r in others:  # nobody can be asked any more
+            last = self._last.get(r)
+            if last is None:
+                continue
+            while not (last.failed or self.has_ended(last)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            state = "gave_up" if last.failed else "gone" if self.has_ended(last) else "heard"
+            found.get(state, []).append(r)
+            at[r] = last.at
+        self._accounted = True
+        self._say()
         return Account(**{name: tuple(sorted(some)) for name, some in found.items()}, at=at)
 
     def _state(self, first: Pulse | None, now: Pulse | None, *, over: bool) -> str | None:
@@ -376,6 +402,8 @@ def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
             return
         try:
             here.beat()
+            if here.rank != KEEPER:
+                here.pulse(KEEPER)  # once it is gone, nobody can be asked where it was
         except Exception:  # the store is gone, and with it whoever could read this
             return
         del here

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from prophet.ranks import presence as module
-from prophet.ranks.presence import Lost, Presence, _started
+from prophet.ranks.presence import Lost, Presence, _started, explained
 
 MACHINE = 7
 PATIENT_S = 20.0
@@ -232,7 +232,36 @@ def test_a_process_that_was_waited_for_counts_as_ended_before_it_is_collected(
     assert _started(other.pid) == -1, "a zombie"
 
 
-def test_without_a_store_nobody_knows_of_anybody(there: Callable[..., Presence]) -> None:
-    here = there(0)
+def test_without_a_store_nobody_is_called_silent(
+    there: Callable[..., Presence], other: subprocess.Popen[bytes]
+) -> None:
+    """It may have ended with its keeper, whose last place everybody remembers; of others nobody can say anything."""
+    keeper, here, _ = there(0), there(1), there(2)
+    keeper.where = "in combine backward"
+    belongs_to(keeper, other)
+    deadline = time.monotonic() + PATIENT_S
+    while (0 not in here._last or not here._last[0].at) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    other.kill()
+    other.wait()
     here.find_store = lambda: None
-    assert here.account([0, 1, 2], grace_s=0.1).silent == (1, 2)
+    found = here.account([0, 1, 2], grace_s=0.1)
+    assert (found.gone, found.silent, found.gave_up) == ((0,), (), ())
+    assert found.at[0] == "in combine backward"
+    said = explained(found, [0, 1, 2], late=True)
+    assert said.startswith("rank(s) [0] are gone (last heard of: [0] in combine backward)")
+    assert "sign of life" not in said
+
+
+def test_the_keeper_of_the_store_stays_until_the_others_know(there: Callable[..., Presence]) -> None:
+    keeper, late = there(0), there(1)
+    late.where = "in comparison of placements"
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(keeper.account, [0, 1], PATIENT_S)
+        time.sleep(0.3)
+        assert not first.done()
+        known = late.account([0, 1], PATIENT_S)
+        found = first.result()
+    assert known.gave_up == (0,)
+    assert found.gave_up == (1,)
+    assert found.at[1] == "in comparison of placements"
