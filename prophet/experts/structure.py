@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from prophet.experts.hooks import KINDS
+
 # in which mode a module is, and what it holds, is looked at otherwise, or does not matter
-_BESIDE = {"training", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", *_HOOKS}
+_BESIDE = {"training", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", *KINDS}
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -50,7 +51,7 @@ class Structure:
             children = own["_modules"]
             found += [type(module), own.get("forward"), [id(own.get(k)) for k in self._settings.get(name, ())]]
             found += [list(own["_parameters"]), [id(b) for b in own["_buffers"].values()]]
-            found += [bool(own[hooks]) for hooks in _HOOKS]
+            found += [bool(own[hooks]) for hooks in KINDS]
             found.append([(k, id(m)) for k, m in children.items()])
             ahead += [(f"{name}.{k}" if name else k, m) for k, m in children.items() if m is not None]
         return found
@@ -62,7 +63,7 @@ class Structure:
             own = vars(module)
             settings = {k: own.get(k) for k in (*self._settings.get(name, ()), "forward")}
             said = {k: repr(v) if isinstance(v, _VALUES) else _kind(v) for k, v in settings.items()}
-            hooks = {k: [_kind(hook) for hook in own[k].values()] for k in _HOOKS}
+            hooks = {k: [_kind(hook) for hook in own[k].values()] for k in KINDS}
             buffers = {k: b if b is None else (list(b.shape), str(b.dtype)) for k, b in own["_buffers"].items()}
             lines.append(f"{name} {_kind(type(module))} {said} {hooks} {buffers} {list(own['_parameters'])}")
         return "\n".join(lines)
