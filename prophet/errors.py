@@ -115,6 +115,10 @@ class GradientMismatch(RuntimeError):
     """Ranks have used different gradients of the parameters that they share; the message names step, ranks and call."""
 
 
+class ExpertsMixed(RuntimeError):
+    """Something has treated the experts of different ranks as copies of one; the message names layer and ranks."""
+
+
 class ReplicaMemoryError(MemoryError):
     """The replica pool has no room left within its byte budget."""
 

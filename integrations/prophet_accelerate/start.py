@@ -273,11 +273,9 @@ class Balanced:
         held: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._model is None or not any(getattr(p, "prophet_expert", False) for p in held):
             return inner(held, max_norm, norm_type)
-        if norm_type != 2:
-            raise ValueError(f"norm_type: expected 2 where experts are on several ranks, got {norm_type}")
         self._accelerator.unscale_gradients()  # fp16; as accelerate's own clipping does
         layer = moe_layers(self._model)[0]
-        return clip_grad_norm_(held, max_norm, layer.collective, layer.experts.device)
+        return clip_grad_norm_(held, max_norm, layer.collective, layer.experts.device, norm_type)
 
     @contextmanager
     def _no_sync(self, inner: Any, model: Any) -> Iterator[None]:

@@ -136,14 +136,12 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         """Stands for `accelerator.clip_grad_norm_`: the norm is that over all ranks' experts."""
         if self._experts is None:
             return inner(parameters, max_norm, norm_type)
-        if norm_type != 2:
-            raise ValueError(f"norm_type: expected 2 where experts are on several ranks, got {norm_type}")
         held: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._clipped |= max_norm != float("inf")
         self._accelerator.unscale_gradients()  # fp16; as accelerate's own clipping does
         if self.engine is not None:
-            return self.engine.clip_grad_norm_(held, max_norm)
-        return clip_grad_norm_(held, max_norm, self._experts, held[0].device)
+            return self.engine.clip_grad_norm_(held, max_norm, norm_type)
+        return clip_grad_norm_(held, max_norm, self._experts, held[0].device, norm_type)
 
 
 def _holder(callback: ProphetCallback) -> Any:

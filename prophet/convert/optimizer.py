@@ -18,26 +18,23 @@ from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.cut import CutExperts, cut
 from prophet.convert.elementwise import is_elementwise
 from prophet.convert.find import Found
+from prophet.engine.config import APART, why_not_apart
 from prophet.errors import ConversionError
 from prophet.experts.bank import Entry
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.grouped_ffn import ExpertWeights
 
 LATER = "build the optimizer after prophet.convert"
-# by name: importing them would import packages that nobody may have
-_REFUSED = {
-    "LBFGS": "keeps one flat history of all parameters",
-    "ZeroRedundancyOptimizer": "keeps each state on one rank only",
-}
 
 
 def check_kind(optimizer: object) -> None:
     """Raise `ConversionError` for an optimizer whose states cannot be moved, whatever its parameters are."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConversionError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    why = why_not_apart(optimizer)
+    if why is not None:
+        raise ConversionError(f"optimizer: {why}: {LATER}, and {APART}")
     for kind in type(optimizer).__mro__:
-        if kind.__name__ in _REFUSED:
-            raise ConversionError(f"optimizer: {kind.__name__} {_REFUSED[kind.__name__]}: {LATER}")
         if isinstance(vars(kind).get("param_groups"), property):
             raise ConversionError(f"optimizer: {kind.__name__} stands for another one: pass that one")
 

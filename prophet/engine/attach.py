@@ -31,7 +31,8 @@ def attach(
     `experiment` is for benchmarks and tests.
 
     Raises ValueError where there is no MoE layer, where a layer is already attached, where DDP already averages expert
-    gradients, where FSDP has cut experts, or where the optimizer holds none of the model's parameters;
+    gradients, where FSDP has cut experts, where the optimizer holds none of the model's parameters, or where it mixes
+    the experts of different ranks, as LBFGS and `ZeroRedundancyOptimizer` do;
     `ConfigMismatch` where ranks differ; `ReplicaMemoryError` where the budget holds no replica.
     """
     config = EngineConfig() if config is None else config
@@ -67,7 +68,7 @@ def attach(
             stacklevel=2,
         )
     if optimizer is not None:
-        check_optimizer(model, optimizer)
+        check_optimizer(model, optimizer, first.size)
     check_equal(layers, config, experiment, first)
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
     engine = Engine(layers, collective, config, experiment)

@@ -5,6 +5,7 @@ Shape legend: L layers, R ranks, E experts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from prophet.errors import SpecError
 from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row, compare_splits
 from prophet.layer.moe import MoE
-from prophet.layer.port import LayerWindow, Pass, PassCount, Port
+from prophet.layer.port import LayerWindow, Pass, PassCount, PlainPort, Port
 from prophet.planner.model.withdraw import pays
 from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
@@ -87,7 +88,10 @@ class BalancedLayer:
         self._pass, self._passes = Pass.EVALUATION, PassCount()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Port:
-        return self.layer.plain_port()  # a copied layer is balanced only once it is attached itself
+        watch = copy.deepcopy(self.layer.expert_watch, memo)
+        return PlainPort(
+            self.context.ranks, self.context.experts, watch
+        )  # a copied layer is balanced only once it is attached itself
 
     # --- the layer's port ---
 
@@ -109,7 +113,7 @@ class BalancedLayer:
             averaged=self._pass.averaged,
             placement=self.digest if training else 0,
             split=engine.split_digest,
-            experts=self.layer.experts.structure_digest() if training else 0,
+            structure=self.layer.experts.structure_digest() if training else 0,
             stale=replicas is not None and replicas.stale,
             window_us=self.windows.own_us if layers else (),
             placements=[layer.digest if training else 0 for layer in layers] if first else (),

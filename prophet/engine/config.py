@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from prophet.engine.parallel import expert_parameters
 from prophet.engine.replan import EVERY_STEP, ReplanConfig
 from prophet.errors import ConfigMismatch, ReplicaMemoryError
 from prophet.experts.elsewhere import Elsewhere
+from prophet.layer.expert_watch import CHECK_EVERY
 from prophet.layer.moe import MoE
 from prophet.planner import core, get_planner, planner_with
 from prophet.planner.base import EFFORT, Planner
@@ -109,15 +111,15 @@ class Experiment:
     transfers: form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and gather),
         or "auto", the cheaper one by the performance model.
     replan: when placements are planned anew, and for which load; by default for every step, from the last one's load.
-    check_every: steps between explicit comparisons of splits and of shared parameters over ranks. Placements are
-        compared in every layer of every step, at no extra message.
+    check_every: steps between explicit comparisons of splits and of a sample of the experts over ranks. Placements and
+        shared gradients are compared in every step, at no extra message.
     """
 
     schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
     look_ahead_blocks: int = 2
     transfers: Transfers = "auto"
     replan: ReplanConfig = EVERY_STEP
-    check_every: int = 50
+    check_every: int = CHECK_EVERY
 
     def __post_init__(self) -> None:
         if self.schedule not in NAMES:
@@ -182,8 +184,24 @@ def check_budget(config: EngineConfig, planner: Planner, contexts: Sequence[Plan
         )
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError for what is no optimizer, ValueError for another model's; warn of one that is out of date."""
+# by name: importing them would import packages that nobody may have
+_MIXING = {
+    "LBFGS": "keeps one flat history of all parameters",
+    "ZeroRedundancyOptimizer": "keeps each state on one rank only, and sends what that one makes of a parameter to all",
+}
+APART = "give it the other parameters alone, and what prophet.parallel.expert_parameters(model) lists to another one"
+
+
+def why_not_apart(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why an optimizer cannot hold experts, which are others on every rank; None if it can."""
+    kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+    return next((f"{name} {_MIXING[name]}" for name in kinds if name in _MIXING), None)
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> None:
+    """Raise TypeError for what is no optimizer, ValueError for another model's and for one that takes the experts of
+    several ranks for copies of one; warn of one that is out of date.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         hint = "; it wraps one: pass its .optimizer" if hasattr(optimizer, "optimizer") else ""
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
@@ -193,6 +211,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     advice = "build it after prophet.convert() and fully_shard(), which make new parameters"
     if not held & set(named) and len(held) == len(params):
         raise ValueError(f"the optimizer holds none of the model's parameters: {advice}")
+    why = why_not_apart(optimizer)
+    if why is not None and ranks > 1 and any(id(p) in held for _, p in expert_parameters(model)):
+        raise ValueError(f"the optimizer holds experts, and {why}: {APART}")
     missing = [named[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in held]
     strangers = len(held - set(named))
     if missing and strangers:

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
 from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of, planner_of
 from prophet.engine.copies import check_not_copies
-from prophet.engine.gradient_watch import GradientWatch
 from prophet.engine.overflow import Following
 from prophet.engine.parallel import clip_grad_norm_, update_biases
 from prophet.engine.report import StepReport
 from prophet.engine.resume import engine_state, engine_state_from
 from prophet.experts.replica import ReplicaPool
 from prophet.layer.counts import UNKNOWN, compare_placements
+from prophet.layer.gradient_watch import GradientWatch
 from prophet.layer.moe import MoE
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective
@@ -94,6 +94,7 @@ class Engine:
         self._originals = [(layer.collective, layer._port) for layer in layers]
         for layer, balanced in zip(layers, self.balanced, strict=True):
             layer.collective, layer._port = self.collective, balanced
+            layer.expert_watch.every = experiment.check_every
 
     def _look_ahead(self, contexts: list[PlanContext]) -> int:
         """Over how many blocks transfers are spread."""
@@ -197,6 +198,8 @@ class Engine:
         if step is None:
             return
         self.runtime.end()
+        for layer in self.layers:
+            layer.expert_watch.look()  # where no optimizer of torch's has
         if self.runtime.recording is not None:
             self.runtime.recording.end()
         update_biases(self.layers, [layer.counts.choices for layer in self.balanced])
@@ -297,9 +300,12 @@ class Engine:
         finally:
             self.runtime.sync_gradients = before
 
-    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank."""
-        return clip_grad_norm_(parameters, max_norm, self.collective, self.device)
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank.
+
+        norm_type: as of torch's function, any positive number or infinity.
+        """
+        return clip_grad_norm_(parameters, max_norm, self.collective, self.device, norm_type)
 
     @contextmanager
     def recording(self, *, limit: int = 100_000) -> Iterator[Recording]:

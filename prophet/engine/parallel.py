@@ -10,7 +10,9 @@ Shape legend: R processes, P ranks of an EP group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,23 +59,30 @@ _COMPILED = "_orig_mod."
 
 
 def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter], max_norm: float, experts: Collective, device: torch.device
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    experts: Collective,
+    device: torch.device,
+    norm_type: float = 2.0,
 ) -> Tensor:
     """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank.
 
-    experts: the expert-parallel group; device: where it exchanges tensors. Returns the norm before clipping, in
-    float64. A norm that is NaN makes all gradients NaN, as with torch's own; `max_norm` infinite only measures.
-    Collective.
+    experts: the expert-parallel group; device: where it exchanges tensors. norm_type: as of torch's function, any
+    positive number or infinity. Returns the norm before clipping, in float64. A norm that is NaN makes all gradients
+    NaN, as with torch's own; `max_norm` infinite only measures. Collective. Raises ValueError for another `norm_type`.
     """
+    power = float(norm_type)
+    if not power > 0:
+        raise ValueError(f"norm_type: expected a positive number, as 1, 2 or inf, got {norm_type!r}")
     held = [(p, p.grad) for p in parameters if p.grad is not None]
-    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    figures = torch.zeros(2, dtype=torch.float64, device=device)  # of what ranks share, and of this rank's experts
     for p, grad in held:
-        square = grad.detach().double().square().sum()
-        # FSDP leaves every rank a part of a gradient
-        whole = square.full_tensor() if hasattr(square, "full_tensor") else square
-        squares[int(bool(getattr(p, "prophet_expert", False)))] += whole
-    of_experts = share(experts, squares[1:], op=Operation("gradient norm")).sum()
-    norm = (squares[0] + of_experts).sqrt()
+        figure = _figure(grad.detach().double(), power)
+        own = figures[int(bool(getattr(p, "prophet_expert", False)))]  # a view
+        own.copy_(torch.maximum(own, figure.to(device)) if power == math.inf else own + figure)
+    of_ranks = torch.cat([figures[:1], share(experts, figures[1:], op=Operation("gradient norm")).view(-1)])
+    total = of_ranks.sum()
+    norm = of_ranks.amax() if power == math.inf else total.sqrt() if power == 2 else total.pow(1.0 / power)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if max_norm == float("inf") or (factor.device.type == "cpu" and float(factor) == 1.0):
         return norm  # elsewhere looking at the factor would make the host wait
@@ -85,6 +94,21 @@ def clip_grad_norm_(
         else:
             part.mul_(here)
     return norm
+
+
+def _figure(grad: Tensor, power: float) -> Tensor:
+    """Of the whole gradient, of which FSDP leaves every rank a part: the sum of powers, or the greatest number."""
+    cut: Any = grad if hasattr(grad, "full_tensor") else None
+    if power == math.inf:
+        if (
+            cut is not None
+        ):  # amax() of a part without elements is an error, so the ranks exchange what is along the cut
+            along = {placement.dim for placement in cut.placements if placement.is_shard()}
+            others = [d for d in range(cut.ndim) if d not in along]
+            grad = (cut.abs().amax(others) if others else cut).full_tensor()
+        return grad.abs().amax() if grad.numel() else grad.new_zeros(())
+    total: Any = grad.square().sum() if power == 2 else grad.abs().pow(power).sum()
+    return total if cut is None else total.full_tensor()
 
 
 def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:

@@ -29,7 +29,7 @@ from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, odd_ones_out
 
 # one integer of every rank
-_SINGLE = ("tokens", "step", "updates", "averaged", "placement", "split", "stale", "finite", "dropped", "experts")
+_SINGLE = ("tokens", "step", "updates", "averaged", "placement", "split", "stale", "finite", "dropped", "structure")
 UNKNOWN = -1  # the digest of a placement that is still being planned
 
 
@@ -42,11 +42,12 @@ class Row:
     forward: how many passes the layer has run, this one included, but none that was recomputed. kind: what this one is
     for, one of `prophet.ranks.messages.PASSES`. step: of training. updates: how often the optimizer has run. averaged:
     whether DistributedDataParallel is going to average the gradients of this pass. placement, split: digests of the
-    placement in force and of the last split; experts: of what replicas compute. stale: whether home parameters have
+    placement in force and of the last split; structure: of what replicas compute. stale: whether home parameters have
     changed since they were sent to replicas. window_us: [W] lengths of the block's windows. placements: [L] digests of
     all layers' placements, with the first layer's counts; upcoming: [1] that of the first layer's next one or UNKNOWN,
     with the last layer's. gradients: [G] int64 on the device, a digest of what the last optimizer step used, with the
-    first counts after it; zeros with others.
+    first counts after it; zeros with others. experts: [X] int64 on the device, what `prophet.layer.expert_watch`
+    compares; in training passes of several ranks.
     """
 
     forward: int = 0
@@ -56,12 +57,13 @@ class Row:
     averaged: bool = False
     placement: int = 0
     split: int = 0
-    experts: int = 0
+    structure: int = 0
     stale: bool = False
     window_us: Sequence[int] = ()
     placements: Sequence[int] = ()
     upcoming: Sequence[int] = ()
     gradients: Tensor | None = None
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,10 +71,10 @@ class Counts:
     """What all ranks have said, by rank.
 
     finite: [R] whether the gate's scores are. tokens: [R] routed. dropped: [R] choices dropped for lack of capacity.
-    step, updates, averaged, placement, split, experts, stale: [R]; window_us: [R, W]; placements: [R, L] or [R, 0];
-    upcoming: [R, 1] or [R, 0]; gradients: [R, G] or None: as in `Row`. load: [R, E] choices by source rank and expert.
-    extra: [R, E] choices before any drop, or with `first_choices` every token's first choice; None where the load says
-    both.
+    step, updates, averaged, placement, split, structure, stale: [R]; window_us: [R, W]; placements: [R, L] or [R, 0];
+    upcoming: [R, 1] or [R, 0]; gradients: [R, G], experts: [R, X], or None: as in `Row`. load: [R, E] choices by
+    source rank and expert. extra: [R, E] choices before any drop, or with `first_choices` every token's first choice;
+    None where the load says both.
     """
 
     finite: IntArray
@@ -83,7 +85,7 @@ class Counts:
     averaged: IntArray
     placement: IntArray
     split: IntArray
-    experts: IntArray
+    structure: IntArray
     stale: IntArray
     window_us: IntArray
     placements: IntArray
@@ -91,6 +93,7 @@ class Counts:
     load: IntArray
     extra: IntArray | None
     gradients: IntArray | None
+    experts: IntArray | None
     first_choices: bool
 
     def judged(self) -> IntArray:
@@ -127,7 +130,7 @@ class Counts:
             )
         _check_equal(where, "placement", self.placement)
         _check_equal(where, "previous split", self.split)
-        changed = odd_ones_out(self.experts)
+        changed = odd_ones_out(self.structure)
         if changed:
             raise PlanMismatch(
                 f"{where}: experts of rank(s) {changed} were changed, and the other ranks' copies of them were not "
@@ -162,7 +165,7 @@ def exchange_counts(
         "averaged": (row.averaged,),
         "placement": (row.placement,),
         "split": (row.split,),
-        "experts": (row.experts,),
+        "structure": (row.structure,),
         "stale": (row.stale,),
         "window_us": row.window_us,
         "placements": row.placements,
@@ -174,13 +177,15 @@ def exchange_counts(
         known["extra"] = extra
     if row.gradients is not None:
         known["gradients"] = row.gradients
+    if row.experts is not None:
+        known["experts"] = row.experts
     collective.frames.forward, collective.frames.kind = row.forward, PASSES.index(row.kind)
     numbers = [int(number) for values in said.values() for number in values]
     op, device = Operation(COUNTS, layer), routing.ids.device
     with stopwatch("counts"):
         table = tell(collective, numbers, tuple(known.values()), op=op, device=device, place=place)
     widths = {name: len(values) for name, values in said.items()} | {n: t.numel() for n, t in known.items()}
-    found: dict[str, Any] = {"extra": None, "gradients": None}
+    found: dict[str, Any] = {"extra": None, "gradients": None, "experts": None}
     start = 0
     for name, width in widths.items():
         found[name] = table[:, start] if name in _SINGLE else table[:, start : start + width]

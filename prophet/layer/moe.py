@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.split_apply import inverse, send_order
 from prophet.layer.counts import Counts, exchange_counts
 from prophet.layer.dispatch import Route, all_to_all, check_plain_autograd, on_backward
+from prophet.layer.expert_watch import ExpertWatch
 from prophet.layer.port import Pass, PlainPort, Port
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import collective_for
@@ -148,6 +149,8 @@ class MoE(nn.Module):
         self.impl: Impl = impl
         self.gate = router
         self.experts = experts
+        self.expert_watch = ExpertWatch(experts, initialised_here=self.initialised_here)
+        self.register_load_state_dict_post_hook(_loaded)
         self.stats: LayerStats | None = None
         self._number: int | None = None  # among the group's layers that nobody balances, by their first runs
         self._port: Port = self.plain_port()
@@ -175,7 +178,7 @@ class MoE(nn.Module):
 
     def plain_port(self) -> Port:
         """A port that balances nothing."""
-        return PlainPort(self.collective.size, self.num_experts)
+        return PlainPort(self.collective.size, self.num_experts, self.expert_watch)
 
     def extra_repr(self) -> str:
         return (
@@ -222,9 +225,12 @@ class MoE(nn.Module):
         with watch("gate"):
             routing = decide(tokens)
         check_plain_autograd((routing.weights,))
-        counts = self._exchange_counts(routing, tokens.shape[0])
+        counts = self._exchange_counts(routing, tokens.shape[0], forward)
         port.told(counts)
         placement, split = port.split(counts)
+        if counts.experts is not None:
+            step = self.expert_watch.updates if port.index is None else int(counts.step[self.collective.rank])
+            self.expert_watch.compare(counts.experts, f"{self.label}, step {step}")
         with watch("split"):
             rank, bank = self.collective.rank, self.experts
             route = Route.build(split, placement, rank, bank.first_expert, bank.experts)
@@ -260,7 +266,7 @@ class MoE(nn.Module):
             raise ValueError(f"{self.label} has {dtype} parameters, got {x.dtype} input")
         return dtype
 
-    def _exchange_counts(self, routing: Routing, tokens: int) -> Counts:
+    def _exchange_counts(self, routing: Routing, tokens: int, forward: Pass) -> Counts:
         """Exchange counts with all ranks, and check that all are in the same place and sane."""
         config, port = self.gate.config, self._port
         extra = None
@@ -273,8 +279,11 @@ class MoE(nn.Module):
             if self._number is None:
                 self._number = self.collective.frames.next_layer()
             place = self._number
+        row = port.tell()
+        if forward is Pass.TRAINING and self.collective.size > 1:
+            row = replace(row, experts=self.expert_watch.say(routing.ids.device, plain=port.index is None))
         counts = exchange_counts(
-            port.tell(),
+            row,
             routing,
             tokens,
             extra=extra,
@@ -329,6 +338,10 @@ class MoE(nn.Module):
     def _move(self, rows: Tensor, send: list[int], recv: list[int], name: str) -> Tensor:
         with self._port.stopwatch("a2a"):
             return self.collective.all_to_all(rows, send, recv, op=Operation(name, self._port.index)).wait()
+
+
+def _loaded(layer: MoE, _: object) -> None:
+    layer.expert_watch.remember()
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:

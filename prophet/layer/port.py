@@ -23,6 +23,7 @@ from torch import nn
 
 from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row
+from prophet.layer.expert_watch import ExpertWatch
 from prophet.scheduler.replicas import in_backward
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Placement, Split
@@ -102,11 +103,12 @@ class Port(Protocol):
 
 
 class PlainPort:
-    """Plain expert parallelism: no replicas, nothing remembered."""
+    """Plain expert parallelism: no replicas, nothing remembered but by the layer's `watch`."""
 
     index = None
 
-    def __init__(self, ranks: int, experts: int) -> None:
+    def __init__(self, ranks: int, experts: int, watch: ExpertWatch | None = None) -> None:
+        self._watch = watch if ranks > 1 else None
         self.stopwatch = Stopwatch()
         self._placement = Placement.homes_only(experts, ranks)
         self._pass, self._passes = Pass.EVALUATION, PassCount()
@@ -116,9 +118,17 @@ class PlainPort:
 
     def tell(self) -> Row:
         forward = self._pass
-        return Row(forward=self._passes.next(forward), kind=forward.value, averaged=forward.averaged)
+        watch = self._watch if forward is Pass.TRAINING else None
+        return Row(
+            forward=self._passes.next(forward),
+            kind=forward.value,
+            averaged=forward.averaged,
+            gradients=None if watch is None else watch.say_shared(watch.device),
+        )
 
-    def told(self, counts: Counts) -> None: ...
+    def told(self, counts: Counts) -> None:
+        if self._watch is not None and counts.gradients is not None:
+            self._watch.compare_shared(counts.gradients)
 
     def split(self, counts: Counts) -> tuple[Placement, Split]:
         with self.stopwatch("split"):

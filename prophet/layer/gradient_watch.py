@@ -1,5 +1,7 @@
 """Have all ranks' optimizers used the same gradients? A wrong clip is noticed in the step that comes after it.
 
+The opposite is expected of experts, which `prophet.layer.expert_watch` compares.
+
 Ranks share all parameters but the experts', so a shared gradient has the same bits on all of them once it is averaged.
 `torch.nn.utils.clip_grad_norm_` takes the norm of one rank's experts. It multiplies every rank's gradients by another
 factor, and from then on the shared parameters drift apart. Adam's first step even hides that in the parameters, since
@@ -12,9 +14,12 @@ Shape legend: R ranks, W gradients that are watched.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +31,9 @@ from prophet.spec import FloatArray, IntArray, odd_ones_out
 WATCHED = 8  # gradients; what makes ranks drift apart changes all of them
 _ELEMENTS = 65_536  # of one gradient: a digest costs as much for a large parameter as for a small one
 _FIGURES = 4  # by gradient: its bits, its projection, its norm, the parameter's bits
-DIGEST_NUMBERS = WATCHED * _FIGURES
+DIGEST_NUMBERS = 1 + WATCHED * _FIGURES  # the first says which gradients they are of
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CLIP = "Clip by engine.clip_grad_norm_(parameters, max_norm)"
 _ROUNDINGS = 16.0  # by how many roundings of its dtype a clipped gradient may miss the exact product
 
 
@@ -44,7 +50,7 @@ class _Digests:
     def read(cls, table: IntArray, watched: int) -> _Digests:
         """From what came with the counts, [R, DIGEST_NUMBERS]."""
         bits, projection, norm, parameters = (
-            np.ascontiguousarray(table[:, i * WATCHED : i * WATCHED + watched]) for i in range(_FIGURES)
+            np.ascontiguousarray(table[:, 1 + i * WATCHED : 1 + i * WATCHED + watched]) for i in range(_FIGURES)
         )
         return cls(bits, projection.view(np.float64), norm.view(np.float64), parameters)
 
@@ -68,26 +74,26 @@ class _Digests:
 class GradientWatch:
     """Compares over the ranks what one optimizer used of the gradients that ranks share.
 
-    Gradients that FSDP cuts, and those that DistributedDataParallel was told to leave alone, are not watched.
-    Neighbours are watched in pairs from all over the model, and a gradient that was zero makes room for another: of a
-    LoRA pair one is zero at first.
+    model: whose parameters they are, by whose names messages call them; None where nobody knows it, and the optimizer
+    has to. advice: how messages say to clip. Gradients that FSDP cuts, and those that DistributedDataParallel was told
+    to leave alone, are not watched. Neighbours are watched in pairs from all over the model, and a gradient that was
+    zero makes room for another: of a LoRA pair one is zero at first.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        left_alone = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        shared = [
-            (n, p)
-            for n, p in model.named_parameters()
-            if id(p) in held and n not in left_alone and _is_shared(p) and p.is_floating_point()
-        ]
+    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer, advice: str = CLIP) -> None:
+        shared = [(n, p) for n, p in _named(model, optimizer) if _is_shared(p) and p.is_floating_point()]
+        self._advice = advice
         self._waiting = deque(_spread(shared))
         self._watched = [self._waiting.popleft() for _ in range(min(WATCHED, len(self._waiting)))]
         self._signs: dict[torch.device, Tensor] = {}
-        self._nothing = torch.zeros(DIGEST_NUMBERS, dtype=torch.int64)
         self._said: Tensor | None = None
         self._step = 0
         self._warned = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a digest that nobody has taken."""
+        return self._said is not None
 
     @torch.no_grad()
     def look(self, step: int) -> None:
@@ -101,7 +107,8 @@ class GradientWatch:
             columns = torch.stack([f.to(device, non_blocking=True) for f in figures], dim=1)
             padded = columns.new_zeros((_FIGURES, WATCHED))
             padded[:, : len(figures)] = columns
-            self._said = padded.reshape(-1)
+            which = columns.new_full((1,), mark_of((n, p.shape, p.dtype) for n, p in self._watched))
+            self._said = torch.cat([which, padded.reshape(-1)])
 
     def _figures(self, p: nn.Parameter) -> Tensor:
         """Four 64-bit integers, on the parameter's device."""
@@ -123,21 +130,15 @@ class GradientWatch:
     def take(self, device: torch.device) -> Tensor:
         """The digest of the last step, [DIGEST_NUMBERS] on `device`; zeros where it was taken already."""
         said, self._said = self._said, None
-        return self._zeros(device) if said is None else said.to(device, non_blocking=True)
-
-    def _zeros(self, device: torch.device) -> Tensor:
-        """Zeros in place of a digest."""
-        if self._nothing.device != device:
-            self._nothing = self._nothing.to(device)
-        return self._nothing
+        return nothing(DIGEST_NUMBERS, device) if said is None else said.to(device, non_blocking=True)
 
     def compare(self, table: IntArray) -> None:
-        """Judge what all ranks said, [R, DIGEST_NUMBERS]; zeros say nothing.
+        """Judge what all ranks said, [R, DIGEST_NUMBERS]; zeros say nothing, and so do digests of other parameters.
 
         Raises `GradientMismatch` where ranks' gradients differ by one factor: each has clipped by another norm. Warns,
         once, where they differ otherwise, which is no mistake in local SGD.
         """
-        if not table.any():
+        if not comparable(table):
             return
         found = _Digests.read(table, len(self._watched))
         names = [n for n, _ in self._watched]
@@ -149,7 +150,8 @@ class GradientWatch:
             self._warn(
                 f"{drifted[0][0]} of rank(s) {drifted[0][1]} differs from the other ranks', though ranks share all "
                 f"parameters but the experts' and step {self._step} has used the same gradients. "
-                f"Do all ranks start alike?"
+                f"Do all ranks start alike, and does the optimizer treat each parameter by itself? One that computes a "
+                f"figure from all of them, as LBFGS does, finds another on every rank"
             )
         self._rotate(found.norm)
 
@@ -163,8 +165,8 @@ class GradientWatch:
             raise GradientMismatch(
                 f"step {self._step}: rank(s) {odd} used gradients of {name} and others that are those of rank {like} "
                 f"times a factor: every rank has clipped by another norm, that of its own experts, so the parameters "
-                f"that ranks share drift apart. Clip by engine.clip_grad_norm_(parameters, max_norm) in place of "
-                f"torch.nn.utils.clip_grad_norm_, and start again from the last checkpoint before step {self._step}"
+                f"that ranks share drift apart. {self._advice} in place of torch.nn.utils.clip_grad_norm_, and start "
+                f"again from the last checkpoint before step {self._step}"
             )
         self._warn(
             f"the gradient of {name} that step {self._step} used on rank(s) {odd} differs from the other ranks', "
@@ -183,6 +185,36 @@ class GradientWatch:
             if self._waiting:
                 self._waiting.append(self._watched[i])
                 self._watched[i] = self._waiting.popleft()
+
+
+def mark_of(parts: Iterable[Any]) -> int:
+    """A number other than zero that differs where any of `parts` does; the same in every process."""
+    return zlib.crc32(repr(list(parts)).encode()) | 1 << 32
+
+
+def comparable(table: IntArray) -> bool:
+    """Whether all ranks say something [R, ...], and of the same: they begin with one mark, and nobody's is zero."""
+    return bool(table[0, 0]) and bool((table[:, 0] == table[0, 0]).all())
+
+
+@cache
+def nothing(numbers: int, device: torch.device) -> Tensor:
+    """Zeros in place of a digest."""
+    with torch.inference_mode(False):
+        return torch.zeros(numbers, dtype=torch.int64, device=device)
+
+
+def _named(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """What the optimizer holds of the model's parameters, in the model's order; of any model without one."""
+    if model is None:
+        return [
+            (names[i] if (names := group.get("param_names")) else f"parameter {i} of group {g}", p)
+            for g, group in enumerate(optimizer.param_groups)
+            for i, p in enumerate(group["params"])
+        ]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left_alone = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return [(n, p) for n, p in model.named_parameters() if id(p) in held and n not in left_alone]
 
 
 def _is_shared(p: nn.Parameter) -> bool:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from prophet.engine.gradient_watch import DIGEST_NUMBERS, WATCHED, GradientWatch
 from prophet.errors import GradientMismatch
+from prophet.layer.gradient_watch import DIGEST_NUMBERS, WATCHED, GradientWatch
 
 RANKS = 3
 CPU = torch.device("cpu")
