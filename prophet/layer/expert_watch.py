@@ -60,12 +60,11 @@ class ExpertWatch:
         self._used_of = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("every", "plain", "_bank", "_initialised_here")}
+        return {n: vars(self)[n] for n in ("every", "plain", "_bank", "_initialised_here", "_made", "_made_of")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._begin()
-        self._made, self._made_of = None, 0  # the copied bank may not be whole yet
 
     # --- what is seen ---
 
@@ -92,7 +91,7 @@ class ExpertWatch:
         found = [params[i] for i in places]
         if any(p.is_meta or not p.is_floating_point() for p in found):
             return 0, []
-        return mark_of([len(params), *((i, p.shape, p.dtype) for i, p in zip(places, found, strict=True))]), found
+        return mark_of([len(params), *((i, p.shape) for i, p in zip(places, found, strict=True))]), found
 
     @torch.no_grad()
     def remember(self) -> None:
