@@ -107,7 +107,7 @@ class ExpertWatch:
         self._looked = True
         if self._due:
             self._used_of, watched = self._watched()
-            self._used = _digests([None if p.grad is None else p.grad for p in watched])
+            self._used = _digests([p.new_zeros(1) if p.grad is None else p.grad for p in watched])
         self._updates += 1
 
     @property
@@ -188,6 +188,7 @@ class ExpertWatch:
                 )
         if self._updates and not used.any():
             self._at += 1  # experts without rows make room for others
+            self.remember()
 
     # --- layers that nobody balances: what ranks share ---
 
@@ -213,15 +214,13 @@ def _equal(digests: IntArray) -> list[list[int]]:
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 
 
-def _digests(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Of each tensor an integer that says its bits, zero where it has none, is zero, or not finite."""
-    some = next((t for t in tensors if t is not None), None)
-    if some is None:
-        return None
-    return torch.stack([some.new_zeros((), dtype=torch.int64) if t is None else _digest(t) for t in tensors])
+def _digests(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Of each tensor an integer that says its bits; None without tensors."""
+    return torch.stack([_digest(t) for t in tensors]) if tensors else None
 
 
 def _digest(t: Tensor) -> Tensor:
+    """Zero for zeros, and for what is not finite."""
     if t.is_sparse:
         return t.new_zeros((), dtype=torch.int64)
     flat = t.detach().reshape(-1)

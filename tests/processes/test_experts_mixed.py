@@ -145,6 +145,15 @@ def own_clip(loop: Loop) -> None:
     loop.before_step = lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
 
 
+def clip_of_zero(loop: Loop) -> None:
+    """The optimizer that ZeroRedundancyOptimizer has inside holds other parameters on every rank."""
+    own_clip(loop)
+    clip, beside = loop.before_step, ZeroRedundancyOptimizer(loop.shared(), torch.optim.AdamW, lr=0.01)
+    loop.make = lambda params: torch.optim.AdamW([p for _, p in expert_parameters(loop.model)], 0.01)
+    loop.before_step = lambda: (clip(), beside.step(), None)[-1]
+    loop.after_step = beside.zero_grad
+
+
 class OneRate(torch.optim.SGD):
     """Finds its rate from all gradients, as Prodigy and D-Adaptation do."""
 
@@ -175,6 +184,7 @@ FAULTS: list[tuple[Callable[[Loop], None], dict[str, Any], str]] = [
     (own_clip, LAYERS | ATTACHED, r"1: GradientMismatch: step 0: .*Clip by engine\.clip_grad_norm_"),
     (own_clip, LAYERS | PLAIN, "1: GradientMismatch: step 0: .*of parameter 0 of group 0 .*prophet.attach"),
     (own_clip, CONVERTED | PLAIN | {"ddp": True}, "1: GradientMismatch: step 0: .*of mixes.0.weight .*prophet.attach"),
+    (clip_of_zero, LAYERS | PLAIN | {"ddp": True}, "1: GradientMismatch: step 0"),
     (one_rate, LAYERS | PLAIN, "has used the same gradients.* treat each parameter by itself"),
 ]
 
