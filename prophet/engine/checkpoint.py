@@ -28,6 +28,7 @@ from prophet.engine.checkpoint_json import FORMAT, meant_by, misfit
 from prophet.engine.expert_state import banks_of, patterns, shares_of, split_state
 from prophet.engine.shared_errors import limit_of, together
 from prophet.errors import CheckpointError, some
+from prophet.layer.moe import moe_layers
 from prophet.ranks.process_group import at_work
 from prophet.spec import digest, odd_ones_out
 from prophet.state.checkpoint_files import Agree, Files, write
@@ -148,6 +149,8 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
             plan.files.read(plan.experts.numbers, folder)
             agree("reading of experts' steps", plan.experts.settle)
         plan.files.read(plan.entries, folder)
+    for layer in moe_layers(model):
+        layer.expert_watch.remember()  # the files may hold experts that are equal
     if optimizer is not None:
         for group, new in zip(optimizer.param_groups, plan.settings, strict=True):
             _apply_settings(group, new)

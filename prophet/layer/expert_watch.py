@@ -33,7 +33,7 @@ from prophet.spec import IntArray
 
 CHECK_EVERY = 50  # steps from one comparison to the next; the first two steps are always compared
 _WATCHED = 4  # parameters of a layer's bank; what treats experts as copies does it to all
-_ELEMENTS = 1024  # of each, from all over it
+_ELEMENTS = 256  # of each, from all over it
 _NUMBERS = 2 + 3 * _WATCHED  # whose they are, whether a rank's experts are alike, and three digests of each
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEAVE_OUT = "Leave out what prophet.parallel.expert_parameters(model) lists"
@@ -97,7 +97,7 @@ class ExpertWatch:
     def remember(self) -> None:
         """The experts are right as they are now: they have been made or loaded."""
         self._made_of, watched = self._watched()
-        self._made = _digests(watched)
+        self._made = _digests(watched) if watched else None
 
     @torch.no_grad()
     def look(self) -> None:
@@ -107,7 +107,8 @@ class ExpertWatch:
         self._looked = True
         if self._due:
             self._used_of, watched = self._watched()
-            self._used = _digests([p.new_zeros(1) if p.grad is None else p.grad for p in watched])
+            grads = [p.new_zeros(1) if p.grad is None else p.grad for p in watched]
+            self._used = _digests(grads) if grads else None
         self._updates += 1
 
     @property
@@ -130,26 +131,30 @@ class ExpertWatch:
         if not self._saying:
             return nothing(_NUMBERS, device)
         mark, watched = self._watched()
+        if not watched:
+            return nothing(_NUMBERS, device)
         used, self._used = self._used if self._used_of == mark else None, None
         now = _digests(watched)
         made, self._made, self._made_of = self._made if self._made_of == mark else None, now, mark
-        alike = self._alike() if first and self._initialised_here else None
         said = torch.zeros(_NUMBERS, dtype=torch.int64, device=self._bank.device)
         said[0] = mark
-        if alike is not None:
-            said[1] = alike
+        if first and self._initialised_here:
+            said[1] = self._alike()
         for i, part in enumerate((made, now, used)):
             if part is not None:
                 said[2 + i * _WATCHED : 2 + i * _WATCHED + part.numel()] = part
         return said.to(device, non_blocking=True)
 
-    def _alike(self) -> Tensor | None:
-        """Whether this rank's experts are all equal, as far as a sample of each shows it."""
+    def _alike(self) -> Tensor:
+        """Whether this rank's first, middle and last expert are equal, as far as a sample of each shows it."""
+        m = self._bank.experts
+        some = {self._bank.first_expert + local for local in (0, m // 2, m - 1)}
         by_name: dict[str, list[Tensor]] = {}
         for entry in self._bank.entries():
-            by_name.setdefault(entry.pattern, []).append(entry.of(self._bank.get_parameter(entry.parameter)))
+            if entry.expert in some:
+                by_name.setdefault(entry.pattern, []).append(entry.of(self._bank.get_parameter(entry.parameter)))
         of_experts = _digests(max(by_name.values(), key=lambda parts: parts[0].numel()))
-        return None if of_experts is None else (of_experts == of_experts[0]).all().long()
+        return (of_experts == of_experts[0]).all().long()
 
     # --- what is found ---
 
@@ -214,13 +219,12 @@ def _equal(digests: IntArray) -> list[list[int]]:
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 
 
-def _digests(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Of each tensor an integer that says its bits; None without tensors."""
-    return torch.stack([_digest(t) for t in tensors]) if tensors else None
+def _digests(tensors: Sequence[Tensor]) -> Tensor:
+    """Of each tensor an integer that says its bits: zero for zeros, and for what is not finite."""
+    return torch.stack([_digest(t) for t in tensors])
 
 
 def _digest(t: Tensor) -> Tensor:
-    """Zero for zeros, and for what is not finite."""
     if t.is_sparse:
         return t.new_zeros((), dtype=torch.int64)
     flat = t.detach().reshape(-1)

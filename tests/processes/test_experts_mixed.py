@@ -125,6 +125,10 @@ def zero(loop: Loop) -> None:
     loop.make = lambda params: ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
 
 
+def lbfgs(loop: Loop) -> None:
+    loop.make = torch.optim.LBFGS
+
+
 def zero_by_hand(loop: Loop) -> None:
     """Every rank updates a part of all parameters, and the others take its values."""
 
@@ -179,6 +183,7 @@ FAULTS: list[tuple[Callable[[Loop], None], dict[str, Any], str]] = [
     (all_reduce, LAYERS | PLAIN, f"1: {USED}"),
     (zero, LAYERS | ATTACHED, "-1: ValueError: the optimizer holds experts, and ZeroRedundancyOptimizer keeps"),
     (zero, CONVERTED | PLAIN, f"1: {EQUAL}"),
+    (lbfgs, LAYERS | ATTACHED, "-1: ValueError: the optimizer holds experts, and LBFGS keeps one flat history"),
     (zero_by_hand, LAYERS | ATTACHED, f"1: {EQUAL}"),
     (averager, LAYERS | ATTACHED, f"1: {EQUAL}"),
     (own_clip, LAYERS | ATTACHED, r"1: GradientMismatch: step 0: .*Clip by engine\.clip_grad_norm_"),
@@ -211,6 +216,14 @@ def zero_of_dense(loop: Loop) -> None:
     """ZeroRedundancyOptimizer of what ranks share, stepped beside the experts' own optimizer."""
     beside = ZeroRedundancyOptimizer(loop.shared(), torch.optim.AdamW, lr=0.01)
     loop.make = lambda params: torch.optim.AdamW([p for _, p in expert_parameters(loop.model)], 0.01)
+    loop.before_step = beside.step
+    loop.after_step = beside.zero_grad
+
+
+def attached_to_zero(loop: Loop) -> None:
+    """The engine follows the one of what ranks share."""
+    beside = torch.optim.AdamW([p for _, p in expert_parameters(loop.model)], 0.01)
+    loop.make = lambda params: ZeroRedundancyOptimizer(loop.shared(), torch.optim.AdamW, lr=0.01)
     loop.before_step = beside.step
     loop.after_step = beside.zero_grad
 
@@ -270,6 +283,7 @@ RIGHT: list[tuple[Callable[[Loop], None], dict[str, Any]]] = [
     (lambda loop: None, CONVERTED | PLAIN | {"ddp": True}),
     (zero_of_dense, LAYERS | PLAIN),
     (zero_of_dense, LAYERS | ATTACHED),
+    (attached_to_zero, LAYERS | ATTACHED),
     (equal_experts, LAYERS | PLAIN),
     (equal_experts, LAYERS | ATTACHED),
     (frozen_experts, LAYERS | ATTACHED),

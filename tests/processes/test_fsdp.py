@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import prophet
@@ -131,3 +132,47 @@ def test_reduced_precision() -> None:
     assert policy == pytest.approx(exact, rel=0.05)
     assert autocast == pytest.approx(exact, rel=0.05)
     assert exact > 0
+
+
+def norms_by_type(rows: int, cut: bool) -> list[tuple[float, float, float]]:
+    """The norm, torch's of the whole gradient, and the greatest gradient after clipping to half of the norm."""
+    found = []
+    for kind in (1, 2, 3.5, math.inf):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 4), prophet.MoE(4, 6, 3)).double()
+        if cut:
+            fully_shard(model, ignored_params={p for _, p in expert_parameters(model)})
+        engine = prophet.attach(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False))
+        seed = torch.distributed.get_rank() if cut else 0  # nobody averages
+        model(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).double()).square().sum().backward()
+        every = whole_gradients(model)
+        norm = engine.clip_grad_norm_(model.parameters(), 1e9, norm_type=kind)
+        engine.clip_grad_norm_(model.parameters(), float(norm) / 2, norm_type=kind)
+        left = float(whole_gradients(model).abs().max() / every.abs().max())
+        found.append((float(norm), float(torch.linalg.vector_norm(every, kind)), left))
+        engine.close()
+    return found
+
+
+def whole_gradients(model: nn.Module) -> Tensor:
+    """Everybody's, each of them once."""
+    parts = []
+    for p in model.parameters():
+        grad: Any = p.grad
+        if getattr(p, "prophet_expert", False):
+            own = [torch.empty_like(grad) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(own, grad.contiguous())
+            parts += own
+        else:
+            parts.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+    return torch.cat([part.flatten() for part in parts])
+
+
+@pytest.mark.parametrize(("rows", "cut"), [(5, True), (2, True), (5, False)])
+def test_norms_of_other_types(rows: int, cut: bool) -> None:
+    """Of two rows over three ranks, one rank has none."""
+    by_rank = on_processes(3, norms_by_type, rows, cut)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    for norm, wanted, left in by_rank[0]:
+        assert norm == pytest.approx(wanted, rel=1e-12)
+        assert left == pytest.approx(0.5, rel=1e-5)
