@@ -198,8 +198,8 @@ class Engine:
         if step is None:
             return
         self.runtime.end()
-        for layer in self.layers:
-            layer.expert_watch.look()  # where no optimizer of torch's has
+        for moe in self.layers:
+            moe.expert_watch.look()  # where no optimizer of torch's has
         if self.runtime.recording is not None:
             self.runtime.recording.end()
         update_biases(self.layers, [layer.counts.choices for layer in self.balanced])

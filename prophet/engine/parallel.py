@@ -108,7 +108,8 @@ def _figure(grad: Tensor, power: float) -> Tensor:
             grad = (cut.abs().amax(others) if others else cut).full_tensor()
         return grad.abs().amax() if grad.numel() else grad.new_zeros(())
     total: Any = grad.square().sum() if power == 2 else grad.abs().pow(power).sum()
-    return total if cut is None else total.full_tensor()
+    whole: Tensor = total if cut is None else total.full_tensor()
+    return whole
 
 
 def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:

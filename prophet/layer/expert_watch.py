@@ -306,7 +306,8 @@ def _before_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def _find(optimizer: torch.optim.Optimizer, version: tuple[int, int]) -> _Held:
     """Which layers the optimizer holds a part of, be it of their experts or of the model around them."""
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    layers, model = [], None
+    layers: list[ExpertWatch] = []
+    model: Any = None
     for layer in _layers:
         wrapper = _wrappers.get(layer)
         around = wrapper() if wrapper is not None else None

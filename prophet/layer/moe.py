@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,7 +151,8 @@ class MoE(nn.Module):
         self.gate = router
         self.experts = experts
         self.expert_watch = ExpertWatch(experts, initialised_here=self.initialised_here)
-        self.register_load_state_dict_post_hook(_loaded)
+        module: Any = self  # whose hooks torch has not annotated
+        module.register_load_state_dict_post_hook(_loaded)
         self.stats: LayerStats | None = None
         self._number: int | None = None  # among the group's layers that nobody balances, by their first runs
         self._port: Port = self.plain_port()
