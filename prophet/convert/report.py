@@ -154,11 +154,11 @@ class ConversionReport:
         return "\n".join([self._title(), *(" · ".join(row) for row in self.rows()), *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """Why experts stay modules, why other lists were left alone, and what trains.
+        """Why experts run one by one, why other lists were left alone, and what trains.
 
         Layers that differ in numbers alone are named once.
         """
-        said = [(r.name, f"stay modules: {r.spec.why}") for r in self.replaced if r.spec.why]
+        said = [(r.name, f"run one by one: {r.spec.why}") for r in self.replaced if r.spec.why]
         said += [(one.name, f"was left alone: {one.why}") for one in self.left]
         alike: dict[str, list[str]] = {}
         for name, why in said:

@@ -48,7 +48,7 @@ class Elsewhere(nn.Parameter):
     def like(cls, p: Tensor) -> Self:
         """One of the shape and dtype of `p`, which trains if that does."""
         with torch._C.DisableTorchFunctionSubclass():
-            made = cls(torch.empty_like(p, device="meta").detach(), p.requires_grad)  # type: ignore[call-arg]
+            made = cls(torch.empty_like(p, device="meta").detach(), p.requires_grad)
             made.home, made.kept = p.home if isinstance(p, Elsewhere) else p.device, True
         return made
 

@@ -96,6 +96,8 @@ def _check_replicable(number: int, expert: nn.Module) -> None:
             raise ValueError(f"{where}: TorchScript reads its own parameters, not a replica's: pass the module itself")
     for name, p in expert.named_parameters():
         where = f"{who}: parameter {name}"
+        if isinstance(p, Elsewhere):
+            continue
         if not p.is_floating_point() or p.is_sparse or type(p.data) is not Tensor:
             kind = type(p.data).__name__ if type(p.data) is not Tensor else str(p.dtype)
             raise ValueError(f"{where} is {kind}: expected plain floating-point tensors, not quantised or sharded ones")

@@ -143,14 +143,15 @@ class ModulesBank(Bank):
             replica.collect_grads()
         if self._on_kernels and all(self._is_as_made(replica) for replica in replicas):
             out = self._run_on_kernels(rows, sizes, replicas, impl)
+            idle: list[nn.Parameter] = []
         else:
-            out = self._run_one_by_one(rows, sizes, replicas)
+            out, idle = self._run_one_by_one(rows, sizes, replicas)
         if torch.is_grad_enabled() and not out.requires_grad:  # every rank's backward pass has the same collectives
             if rows.requires_grad:
                 out = torch.cat([out, rows[:0, :1].to(out.dtype).expand(-1, self.dim_out)])
             elif self.grad_numel:
                 out.requires_grad_()
-        return out
+        return with_zeros(out, idle)
 
     def _run_on_kernels(self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica], impl: Impl) -> Tensor:
         assert self.network is not None
@@ -175,8 +176,12 @@ class ModulesBank(Bank):
         assert isinstance(replica, _ModuleReplica)
         return not replica.entered and self._structures[replica.expert].unchanged()
 
-    def _run_one_by_one(self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica]) -> Tensor:
-        answers, idle = [], []
+    def _run_one_by_one(
+        self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica]
+    ) -> tuple[Tensor, list[nn.Parameter]]:
+        """The answers, and what the home experts train with that were called without rows."""
+        answers: list[Tensor] = []
+        idle: list[nn.Parameter] = []
         parts = rows.split(list(sizes))
         for expert, module, part in zip(self._home(), self.home_experts(), parts, strict=False):
             if part.shape[0]:
@@ -191,7 +196,7 @@ class ModulesBank(Bank):
                 answers.append(self._answer(replica.expert, module, part))
         if not answers:
             answers.append(rows.new_zeros((0, self.dim_out), dtype=self.answer_dtype(rows)))
-        return with_zeros(torch.cat(answers), idle)
+        return torch.cat(answers), idle
 
     def _home(self) -> range:
         """The home experts' numbers."""

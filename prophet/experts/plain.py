@@ -105,13 +105,14 @@ class Network:
     names: FfnNames
     activation: Activation
 
-    def weights(self, fields: Mapping[str, Tensor], dim: int = 0) -> ExpertWeights:
+    def weights(self, fields: Mapping[str, Tensor | None], dim: int = 0) -> ExpertWeights:
         """What kernels take, from the fields as the modules order their rows; dim: of the rows."""
         found = dict(fields)
         if self.names.rows != RowOrder():
             for field in ("w_in", "b_in"):
-                if field in found:
-                    found[field] = self.names.rows.gate_first(found[field], dim)
+                rows = found.get(field)
+                if rows is not None:
+                    found[field] = self.names.rows.gate_first(rows, dim)
         return ExpertWeights(**{name: found.get(name) for name in ExpertWeights._fields})  # type: ignore[arg-type]
 
 

@@ -322,10 +322,30 @@ def test_on_two_ranks_it_is_so_too_or_it_is_refused(kind: str, name: str) -> Non
     assert "expert" in str(caught.value)
 
 
+def test_a_global_hook_is_called_with_every_expert() -> None:
+    """On the kernels nobody would call it."""
+    model, plain = net("swiglu"), net("swiglu")
+    prophet.convert(model)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, given, answer: 2 * answer if isinstance(module, Swiglu) else None
+    )
+    try:
+        assert torch.equal(model(tokens(0)[0]), plain(tokens(0)[0]))
+    finally:
+        handle.remove()
+    assert model[1].experts.experts._on_kernels is False
+    model(tokens(0)[0])
+    assert model[1].experts.experts._on_kernels is True
+
+
 @pytest.mark.parametrize("name", NEVER)
 def test_the_list_itself_keeps_its_modules(name: str) -> None:
     model = net("gelu")
     prophet.convert(model)
-    with pytest.raises(ConversionError, match=r"prophet.revert\(model\)"):
+
+    def changed_and_run() -> None:
         NEVER[name](model)
-        model(tokens(0))
+        model(tokens(0)[0])
+
+    with pytest.raises(ConversionError, match=r"prophet.revert\(model\)"):
+        changed_and_run()

@@ -41,7 +41,7 @@ from tests.helpers.expert_lists import (
     net_loss,
 )
 from tests.helpers.launch import on_processes
-from tests.helpers.moe_models import alone, batches, compare, layers_of, together
+from tests.helpers.moe_models import alone, batches, compare, hugging_face, layers_of, together
 from tests.helpers.support import on_threads
 
 
@@ -366,9 +366,16 @@ def test_what_may_be_a_block_is_no_norm_and_no_attention() -> None:
 
 
 def test_partly_frozen_experts() -> None:
+    """A stacked parameter trains as one; in a list each keeps what it is."""
+    stacked = hugging_face("mixtral")
+    stacked.get_parameter("model.layers.0.mlp.experts.down_proj").requires_grad_(False)
+    refuses(stacked, "some of the experts' parameters are frozen and some are not")
     model = Net()
     first_expert(model).w2.weight.requires_grad_(False)
-    refuses(model, "some of the experts' parameters are frozen and some are not")
+    prophet.convert(model)
+    net_loss(model, batches(1)[0])[0].backward()
+    without = [n for n, p in model.named_parameters() if "experts" in n and p.grad is None]
+    assert without == ["blocks.0.experts.0.w2.weight"]
 
 
 def test_gradients_and_hooks_that_would_be_lost() -> None:

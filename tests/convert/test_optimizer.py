@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[Callable[[Net], Any], str]] = {
 REFUSED_OF_STACKED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "Lamb": (lambda m: Lamb(m.parameters(), 0.1), "Lamb treats a stacked parameter otherwise than its parts"),
     "Adafactor": (lambda m: torch.optim.Adafactor(m.parameters()), "Adafactor treats a stacked parameter otherwise"),
-    "shape": (of_another_shape, r"the state 'rows' of gate_up_proj has shape \[4\]"),
+    "shape": (of_another_shape, r"the state 'rows' of gate_up_proj has shape \[8\]"),
 }
 
 

@@ -217,25 +217,21 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("expert", "kept"),
+    "expert",
     [
-        (lambda: Two(F.silu, True, False), True),
-        (lambda: Two(F.relu, False, True), True),
-        (lambda: Three(F.gelu, True, False), True),
-        (lambda: Fused(lambda g, u: F.gelu(g) * u, RowOrder()), True),
-        (lambda: Fused(lambda g, u: F.gelu(g) * u, RowOrder(up_first=True)), False),
-        (lambda: Fused(lambda g, u: F.gelu(g) * u, RowOrder(interleaved=True), bias=False), False),
+        lambda: Two(F.silu, True, False),
+        lambda: Two(F.relu, False, True),
+        lambda: Three(F.gelu, True, False),
+        lambda: Fused(lambda g, u: F.gelu(g) * u, RowOrder()),
+        lambda: Fused(lambda g, u: F.gelu(g) * u, RowOrder(up_first=True)),
+        lambda: Fused(lambda g, u: F.gelu(g) * u, RowOrder(interleaved=True), bias=False),
     ],
 )
-def test_a_key_of_the_original_holds_the_original(expert: Callable[[], nn.Module], kept: bool) -> None:
-    """Rows in another order than the kernels' have the library's names; `original_state_dict` has the originals."""
+def test_a_key_of_the_original_holds_the_original(expert: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(Block(expert))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     report = prophet.convert(model)
     assert report.replaced[0].spec.bank == "feed-forward"
-    own, originals = ({n: v for n, v in state.items() if ".experts." in n} for state in (model.state_dict(), before))
-    assert set(own) == set(originals) if kept else not set(own) & set(originals)
-    assert all(torch.equal(own[n], originals[n]) for n in own if n in originals)
-    now = original_state_dict(model)
-    assert set(now) == set(before)
-    assert all(torch.equal(now[n], v) for n, v in before.items())
+    for now in (model.state_dict(), original_state_dict(model)):
+        assert list(now) == list(before)
+        assert all(torch.equal(now[n], v) for n, v in before.items())

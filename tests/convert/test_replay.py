@@ -432,17 +432,34 @@ def test_autocast_gives_what_the_block_gives(kind: type[nn.Module], dtypes: tupl
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
 
 
-def test_experts_are_called_by_their_block_alone() -> None:
-    model = HandWritten(FloatSoftmax)
-    prophet.convert(model)
-    layer: Any = next(layer for *_, layer in converted(model))
-    assert len(layer) == EXPERTS
-    assert type(layer[2].w1).__name__ == "Linear"  # attributes are the expert's
+def test_outside_of_its_block_an_expert_is_the_users() -> None:
     x = tokens_of(1, 0)[0]
-    with pytest.raises(ReplayError, match=r"blocks.0.experts: expert 2 was called outside of its block's forward"):
-        layer[2](x)
-    with pytest.raises(ReplayError, match=r"expert 2 was called with \(\[3\], str\); expected one tensor of rows"):
-        layer[2](x[0, 0, :3], mode="fast")
+
+    def body(group: Any) -> None:
+        model = HandWritten(FloatSoftmax)
+        own = model.blocks[0].experts[2]
+        prophet.convert(model, group=group)
+        layer: Any = next(layer for *_, layer in converted(model))
+        assert len(layer) == EXPERTS
+        assert layer[2] is own
+        if group.rank == 0:
+            assert torch.equal(layer[2](x), HandWritten(FloatSoftmax).blocks[0].experts[2](x))
+        else:
+            with pytest.raises(ConversionError, match="this expert lives on another rank"):
+                layer[2](x)
+
+    on_threads(2, body)
+
+
+def test_in_its_block_an_expert_is_called_with_rows() -> None:
+    class Odd(FloatSoftmax):
+        def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+            if self.training:
+                self.experts[2](hidden_states[0, 0, :3], mode="fast")
+            return super().forward(hidden_states)
+
+    with pytest.raises(ConversionError, match=r"expert 2 was called with \(\[3\], str\); expected one tensor of rows"):
+        prophet.convert(HandWritten(Odd))
 
 
 class ChangesItsRows(Plain):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import prophet
+from prophet.experts.elsewhere import Elsewhere
 from prophet.experts.modules import ModulesBank
 from prophet.experts.replica import ReplicaPool
 from prophet.ranks.collective import Collective
@@ -66,7 +67,7 @@ def test_a_replica_gives_its_homes_answer_and_gradients_bit_for_bit(kind: str) -
         assert grad is None or torch.equal(p.grad, grad)  # type: ignore[arg-type]
     assert all(p.grad is None for p in away.parameters()), "nothing has leaked into its own experts"
     replica.vanish()
-    assert all(p.is_meta for p in away.let_go()[1].parameters())
+    assert all(isinstance(p, Elsewhere) for p in away.let_go()[1].parameters())
 
 
 class MixedLoRA(nn.Module):
@@ -292,9 +293,13 @@ def test_adapters_of_peft_come_before_the_layer() -> None:
     model = peft.get_peft_model(whole, peft.LoraConfig(target_modules=["first"], r=2))
     model(torch.ones(2, D)).sum().backward()  # elsewhere they may be: the experts are frozen
     assert layer.experts.grad_numel == 0
-    late = peft.get_peft_model(nn.Sequential(layer), config)
-    with pytest.raises(ValueError, match=r"expert 0: parameter w1\.lora_A.* put adapters on the experts before"):
-        late(torch.ones(2, D))
+    several = bank(KINDS["silu"])
+    peft.inject_adapter_in_model(config, several)
+    with pytest.raises(ValueError, match=r"expert 2: parameter w1\.lora_A.* put adapters, masks and norms"):
+        several.check_parameters()
+    late = peft.get_peft_model(nn.Sequential(layer), config)  # all experts are here: there are no replicas to lack them
+    late(torch.ones(2, D)).sum().backward()
+    assert {n.split(".")[-3] for n, p in late.named_parameters() if p.grad is not None} == {"lora_A", "lora_B"}
 
 
 # --- refusals ---

@@ -22,5 +22,5 @@ def test_an_example_trains_and_is_balanced(name: str) -> None:
     assert sum(balanced for _, balanced, _, _ in steps) < sum(static for _, _, static, _ in steps)
     if name == "own_blocks.py":
         assert "2 MoE blocks converted" in said
-        assert re.search(r"stay modules: Expert: .*net\.0", said)
+        assert re.search(r"run one by one: Expert: .*net\.0", said)
         assert "parameters are back" in said
