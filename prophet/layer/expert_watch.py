@@ -298,7 +298,8 @@ def _before_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         return
     # the first optimizer since the last pass is heard, as ZeroRedundancyOptimizer has one of its own inside
     if not any((watch := _shared.get(layer)) is not None and watch.pending for layer in plain):
-        held.shared.look(max(layer._updates for layer in plain) - 1)
+        if not held.shared.look(max(layer._updates for layer in plain) - 1):
+            _held.pop(optimizer, None)  # the next step finds what there is
         for layer in plain:
             _shared[layer] = held.shared
 

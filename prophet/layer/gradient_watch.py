@@ -96,12 +96,16 @@ class GradientWatch:
         return self._said is not None
 
     @torch.no_grad()
-    def look(self, step: int) -> None:
-        """Remember what the optimizer is about to use in this step; nothing is waited for."""
+    def look(self, step: int) -> bool:
+        """Remember what the optimizer is about to use in this step; nothing is waited for.
+
+        False, and nothing is remembered, where something that was watched is not shared any more: it has been cut,
+        frozen, or has moved to another rank.
+        """
         figures = [self._figures(p) for _, p in self._watched if _is_shared(p)]
-        if len(figures) < len(self._watched):
-            figures = []  # cut by now
         self._step, self._said = step, None
+        if len(figures) < len(self._watched):
+            return False
         if figures:
             device = figures[0].device
             columns = torch.stack([f.to(device, non_blocking=True) for f in figures], dim=1)
@@ -109,6 +113,7 @@ class GradientWatch:
             padded[:, : len(figures)] = columns
             which = columns.new_full((1,), mark_of((n, p.shape, p.dtype) for n, p in self._watched))
             self._said = torch.cat([which, padded.reshape(-1)])
+        return True
 
     def _figures(self, p: nn.Parameter) -> Tensor:
         """Four 64-bit integers, on the parameter's device."""
@@ -219,7 +224,7 @@ def _named(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> list[tu
 
 def _is_shared(p: nn.Parameter) -> bool:
     """Whether every rank has the whole parameter, and the same."""
-    return p.requires_grad and not getattr(p, "prophet_expert", False) and not hasattr(p, "full_tensor")
+    return p.requires_grad and not p.is_meta and not getattr(p, "prophet_expert", False) and not hasattr(p, "full_tensor")
 
 
 def _spread(named: list[tuple[str, nn.Parameter]]) -> Iterable[tuple[str, nn.Parameter]]:
