@@ -58,6 +58,7 @@ class ExpertWatch:
         self._looked, self._known, self._saying = True, False, False
         self._used: Tensor | None = None
         self._used_of = 0
+        self._seen: tuple[int, list[nn.Parameter]] | None = None  # what the last step looked at
 
     def __getstate__(self) -> dict[str, Any]:
         return {n: vars(self)[n] for n in ("every", "plain", "_bank", "_initialised_here", "_made", "_made_of")}
@@ -96,19 +97,19 @@ class ExpertWatch:
     @torch.no_grad()
     def remember(self) -> None:
         """The experts are right as they are now: they have been made or loaded."""
+        self._seen = None
         self._made_of, watched = self._watched()
-        self._made = _digests(watched) if watched else None
+        self._made = _digests(watched)
 
-    @torch.no_grad()
     def look(self) -> None:
         """An optimizer is about to use the gradients; only the first to do so since the last pass is heard."""
         if self._looked:
             return
         self._looked = True
         if self._due:
-            self._used_of, watched = self._watched()
-            grads = [p.new_zeros(1) if p.grad is None else p.grad for p in watched]
-            self._used = _digests(grads) if grads else None
+            self._seen = self._used_of, watched = self._watched()
+            with torch.no_grad():
+                self._used = _digests([p.new_zeros(1) if p.grad is None else p.grad for p in watched])
         self._updates += 1
 
     @property
@@ -117,7 +118,6 @@ class ExpertWatch:
 
     # --- what is said ---
 
-    @torch.no_grad()
     def say(self, device: torch.device, *, plain: bool) -> Tensor:
         """With a training pass's counts, [N] on `device`; zeros where nothing is to be compared.
 
@@ -128,33 +128,32 @@ class ExpertWatch:
             _begin_to_watch(self)
         first, self._looked = self._updates == 0 and self._looked, False
         self._saying = first or self._used is not None
-        if not self._saying:
-            return nothing(_NUMBERS, device)
-        mark, watched = self._watched()
-        if not watched:
-            return nothing(_NUMBERS, device)
-        used, self._used = self._used if self._used_of == mark else None, None
+        return self._said(first).to(device, non_blocking=True) if self._saying else nothing(_NUMBERS, device)
+
+    @torch.no_grad()
+    def _said(self, first: bool) -> Tensor:
+        """The mark, whether the experts are alike, and what they were, are and have used; [N]."""
+        mark, watched = self._seen or self._watched()
+        used, self._used, self._seen = self._used if self._used_of == mark else None, None, None
         now = _digests(watched)
         made, self._made, self._made_of = self._made if self._made_of == mark else None, now, mark
-        said = torch.zeros(_NUMBERS, dtype=torch.int64, device=self._bank.device)
-        said[0] = mark
+        if now is None:
+            return nothing(_NUMBERS, self.device)
+        head = now.new_zeros(2)
+        head[0] = mark
         if first and self._initialised_here:
-            said[1] = self._alike()
-        for i, part in enumerate((made, now, used)):
-            if part is not None:
-                said[2 + i * _WATCHED : 2 + i * _WATCHED + part.numel()] = part
-        return said.to(device, non_blocking=True)
+            head[1] = self._alike()
+        no = nothing(_WATCHED, now.device)
+        parts = [no if part is None else _padded(part.to(now.device)) for part in (made, now, used)]
+        return torch.cat([head, *parts])
 
     def _alike(self) -> Tensor:
         """Whether this rank's first, middle and last expert are equal, as far as a sample of each shows it."""
-        m = self._bank.experts
-        some = {self._bank.first_expert + local for local in (0, m // 2, m - 1)}
-        by_name: dict[str, list[Tensor]] = {}
-        for entry in self._bank.entries():
-            if entry.expert in some:
-                by_name.setdefault(entry.pattern, []).append(entry.of(self._bank.get_parameter(entry.parameter)))
-        of_experts = _digests(max(by_name.values(), key=lambda parts: parts[0].numel()))
-        return (of_experts == of_experts[0]).all().long()
+        bank = self._bank
+        some = [bank.flat_views(local, 0, bank.expert_numel) for local in (0, bank.experts // 2, bank.experts - 1)]
+        found = _digests([max(views, key=Tensor.numel) for views in some])
+        assert found is not None
+        return (found == found[0]).all().long()
 
     # --- what is found ---
 
@@ -219,19 +218,34 @@ def _equal(digests: IntArray) -> list[list[int]]:
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 
 
-def _digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Of each tensor an integer that says its bits: zero for zeros, and for what is not finite."""
-    return torch.stack([_digest(t) for t in tensors])
+def _digests(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Of each tensor an integer that says its bits, zero for zeros and what is not finite; None without tensors."""
+    if not tensors:
+        return None
+    samples = [_sample(t) for t in tensors]
+    if len({(s.numel(), s.dtype, s.device) for s in samples}) == 1:
+        return _bits(torch.stack(samples))
+    device = samples[-1].device
+    return torch.cat([_bits(s.unsqueeze(0)).to(device) for s in samples])
 
 
-def _digest(t: Tensor) -> Tensor:
+def _sample(t: Tensor) -> Tensor:
     if t.is_sparse:
-        return t.new_zeros((), dtype=torch.int64)
+        return torch.zeros(1, device=t.device)
     flat = t.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // _ELEMENTS)]
+    return flat[:: max(1, flat.numel() // _ELEMENTS)][:_ELEMENTS]
+
+
+def _bits(samples: Tensor) -> Tensor:
+    """Of samples [W, n], [W]."""
     # a copy, in which a zero has no sign
-    sample = torch.nan_to_num(sample, nan=0.0, posinf=0.0, neginf=0.0).add_(0.0)
-    return sample.view(_BITS[sample.element_size()]).sum(dtype=torch.int64)
+    samples = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0).add_(0.0)
+    return samples.view(_BITS[samples.element_size()]).sum(dim=1, dtype=torch.int64)
+
+
+def _padded(digests: Tensor) -> Tensor:
+    left = _WATCHED - digests.numel()
+    return torch.cat([digests, nothing(left, digests.device)]) if left else digests
 
 
 # --- optimizers, whoever made them ---------------------------------------------------------------------------

@@ -224,7 +224,9 @@ def _named(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> list[tu
 
 def _is_shared(p: nn.Parameter) -> bool:
     """Whether every rank has the whole parameter, and the same."""
-    return p.requires_grad and not p.is_meta and not getattr(p, "prophet_expert", False) and not hasattr(p, "full_tensor")
+    return (
+        p.requires_grad and not p.is_meta and not getattr(p, "prophet_expert", False) and not hasattr(p, "full_tensor")
+    )
 
 
 def _spread(named: list[tuple[str, nn.Parameter]]) -> Iterable[tuple[str, nn.Parameter]]:
