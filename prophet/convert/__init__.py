@@ -92,8 +92,8 @@ def convert(
     your own, asked before `standard_adapters()`. group, timeout_s, impl: as for `prophet.MoE`. verify: run every block
     on a few random tokens, in evaluation mode, before and after its conversion, and compare.
 
-    optimizer: one that was built before. Its states move bit for bit, its groups keep number and order. Experts that it
-    treats one by one, as one stacked parameter cannot be, stay modules, or it is refused.
+    optimizer: one that was built before. Its states move bit for bit, its groups keep number and order. It is refused
+    where it treats stacked experts one by one.
 
     Every rank holds the whole model before, and of the experts only those it is home to afterwards. Convert before
     building any other optimizer and before wrapping the model in DistributedDataParallel. Raises `ConversionError`, the
