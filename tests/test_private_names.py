@@ -89,6 +89,8 @@ THERE = [
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
     "torch.nn.modules.dropout._DropoutNd",
     "torch.nn.modules.loss._Loss",
+    "torch.nn.modules.module._has_any_global_hook",
+    "torch.autograd.forward_ad._current_level",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.serialization._get_layout",
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
@@ -109,6 +111,7 @@ def test_torch_s_classes_have_them() -> None:
     for name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
         assert isinstance(module[name], dict)
     assert {"_backward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"} <= module.keys()
+    assert module["_is_full_backward_hook"] is None
     assert hasattr(nn.Module, "_compiled_call_impl")
     assert hasattr(DistributedDataParallel, "_get_active_ddp_module")
     assert DistributedDataParallel._active_ddp_module is None
@@ -202,10 +205,62 @@ def _compiled() -> bool:
     return torch.compile(inner := nn.Linear(2, 2), backend="eager")._modules["_orig_mod"] is inner
 
 
-DOES = (_swap, _used, _graph_task, _callback, _versions, _same_memory, _subclass, _hooks_of_parameters, _flash, _fake)
+def _global_hooks() -> bool:
+    from torch.nn.modules.module import _has_any_global_hook, register_module_forward_hook
+
+    before, handle = bool(_has_any_global_hook()), register_module_forward_hook(lambda *_: None)
+    during = bool(_has_any_global_hook())
+    handle.remove()
+    return (before, during, bool(_has_any_global_hook())) == (False, True, False)
 
 
-@pytest.mark.parametrize("does", [*DOES, _compiled], ids=lambda f: f.__name__.strip("_"))
+def _derivatives() -> bool:
+    from torch.autograd import forward_ad
+
+    seen: list[bool] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._has_storage(grads[0]))
+            return grads[0]
+
+    def transformed(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch._C._are_functorch_transforms_active())
+        return x
+
+    x = torch.ones(2, requires_grad=True)
+    y = Look.apply(x)  # type: ignore[no-untyped-call]
+    for batched in (False, True):
+        grad = torch.ones(3, 2) if batched else torch.ones(2)
+        torch.autograd.grad(y, x, grad, retain_graph=True, is_grads_batched=batched)
+    torch.func.vmap(transformed)(x)
+    outside = forward_ad._current_level
+    with forward_ad.dual_level():
+        inside = forward_ad._current_level
+    return seen == [True, False, True] and outside < 0 <= inside
+
+
+DOES = (
+    _swap,
+    _used,
+    _graph_task,
+    _callback,
+    _versions,
+    _same_memory,
+    _subclass,
+    _hooks_of_parameters,
+    _flash,
+    _fake,
+    _global_hooks,
+)
+
+
+@pytest.mark.parametrize("does", [*DOES, _compiled, _derivatives, _global_hooks], ids=lambda f: f.__name__.strip("_"))
 def test_torch_does_what_we_rely_on(does: Callable[[], bool]) -> None:
     assert does()
 
