@@ -47,9 +47,7 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
         check_movable(experts)
         spec = adapter.describe(block)
         if spec.bank == "feed-forward":
-            check_stackable(experts)
-            if spec.form == "stacked":
-                check_frozen_as_one(experts)
+            (check_stackable if spec.form == "stacked" else check_one_kind)(experts)
         if spec.form not in ("stacked", "modules"):
             raise ConversionError(f"form: expected 'stacked' or 'modules', got {spec.form!r}")
         if not 1 <= spec.top_k <= spec.num_experts:
@@ -99,8 +97,8 @@ def check_plain(name: str, p: nn.Parameter) -> None:
         )
 
 
-def check_stackable(experts: nn.Module) -> None:
-    """Raise `ConversionError` for experts that have more than parameters of one kind, which alone can be stacked."""
+def check_one_kind(experts: nn.Module) -> None:
+    """Raise `ConversionError` for experts that have more than parameters of one dtype, on one device."""
     params = dict(experts.named_parameters(remove_duplicate=False))
     for what, found in (
         ("dtypes", {str(p.dtype) for p in params.values()}),
@@ -111,9 +109,10 @@ def check_stackable(experts: nn.Module) -> None:
     check_bare(experts)
 
 
-def check_frozen_as_one(experts: nn.Module) -> None:
-    """Raise `ConversionError` for stacked experts of which something is frozen and something is not."""
-    params = dict(experts.named_parameters())
+def check_stackable(experts: nn.Module) -> None:
+    """Raise `ConversionError` for experts of more than one kind, of which one parameter cannot hold all."""
+    check_one_kind(experts)
+    params = dict(experts.named_parameters(remove_duplicate=False))
     frozen = sorted(name for name, p in params.items() if not p.requires_grad)
     if 0 < len(frozen) < len(params):
         raise ConversionError(

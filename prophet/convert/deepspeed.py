@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, child, class_named, integer
-from prophet.convert.checks import check_stackable
+from prophet.convert.checks import check_one_kind
 from prophet.convert.huggingface import modules_spec, pack_modules
 from prophet.convert.modules import one_by_one
 from prophet.convert.probe import check_computes
@@ -50,7 +50,7 @@ class DeepSpeedMoE(Adapter):
             raise ConversionError(f"deepspeed_experts: expected a ModuleList, got {type(experts).__name__}")
         total, top_k, router = len(experts) * integer(block, "ep_size"), integer(gate, "k"), type(gate).__name__
         try:
-            check_stackable(experts)
+            check_one_kind(experts)
             spec = modules_spec(experts, num_experts=total, top_k=top_k, router=router)
             spec = replace(spec, idle_called=True)  # each with as many rows as it has capacity, zeros if need be
             names: Any = spec.names

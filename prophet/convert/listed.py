@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import RUNS_TWICE, Adapter, ExpertsSpec
-from prophet.convert.checks import check_stackable
+from prophet.convert.checks import check_one_kind
 from prophet.convert.discover import Listing
 from prophet.convert.huggingface import modules_spec, pack_modules
 from prophet.convert.modules import RoutedModules, one_by_one
@@ -45,7 +45,7 @@ class Listed(Adapter):
         experts: Any = block.get_submodule(self.experts_name)
         listing = self.listing
         try:
-            check_stackable(experts)
+            check_one_kind(experts)
             spec = modules_spec(experts, num_experts=len(experts), top_k=1, router=RUNS_TWICE)
             names: Any = spec.names
             for expert in list(experts)[1:]:
