@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -43,12 +44,17 @@ def padded(root: nn.Module) -> list[Tensor]:
 def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
     """Raise `SpecError` for a module or parameter with weak references, which would find the old one or none."""
     for name, held in (*root.named_modules(), *named.items()):
-        torchs = isinstance(held, FSDPModule)  # FSDP2 has one itself
-        if weakref.getweakrefcount(held) > torchs:
+        if weakref.getweakrefcount(held) > isinstance(held, FSDPModule) + _tagged(held):  # FSDP2 has one itself
             raise SpecError(
                 f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
                 "and take it anew afterwards"
             )
+
+
+def _tagged(held: object) -> bool:
+    """Whether torch.compile has a weak reference: once it was used, it has one to every module that is made."""
+    guard = sys.modules.get("torch._dynamo.mutation_guard")
+    return guard is not None and isinstance(held, nn.Module) and held in guard.GenerationTracker.generation_values
 
 
 def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:

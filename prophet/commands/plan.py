@@ -57,11 +57,22 @@ def add(commands: Any) -> None:
     add_planner(parser, _DEFAULT_PLANNERS)
     add_machine(parser)
     add_slots(parser)
-    argument("--experts", type=positive, metavar="N", help="experts of a log that does not say (default: as seen)")
-    argument("--ranks", type=positive, metavar="N", help="ranks of a group, where a log has more or does not say")
+    argument(
+        "--experts",
+        type=_experts,
+        default=(None, None),
+        metavar="N[/RANKS]",
+        help="experts of a log that does not say (default: as seen), and ranks of a group, if it has more or none",
+    )
     argument("--html", type=Path, metavar="FILE", help="write a page with figures")
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _experts(text: str) -> tuple[int | None, int | None]:
+    """ "64" or "64/8": experts, and ranks of a group."""
+    experts, _, ranks = text.partition("/")
+    return positive(experts), positive(ranks) if ranks else None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,9 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     where = machine(arguments.machine)
     answers, reports = [], []
     for file in arguments.traces:
-        trace = read_any(file, experts=arguments.experts, ranks=arguments.ranks)
-        if arguments.experts not in (None, trace.experts):
-            raise UsageError(f"--experts {arguments.experts}: {file} says itself that it has {trace.experts} experts")
+        experts, ranks = arguments.experts
+        trace = read_any(file, experts=experts, ranks=ranks)
+        if experts not in (None, trace.experts):
+            raise UsageError(f"--experts {experts}: {file} says itself that it has {trace.experts} experts")
         answer, results, pairs = _replay(file, trace, arguments.slots, where, [get_planner(n) for n in names])
         answers.append(answer)
         iterations = [int(trace.iteration[now.start]) for _, now in pairs]

@@ -119,13 +119,13 @@ class RoutedModules(RoutedExperts):
 
     def originals(self) -> dict[str, Tensor]:
         if not self.spread:
-            return dict(self.origin.skeleton.state_dict())
+            return {name: value.clone() for name, value in self.origin.skeleton.state_dict().items()}
         found: dict[str, Tensor] = {}
         for name in self.experts.home_experts()[0].state_dict():
             held = torch.stack([home.state_dict()[name] for home in self.experts.home_experts()])
             op = Operation(f"gathering of the experts' {name}")
             held = self.collective.all_gather(held, op=op).flatten(0, 1)
-            found |= {f"{self._prefix}{e}.{name}": value for e, value in enumerate(held)}
+            found |= {f"{self._prefix}{e}.{name}": value.clone() for e, value in enumerate(held)}
         return {name: found[name] for name in self.origin.skeleton.state_dict()}
 
     @torch.no_grad()

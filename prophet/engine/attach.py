@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from prophet.engine.balanced_layer import BalancedLayer
-from prophet.engine.config import EngineConfig, Experiment, check_equal, check_optimizer
+from prophet.engine.config import EngineConfig, Experiment, agree_on_training, check_equal, check_optimizer
 from prophet.engine.engine import Engine
 from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp
@@ -49,7 +49,6 @@ def attach(
         )
     for layer in layers:
         layer.check()
-        layer.experts.settle()
     leave_out_of_ddp(model)
     first = layers[0].collective
     for layer in layers:
@@ -70,6 +69,7 @@ def attach(
     if optimizer is not None:
         check_optimizer(model, optimizer, first.size)
     check_equal(layers, config, experiment, first)
+    agree_on_training(layers, first)
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
     engine = Engine(layers, collective, config, experiment)
     engine.follow(model, optimizer)

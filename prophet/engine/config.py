@@ -238,3 +238,15 @@ def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment,
             raise ConfigMismatch(
                 f"the {what} of rank(s) {differ} differ from the other ranks'; rank {collective.rank} has: {mine}"
             )
+
+
+def agree_on_training(layers: list[MoE], collective: Collective) -> None:
+    """Have replicas the gradients of what trains on one rank at least; collective where experts are modules."""
+    own = [layer.experts.trains() for layer in layers]
+    flags = [int(on) for one in own for on in one]
+    if not flags:
+        return
+    table = tell(collective, flags, op=Operation("what trains in experts"), device=layers[0].experts.device)
+    anywhere = iter(table.any(axis=0).tolist())
+    for layer, one in zip(layers, own, strict=True):
+        layer.experts.settle([next(anywhere) for _ in one])

@@ -136,8 +136,12 @@ class Bank(nn.Module):
     def _sizes(self) -> list[tuple[int, bool]]:
         """Elements of each of an expert's parameters, in the order of its flat vector, and whether it trains."""
 
-    def settle(self) -> None:
-        """Nobody balances the experts yet: what trains from now on is what trains at this moment."""
+    def trains(self) -> list[bool]:
+        """Which parameters of an expert train in one of the home experts at least; empty where they are stacked."""
+        return []
+
+    def settle(self, trains: Sequence[bool]) -> None:
+        """Of what replicas have gradients: what `trains` on one rank at least."""
 
     def structure_digest(self) -> int:
         """What must be equal on all ranks for a replica to compute as its expert does; at most 64 bits."""

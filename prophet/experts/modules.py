@@ -25,7 +25,15 @@ from torch.nn.modules.module import _has_any_global_hook
 from prophet.experts.bank import Bank, Entry, gradient_of, overlaps
 from prophet.experts.hooks import without_hooks
 from prophet.experts.likeness import Part, check_alike, check_no_hooks, parts_of, strip
-from prophet.experts.plain import Network, RowOrder, lay_out, scale_gradient, stacked, with_zeros
+from prophet.experts.plain import (
+    Network,
+    RowOrder,
+    lay_out,
+    scale_gradient,
+    stacked,
+    unchanged_until_backward,
+    with_zeros,
+)
 from prophet.experts.replica import Replica, ReplicaPool, leaves_in
 from prophet.experts.structure import Structure, digest
 from prophet.experts.trial import Trial, copy_of
@@ -156,11 +164,12 @@ class ModulesBank(Bank):
     def _run_on_kernels(self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica], impl: Impl) -> Tensor:
         assert self.network is not None
         called = [bool(n) or e in self.called for e, n in zip(self._home(), sizes, strict=False)]
-        home = {field: stacked(self._field(field), called) for field in self.network.names.by_field()}
+        fields = {field: self._field(field) for field in self.network.names.by_field()}
+        home = {field: stacked(parameters, called) for field, parameters in fields.items()}
         in_order = self.network.names.rows == RowOrder()
         leaves = [self.network.weights(replica.leaves) for replica in replicas]
         grads = [self.network.weights({n: p.grad for n, p in r.leaves.items()}) for r in replicas] if in_order else ()
-        return grouped_ffn(
+        out = grouped_ffn(
             rows,
             sizes,
             self.network.weights(home, dim=1),
@@ -169,6 +178,10 @@ class ModulesBank(Bank):
             replica_grads=grads,
             grad_scale=self.grad_scale,
             impl=impl,
+        )
+        matrices = [fields[field] for field in ("w_in", "w_out")]
+        return unchanged_until_backward(
+            out, [p for m in matrices for e, n in zip(m, sizes, strict=False) if n for p in e]
         )
 
     def _is_as_made(self, replica: Replica) -> bool:
@@ -247,19 +260,19 @@ class ModulesBank(Bank):
         )
 
     def signature(self) -> str:
-        one = [f"{p.name} {list(p.shape)} {p.dtype} {p.trains}" for p in self._parts]
+        one = [f"{p.name} {list(p.shape)} {p.dtype}" for p in self._parts]
         changed = "" if self._as_made else f" changed after it was made, to {self.structure_digest():x}"
         return (
             f"dim={self.dim} dim_out={self.dim_out} {type(self.home_experts()[0]).__name__} {'; '.join(one)}{changed}"
         )
 
     def structure_digest(self) -> int:
-        """Of what makes all E experts compute as they do, as this rank has them, and of what trains; 64 bits.
+        """Of what makes all E experts compute as they do, as this rank has them, and of what trains; 56 bits.
 
         Must be equal on all ranks where there are replicas. Experts elsewhere are looked at where a home one changed.
         """
-        trains = sum(1 << at for at, part in enumerate(self._parts) if part.trains)
-        return trains if self._as_made else trains ^ digest(self._structures.values())
+        changed = () if self._as_made else self._structures.values()
+        return digest(changed, [part.trains for part in self._parts])
 
     # --- an expert as a flat vector ---
 
@@ -388,9 +401,16 @@ class ModulesBank(Bank):
         self._on_kernels = self.network is not None and self._as_made and alike and not watched
         self._follow_frozen()
 
-    def settle(self) -> None:
-        self._parts = [replace(part, trains=False) for part in self._parts]
-        self._follow_frozen()
+    def trains(self) -> list[bool]:
+        found = [any(q.requires_grad for q in self._held(part)) for part in self._parts]
+        if self.network is not None:
+            fields = {n: field for field, names in self.network.names.by_field().items() for n in names}
+            alive = {fields[part.name] for part, on in zip(self._parts, found, strict=True) if on}
+            found = [fields[part.name] in alive for part in self._parts]
+        return found
+
+    def settle(self, trains: Sequence[bool]) -> None:
+        self._parts = [replace(part, trains=on) for part, on in zip(self._parts, trains, strict=True)]
 
     def _follow_frozen(self) -> None:
         """Somebody may have frozen or thawed something. What trains in one expert trains in all replicas.
@@ -399,13 +419,9 @@ class ModulesBank(Bank):
         exchanged. At home those of frozen parameters are left out.
         """
         stays = self.ep_size > 1
-        trains = [(stays and p.trains) or any(q.requires_grad for q in self._held(p)) for p in self._parts]
-        if self.network is not None:
-            fields = {n: field for field, names in self.network.names.by_field().items() for n in names}
-            alive = {fields[part.name] for part, on in zip(self._parts, trains, strict=True) if on}
-            trains = [fields[part.name] in alive for part in self._parts]
+        trains = [on or (stays and part.trains) for part, on in zip(self._parts, self.trains(), strict=True)]
         if trains != [part.trains for part in self._parts]:
-            self._parts = [replace(part, trains=on) for part, on in zip(self._parts, trains, strict=True)]
+            self.settle(trains)
 
     def _held(self, part: Part) -> list[nn.Parameter]:
         """The home experts' parameters of this name that are still there, by expert."""
@@ -450,6 +466,7 @@ class ModulesBank(Bank):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        as_made = [e for e, structure in self._structures.items() if structure.unchanged()]
         super()._apply(fn, recurse)
         for skeleton in self._skeletons.values():
             strip(skeleton)
@@ -457,11 +474,15 @@ class ModulesBank(Bank):
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[name] = fn(buffer)
+        every = self.all_experts()
+        self._structures |= {e: Structure(every[e]) for e in as_made}  # buffers are other tensors now
         return self
 
     def let_go(self) -> dict[int, nn.Module]:
         """All experts by number, no longer this bank's: those that are not at home here have no values."""
         for p in self.parameters():
+            if p.untyped_storage().nbytes() > p.nbytes:  # savers of files take what shares memory for one tensor
+                p.data = p.data.clone()
             for name in ("allreduce", "group_name", "prophet_expert"):
                 vars(p).pop(name, None)
         return dict(enumerate(self.all_experts()))

@@ -141,7 +141,7 @@ def _as_one(experts: Sequence[Sequence[nn.Parameter]]) -> Tensor | None:
         return None  # neighbours by chance
     shape = (len(experts), len(experts[0]) * first.shape[0], *first.shape[1:])
     strides = [shape[1] * (first.numel() // first.shape[0]), *first.stride()]
-    return first.detach().as_strided(shape, strides)
+    return first.data.as_strided(shape, strides)  # not a view: versions are each parameter's own
 
 
 def stacked(experts: Sequence[Sequence[nn.Parameter]], called: Sequence[bool]) -> Tensor:
@@ -156,7 +156,6 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, experts: Sequence[Sequence[nn.Parameter]], called: Sequence[bool], *every: Tensor) -> Tensor:
-        ctx.save_for_backward(*every)
         ctx.called, ctx.parts = called, len(experts[0])
         one = _as_one(experts)
         if one is not None:
@@ -165,11 +164,34 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        every = ctx.saved_tensors  # torch complains here of those that were changed since
-        parts = grads[0].reshape(len(every), -1, *grads[0].shape[2:]).unbind(0)
         needs = ctx.needs_input_grad[2:]
+        parts = grads[0].reshape(len(needs), -1, *grads[0].shape[2:]).unbind(0)
         wanted = [needed and ctx.called[at // ctx.parts] for at, needed in enumerate(needs)]
         return None, None, *(part if want else None for part, want in zip(parts, wanted, strict=True))
+
+
+def unchanged_until_backward(out: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """`out`, whose backward pass raises torch's error where one of `params` was changed in place meanwhile.
+
+    The kernels read them through another tensor, of which torch does not know that it is the same.
+    """
+    if not params or not (torch.is_grad_enabled() and out.requires_grad):
+        return out
+    found: Tensor = _Unchanged.apply(out, *params)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Unchanged(torch.autograd.Function):
+    """Its first input; the others are saved, and compared when they are unpacked."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *params: Tensor) -> Tensor:
+        ctx.save_for_backward(*params)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], *(None for _ in ctx.saved_tensors)
 
 
 def with_zeros(out: Tensor, params: Sequence[Tensor]) -> Tensor:

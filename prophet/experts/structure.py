@@ -1,12 +1,14 @@
 """What makes a module compute as it does, beside the values of its parameters: has somebody changed it since?
 
-People replace an activation, put hooks on a module or give it a mask. A look costs a microsecond or two per module, as
-it compares identities; only where these have changed is anything read.
+People replace an activation, put hooks on a module or give it a mask. A look compares objects by identity, which costs
+a few microseconds per module; only where something has changed is anything read.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,68 +18,96 @@ from prophet.experts.hooks import KINDS
 
 # in which mode a module is, and what it holds, is looked at otherwise, or does not matter
 _BESIDE = {"training", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", *KINDS}
+_MARKS = ("_", "ds_")  # names that tools give to what they put on modules
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
+_DEPTH = 3  # of values inside values
 
 
 class Structure:
     """That of one expert at this moment.
 
-    Attributes that are new later are left out, as no forward pass reads them; tools put such things on modules.
+    Seen are classes and their forward methods, submodules, names of parameters, buffers, hooks, and attributes: their
+    objects, and what is in lists and dictionaries. What an object of another class holds is not seen, nor a new
+    attribute whose name is private.
     """
 
     def __init__(self, expert: nn.Module) -> None:
         self._expert = expert
-        self._settings = {
-            name: [k for k in vars(m) if k not in _BESIDE and k != "forward"] for name, m in expert.named_modules()
-        }
-        self._seen = self._identities()
-        self._made = self.text()
+        self._names = {name: set(vars(module)) for name, module in expert.named_modules()}
+        self._seen = self._now()
 
     def unchanged(self) -> bool:
         """Whether the expert is what it was."""
-        now = self._identities()
-        if now == self._seen:
-            return True
-        if self.text() != self._made:
-            return False
-        self._seen = now  # the same again, in other objects
-        return True
+        now = self._now()
+        return len(now) == len(self._seen) and all(map(_same, now, self._seen))
 
-    def _identities(self) -> list[Any]:
+    def _now(self) -> list[Any]:
+        """The objects themselves: an id may be another's once an object is gone."""
         found: list[Any] = []
         ahead = [("", self._expert)]
         for name, module in ahead:
             own = vars(module)
-            children = own["_modules"]
-            found += [type(module), own.get("forward"), [id(own.get(k)) for k in self._settings.get(name, ())]]
-            found += [list(own["_parameters"]), [id(b) for b in own["_buffers"].values()]]
+            found += [type(module), type(module).forward, *own["_parameters"]]
+            for key in self._settings(name, module):
+                value = own[key]
+                found += [key, value]
+                if isinstance(value, dict):
+                    found += [len(value), *value, *value.values()]
+                elif isinstance(value, list | tuple):
+                    found += [len(value), *value]
+            found += own["_buffers"].values()
             found += [bool(own[hooks]) for hooks in KINDS]
-            found.append([(k, id(m)) for k, m in children.items()])
-            ahead += [(f"{name}.{k}" if name else k, m) for k, m in children.items() if m is not None]
+            for key, child in own["_modules"].items():
+                found += [key, child]
+                if child is not None:
+                    ahead.append((f"{name}.{key}" if name else key, child))
         return found
 
+    def _settings(self, name: str, module: nn.Module) -> list[str]:
+        known = self._names.get(name, ())
+        return [k for k in vars(module) if k not in _BESIDE and (k in known or not k.startswith(_MARKS))]
+
     def text(self) -> str:
-        """Names, classes, settings and hooks of all modules inside, as they are now; the same in every process."""
+        """All of it, and the hooks, as they are now; the same in every process."""
         lines = []
         for name, module in self._expert.named_modules():
             own = vars(module)
-            settings = {k: own.get(k) for k in (*self._settings.get(name, ()), "forward")}
-            said = {k: repr(v) if isinstance(v, _VALUES) else _kind(v) for k, v in settings.items()}
-            hooks = {k: [_kind(hook) for hook in own[k].values()] for k in KINDS}
+            said = {k: _said(own[k], _DEPTH) for k in sorted(self._settings(name, module))}
+            hooks = {k: [_said(hook, _DEPTH) for hook in own[k].values()] for k in KINDS}
             buffers = {k: b if b is None else (list(b.shape), str(b.dtype)) for k, b in own["_buffers"].items()}
-            lines.append(f"{name} {_kind(type(module))} {said} {hooks} {buffers} {list(own['_parameters'])}")
+            kind, forward = _said(type(module), 0), _said(type(module).forward, _DEPTH)
+            lines.append(f"{name} {kind} {forward} {said} {hooks} {buffers} {list(own['_parameters'])}")
         return "\n".join(lines)
 
 
-def _kind(value: object) -> str:
-    """The name of a function or class, or of the class of anything else."""
-    named: Any = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+def _same(now: Any, before: Any) -> bool:
+    return now is before or (isinstance(now, _VALUES) and type(now) is type(before) and now == before)
 
 
-def digest(structures: Iterable[Structure]) -> int:
-    """56 bits of what experts are like now, in order."""
-    found = hashlib.blake2b(digest_size=7)
+def _said(value: Any, depth: int) -> str:
+    """A value, a function with what it computes by, or the class of anything else."""
+    if isinstance(value, _VALUES):
+        return repr(value)
+    if depth and isinstance(value, functools.partial):
+        return f"partial {[_said(v, depth - 1) for v in (value.func, *value.args, *sorted(value.keywords.items()))]}"
+    if depth and isinstance(value, list | tuple):
+        return str([_said(v, depth - 1) for v in value])
+    if depth and isinstance(value, dict):
+        return str({str(k): _said(v, depth - 1) for k, v in value.items()})
+    code = getattr(value, "__code__", None)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    said = f"{named.__module__}.{named.__qualname__}"
+    if depth and code is not None:
+        cells = [cell for cell in getattr(value, "__closure__", None) or () if cell != types.CellType()]
+        held = [cell.cell_contents for cell in cells] + [*(getattr(value, "__defaults__", None) or ())]
+        said += f" {code.co_code.hex()} {code.co_names} {[c for c in code.co_consts if isinstance(c, _VALUES)]}"
+        said += f" {[_said(v, depth - 1) for v in held]}"
+    return said
+
+
+def digest(structures: Iterable[Structure], trains: Iterable[bool]) -> int:
+    """56 bits of what experts are like now, in order, and of which of their parameters train."""
+    found = hashlib.blake2b(bytes(trains), digest_size=7)
     for one in structures:
         found.update(one.text().encode())
     return int.from_bytes(found.digest(), "little")

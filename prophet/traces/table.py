@@ -102,7 +102,7 @@ def grouped(
         if ranks is None:
             raise TraceError(
                 f"{file}: ranks: its counts do not say which rank routed them. If files of all ranks lie in one "
-                f"folder, pass the folder; else say how many ranks there were: prophet plan --ranks N, or "
+                f"folder, pass the folder; else say how many ranks there were: prophet plan --experts E/N, or "
                 f"read_any(..., ranks=N), shares the tokens evenly among N ranks"
             )
         size = ranks

@@ -78,8 +78,8 @@ def test_plan_takes_one_dump_of_a_server(tmp_path: Path, capsys: pytest.CaptureF
     assert "1 layers, 2 ranks, 4 experts" in out
     assert "its only iteration judged, planned from itself: no more than this can be gained." in out
     assert main(["plan", str(tmp_path / name), "--planner", "prophet"]) == BAD_INPUT
-    assert "prophet plan --ranks N" in capsys.readouterr().err
-    assert main(["plan", str(tmp_path / name), "--ranks", "4", "--planner", "prophet", "--json"]) == OK
+    assert "prophet plan --experts E/N" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / name), "--experts", "4/4", "--planner", "prophet", "--json"]) == OK
     answer = json.loads(capsys.readouterr().out)["trace"]
     assert (answer["ranks"], answer["planned_from"]) == (4, "itself")
 
@@ -185,7 +185,6 @@ def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["calibrate", "--check", "--expert", "1000000x8"], "expected dimensions of an expert from 1 to 65536"),
         (["plan", "TRACE", "--machine", "cray"], "no machine 'cray'"),
         (["plan", "TRACE", "--machine", "h100-ib:elephant"], "no model 'elephant'"),
-        (["plan", "SHORT"], "needs two"),
         (["plan", "EMPTY"], "counts: expected tokens in the iterations that are judged, all of their counts are 0"),
         (["calibrate", "--check", "--out", "FOLDER"], "--out: expected a file"),
         (["plan", "UNEVEN"], "9 experts cannot be divided among 4"),

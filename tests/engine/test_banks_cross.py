@@ -1,4 +1,4 @@
-"""Checkpoints do not know which bank holds the experts: feed-forward parameters and modules read each other's."""
+"""Checkpoints do not know how experts are run: on the kernels, or one by one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import prophet
 from prophet import checkpoint
 from prophet.engine.expert_state import join_state, shares_of, split_state
-from prophet.errors import CheckpointError
 from prophet.experts.feed_forward import FeedForwardBank
+from prophet.experts.modules import ModulesBank
+from prophet.experts.plain import FfnNames, Network
 from prophet.parallel import expert_groups
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import processes
@@ -23,16 +24,19 @@ from tests.helpers.launch import on_processes
 from tests.helpers.support import seeded
 
 D, H, E = 6, 5, 4
-NAMES = {
-    "w_in": ("gate_proj.weight", "up_proj.weight"),
-    "bias_in": ("gate_proj.bias", "up_proj.bias"),
-    "w_out": ("down_proj.weight",),
-    "bias_out": ("down_proj.bias",),
-}
+NETWORK = Network(
+    FfnNames(
+        w_in=("gate_proj.weight", "up_proj.weight"),
+        w_out="down_proj.weight",
+        b_in=("gate_proj.bias", "up_proj.bias"),
+        b_out="down_proj.bias",
+    ),
+    "swiglu",
+)
 
 
 class GatedMLP(nn.Module):
-    """What the feed-forward bank computes with "swiglu", as a module."""
+    """What the kernels compute with "swiglu", as a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,18 +52,18 @@ class Model(nn.Module):
         super().__init__()
         with seeded(seed):
             self.moe = prophet.MoE(D, num_experts=E, top_k=2, expert=GatedMLP, group=group)
-            if bank == "feed-forward":
-                first, m = self.moe.experts.first_expert, self.moe.experts.experts
-                self.moe.experts = FeedForwardBank(
-                    D, H, m, first_expert=first, total_experts=E, ep_size=E // m, activation="swiglu", names=NAMES
-                )
+            if bank == "kernels":
+                own = self.moe.experts
+                experts = dict(enumerate(own.home_experts(), own.first_expert))
+                where = {"first_expert": own.first_expert, "held": len(experts), "total_experts": E}
+                self.moe.experts = ModulesBank(experts, dim=D, ep_size=own.ep_size, network=NETWORK, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(x)
 
 
 def train(bank: str, group: Collective | None, *, seed: int) -> tuple[Model, torch.optim.Optimizer]:
-    """Two steps in which all experts have rows, as a stacked parameter has one step."""
+    """Two steps."""
     model = Model(bank, group, seed)
     model.moe.gate.requires_grad_(False)  # nothing averages its gradients over ranks here
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -104,9 +108,9 @@ def check(whole: dict[str, Tensor], parts: list[dict[str, Tensor]]) -> None:
             assert torch.equal(value, whole[key]), key
 
 
-@pytest.mark.parametrize("writer", ["modules", "feed-forward"])
+@pytest.mark.parametrize("writer", ["modules", "kernels"])
 def test_one_process_reads_the_other_bank(tmp_path: Path, writer: str) -> None:
-    reader = "feed-forward" if writer == "modules" else "modules"
+    reader = "kernels" if writer == "modules" else "modules"
     whole = write(str(tmp_path), writer, 1)
     assert "moe.experts.3.up_proj.bias exp_avg_sq" in whole
     assert len(whole) == 1 + 4 * E * 6
@@ -117,13 +121,13 @@ def test_one_process_reads_the_other_bank(tmp_path: Path, writer: str) -> None:
     ("writer", "size"),
     [
         ("modules", 2),
-        ("feed-forward", 2),
+        ("kernels", 2),
         pytest.param("modules", 4, marks=pytest.mark.slow),
-        pytest.param("feed-forward", 4, marks=pytest.mark.slow),
+        pytest.param("kernels", 4, marks=pytest.mark.slow),
     ],
 )
 def test_other_sizes_read_the_other_bank(tmp_path: Path, writer: str, size: int) -> None:
-    reader = "feed-forward" if writer == "modules" else "modules"
+    reader = "kernels" if writer == "modules" else "modules"
     parts = on_processes(size, write, str(tmp_path / "many"), writer, size)
     whole = read(str(tmp_path / "many"), reader, 1)
     check(whole, parts)
@@ -133,34 +137,49 @@ def test_other_sizes_read_the_other_bank(tmp_path: Path, writer: str, size: int)
 
 def test_state_dicts_are_the_other_banks(tmp_path: Path) -> None:
     alone = ThreadWorld(1).collective(0)
-    for bank, other in (("modules", "feed-forward"), ("feed-forward", "modules")):
+    for bank, other in (("modules", "kernels"), ("kernels", "modules")):
         model, twin = Model(bank, alone, 1).double(), Model(other, alone, 2).double()
         twin.load_state_dict(model.state_dict())
         x = torch.randn(20, D, dtype=torch.float64)
         torch.testing.assert_close(model(x), twin(x), rtol=0, atol=1e-12)
 
 
-def test_an_expert_that_has_taken_other_steps_does_not_fit_a_stacked_parameter(tmp_path: Path) -> None:
+def test_an_expert_that_has_taken_other_steps_is_read(tmp_path: Path) -> None:
     model, optimizer = train("modules", None, seed=1)
-    params: Any = model.moe.experts.home_experts()[2].parameters()
+    params = list(model.moe.experts.home_experts()[2].parameters())  # type: ignore[operator]
     for p in params:
         optimizer.state[p]["step"] += 1.0
     checkpoint.save(tmp_path, model, optimizer)
-    again = train("modules", None, seed=2)
+    again = train("kernels", None, seed=2)
     checkpoint.load(tmp_path, *again)
     check(everything(model, optimizer), [everything(*again)])
-    stacked = train("feed-forward", None, seed=2)
-    before = everything(*stacked)
-    with pytest.raises(CheckpointError, match=r"step of moe\.experts\.w_in is \[2\.0, 3\.0\] for its experts"):
-        checkpoint.load(tmp_path, *stacked)
-    check(before, [everything(*stacked)])  # nothing has changed
-    for p in model.moe.experts.home_experts()[2].parameters():  # type: ignore[operator]
+    for p in params:
         del optimizer.state[p]  # as of an expert that no row has visited
     checkpoint.save(tmp_path, model, optimizer)
     checkpoint.load(tmp_path, *again)
-    assert not any(optimizer.state.get(p) for p in params)
-    with pytest.raises(CheckpointError, match=r"is not alike for all experts \(expert \[2\] has none\)"):
-        checkpoint.load(tmp_path, *stacked)
+    assert not any(again[1].state.get(p) for p in again[0].moe.experts.home_experts()[2].parameters())  # type: ignore[operator]
+
+
+def stacked() -> tuple[prophet.MoE, torch.optim.Optimizer]:
+    """Stacked experts and their optimizer, after a step."""
+    layer = prophet.MoE(D, H, E, top_k=2, group=ThreadWorld(1).collective(0))
+    optimizer = torch.optim.AdamW(layer.experts.parameters())
+    layer(torch.randn(40, D)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+def test_stacked_experts_have_taken_the_same_steps() -> None:
+    layer, optimizer = stacked()
+    shares = shares_of(layer)["experts.w_in"]
+    p = layer.experts.get_parameter("w_in")
+    said = split_state("experts.w_in", p, shares, optimizer.state[p])
+    said[shares[2].key]["step"] = said[shares[2].key]["step"] + 1.0
+    with pytest.raises(ValueError, match=r"step of experts\.w_in is \[1\.0, 2\.0\] for its experts"):
+        join_state("experts.w_in", p, shares, said, on_device=False)
+    del said[shares[2].key]
+    with pytest.raises(ValueError, match=r"is not alike for all experts \(expert \[2\] has none\)"):
+        join_state("experts.w_in", p, shares, said, on_device=False)
 
 
 def test_experts_of_one_layer_in_two_groups_are_refused(tmp_path: Path) -> None:
@@ -176,16 +195,15 @@ def test_experts_of_one_layer_in_two_groups_are_refused(tmp_path: Path) -> None:
 def test_rules_by_name_and_by_dimension_sort_parameters_as_before() -> None:
     """nanoGPT decays what has two dimensions; Trainer what is not called a bias."""
     alone = ThreadWorld(1).collective(0)
-    modules = Model("modules", alone, 1).moe.experts
-    for bank in (Model("feed-forward", alone, 1).moe.experts, FeedForwardBank(D, H, E), modules):
+    for bank in (FeedForwardBank(D, H, E), *(Model(kind, alone, 1).moe.experts for kind in ("kernels", "modules"))):
         for name, p in bank.named_parameters():
             assert (p.dim() >= 2) == (not re.search("bias", name)), name
 
 
 def test_a_state_that_is_split_and_joined_is_what_it_was() -> None:
-    model, optimizer = train("feed-forward", None, seed=1)
-    shares = shares_of(model)
-    for name, p in model.named_parameters():
+    layer, optimizer = stacked()
+    shares = shares_of(layer)
+    for name, p in layer.named_parameters():
         if name not in shares:
             continue
         state = optimizer.state[p]

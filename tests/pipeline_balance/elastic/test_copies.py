@@ -63,7 +63,10 @@ def test_other_hooks_and_attributes_go_over() -> None:
     check_copyable(net, None)
 
 
-def test_weak_references_are_named() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weak_references_are_named(compiled: bool) -> None:
+    if compiled:  # once it was used, it has a weak reference to every module that is made
+        torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
     net = _net()
     check_weak(net, dict(net.named_parameters()))
     for held, name in ((net[1].bias, "1.bias"), (net[0], "0"), (net, "the model")):
