@@ -247,6 +247,7 @@ def agree_on_training(layers: list[MoE], collective: Collective) -> None:
     if not flags:
         return
     table = tell(collective, flags, op=Operation("what trains in experts"), device=layers[0].experts.device)
-    anywhere = iter(table.any(axis=0).tolist())
+    anywhere = [bool(column.any()) for column in table.T]
     for layer, one in zip(layers, own, strict=True):
-        layer.experts.settle([next(anywhere) for _ in one])
+        layer.experts.settle(anywhere[: len(one)])
+        anywhere = anywhere[len(one) :]

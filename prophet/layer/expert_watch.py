@@ -238,8 +238,9 @@ def _sample(t: Tensor) -> Tensor:
 
 def _bits(samples: Tensor) -> Tensor:
     """Of samples [W, n], [W]."""
-    # a copy, in which a zero has no sign
-    samples = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0).add_(0.0)
+    if samples.is_floating_point():  # experts of several dtypes travel as bytes
+        # a copy, in which a zero has no sign
+        samples = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0).add_(0.0)
     return samples.view(_BITS[samples.element_size()]).sum(dim=1, dtype=torch.int64)
 
 

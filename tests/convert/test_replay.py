@@ -434,16 +434,17 @@ def test_autocast_gives_what_the_block_gives(kind: type[nn.Module], dtypes: tupl
 
 def test_outside_of_its_block_an_expert_is_the_users() -> None:
     x = tokens_of(1, 0)[0]
+    models = [HandWritten(FloatSoftmax) for _ in range(3)]  # before there are threads, which share the random state
 
     def body(group: Any) -> None:
-        model = HandWritten(FloatSoftmax)
+        model = models[group.rank]
         own = model.blocks[0].experts[2]
         prophet.convert(model, group=group)
         layer: Any = next(layer for *_, layer in converted(model))
         assert len(layer) == EXPERTS
         assert layer[2] is own
         if group.rank == 0:
-            assert torch.equal(layer[2](x), HandWritten(FloatSoftmax).blocks[0].experts[2](x))
+            assert torch.equal(layer[2](x), models[2].blocks[0].experts[2](x))
         else:
             with pytest.raises(ConversionError, match="this expert lives on another rank"):
                 layer[2](x)
