@@ -306,7 +306,7 @@ def right(steps: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_no_false_alarms(steps: int) -> None:
     for found in on_processes(2, right, steps, timeout_s=280):
         for (what, how), said in zip(RIGHT, found, strict=True):

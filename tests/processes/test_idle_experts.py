@@ -93,7 +93,7 @@ def on_a_rank(kind: str) -> tuple[dict[str, Tensor], list[set[str]], set[str], i
     return original_state_dict(model), without, here, copies
 
 
-@pytest.mark.parametrize("kind", ["skips", "calls all", "transformers"])
+@pytest.mark.parametrize("kind", ["skips", pytest.param("calls all", marks=pytest.mark.slow), "transformers"])
 def test_idle_experts_end_where_the_model_as_written_has_them(kind: str) -> None:
     plain = model_of(kind)
     wanted = train(kind, plain, adamw(plain), range(RANKS))
