@@ -144,7 +144,7 @@ class Bank(nn.Module):
         """Of what replicas have gradients: what `trains` on one rank at least."""
 
     def structure_digest(self) -> int:
-        """What must be equal on all ranks for a replica to compute as its expert does; at most 64 bits."""
+        """What must be equal on all ranks for a replica to compute as its expert does; 56 bits."""
         return 0
 
     @abstractmethod
