@@ -35,7 +35,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], to: Console | None = None) -> None:
-    """Print a table; a narrow terminal leaves out the columns of highest rank, and says which, and never cuts a cell."""
+    """Print a table. A narrow terminal leaves out the columns of highest rank, and says which; no cell is ever cut."""
     from rich import box
     from rich.table import Table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,18 @@ from prophet.errors import SpecError, TopologyError, UsageError, no_such
 
 if TYPE_CHECKING:
     from prophet.machine.named import Machine
+    from prophet.machine.sizes import ModelSizes
 
 DEFAULT_MACHINE = "h100-ib:Mixtral-8x7B"
 DEFAULT_SLOTS = 4
+_SIZES = {
+    "--layers": "blocks of the model",
+    "--experts": "routed experts of a layer",
+    "--top-k": "experts that a token is routed to",
+    "--dim": "width of a token (hidden_size)",
+    "--hidden": "inner width of one expert (moe_intermediate_size)",
+    "--heads": "attention heads",
+}
 
 
 def positive(text: str) -> int:
@@ -75,16 +85,44 @@ def machine(text: str) -> Machine:
         raise UsageError(f"--machine: {error}") from None
 
 
+def add_model(parser: Any) -> None:
+    """`--model` and the sizes that win over it."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help="a model of the list below, or a Hugging Face config.json or its folder",
+    )
+    for option, what in _SIZES.items():
+        group.add_argument(option, type=positive, metavar="N", help=what)
+
+
+def model_sizes(arguments: argparse.Namespace, base: ModelSizes) -> ModelSizes:
+    """The sizes of the job's model: what the options say, then `--model`, then `base`.
+
+    Raises:
+        UsageError: `--model` names nothing that can be read, or sizes contradict each other.
+    """
+    from prophet.machine.models import model_named
+
+    try:
+        found = base if arguments.model is None else model_named(arguments.model)
+        given = {option.strip("-").replace("-", "_") for option in _SIZES}
+        return found.with_options({name: getattr(arguments, name, None) for name in given})
+    except SpecError as error:
+        raise UsageError(str(error) if arguments.model is None else f"--model: {error}") from None
+
+
 def known_names() -> str:
     """The names that `--planner` and `--machine` take, for the end of a command's help."""
-    from prophet.machine.presets import CLUSTERS, MODELS
+    from prophet.machine.models import MODELS
+    from prophet.machine.presets import CLUSTERS
     from prophet.planner import PLANNER_NAMES
 
-    half = len(PLANNER_NAMES) // 2
-    return (
-        f"planners:  {', '.join(PLANNER_NAMES[:half])},\n           {', '.join(PLANNER_NAMES[half:])}\n"
-        f"machines:  {', '.join(CLUSTERS)}\n"
-        f"models:    {', '.join(MODELS)}"
+    lists = {"planners": PLANNER_NAMES, "machines": CLUSTERS, "models": MODELS}
+    return "\n".join(
+        textwrap.fill(f"{what + ':':<11}{', '.join(names)}", 100, subsequent_indent=11 * " ", break_on_hyphens=False)
+        for what, names in lists.items()
     )
 
 

@@ -21,7 +21,7 @@ from prophet.errors import UsageError
 
 if TYPE_CHECKING:
     from prophet.machine.named import Machine
-    from prophet.machine.presets import Model
+    from prophet.machine.sizes import ModelSizes
     from prophet.spec import PlanContext
     from prophet.traces.npz import RoutingTrace
     from prophet.traces.replay import Replay
@@ -149,22 +149,19 @@ def _context(file: Path, trace: RoutingTrace, slots: int, where: Machine) -> tup
     return context, top_k, where.label(model)
 
 
-def _model_of(file: Path, trace: RoutingTrace) -> Model:
+def _model_of(file: Path, trace: RoutingTrace) -> ModelSizes:
     """The layer's sizes as the trace's metadata has them; the rest of the block is taken as attention of that size."""
-    from prophet.machine.presets import Model
+    from prophet.machine.sizes import ModelSizes
 
     dim, hidden = _whole_meta(file, trace, "dim"), _whole_meta(file, trace, "hidden")
     if dim is None or hidden is None:
         raise UsageError(f"{file}: its metadata has no dim and hidden; write --machine FILE:MODEL")
-    return Model(
+    return ModelSizes(
         name=f"{dim} x {hidden}",
         dim=dim,
         hidden=hidden,
         activation="gelu",
         bias=True,
-        top_k=1,
-        dense_params=4 * dim * dim,
-        attention_dim=dim,
         sequence=1024,
     )
 

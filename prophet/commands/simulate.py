@@ -80,7 +80,7 @@ def _skew(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate every planner at every size, and print the comparison."""
-    from prophet.machine.presets import MODELS
+    from prophet.machine.models import MODELS
     from prophet.spec import PlanContext
     from prophet.traces.extrapolate import BALANCED, MEASURED, Scenario, extrapolate
 
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         layers=_LAYERS,
         routed_per_rank=arguments.tokens * model.top_k,
         skew=arguments.skew,
-        dense_bytes=model.dense_params * _LAYERS * where.element_bytes,
+        dense_bytes=model.met_by_every_token * _LAYERS * where.element_bytes,
     )
     names = list(dict.fromkeys([*planner_names(arguments.planner, _PLANNERS, [BALANCED]), BALANCED]))
     rows = []

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prophet.errors import SpecError, no_such
-from prophet.machine.presets import CLUSTERS, MODELS, Cluster, Model, get_preset
+from prophet.machine.models import MODELS
+from prophet.machine.presets import CLUSTERS, Cluster, get_preset
+from prophet.machine.sizes import ModelSizes
 from prophet.machine.topology import read_topology
 from prophet.spec import Topology
 
@@ -26,7 +28,7 @@ class Machine:
 
     name: str
     source: Cluster | Topology
-    model: Model | None
+    model: ModelSizes | None
 
     @property
     def element_bytes(self) -> int:
@@ -42,7 +44,7 @@ class Machine:
         """The preset cut to `ranks` ranks, or the measured topology, whose ranks the caller compares or stretches."""
         return self.source.topology(ranks) if isinstance(self.source, Cluster) else self.source
 
-    def label(self, model: Model) -> str:
+    def label(self, model: ModelSizes) -> str:
         """The machine with the model that is taken for it, for people."""
         return f"{self.name}:{model.name}" if isinstance(self.source, Cluster) else f"{self.name}, {model.name}"
 

@@ -1,4 +1,4 @@
-"""Named machines and models for predictions: data-sheet figures, and what is assumed to be reached of them.
+"""Named machines for predictions: data-sheet figures, and what is assumed to be reached of them.
 
 Every preset pairs a cluster with a model. Peaks come from the sources named beside them; `*_efficiency` are
 assumptions of this project (no measurement of those machines stands behind them), so a prediction compares
@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from prophet.errors import SpecError
-from prophet.spec import Activation, LayerShape, Link, PlanContext, Topology, Windows, check_experts_per_rank
+from prophet.machine.models import MODELS
+from prophet.machine.sizes import ModelSizes
+from prophet.spec import Link, PlanContext, Topology, check_experts_per_rank
 
 _GBIT_BYTES = 1e9 / 8
 _GIB = 1 << 30
@@ -50,44 +52,11 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """One MoE layer of a model and the rest of its block, `dense_params` weights that every token meets."""
-
-    name: str
-    dim: int
-    hidden: int
-    activation: Activation
-    bias: bool
-    top_k: int
-    dense_params: int
-    attention_dim: int  # heads x head size: what attention scores and values cost per token and position
-    sequence: int
-
-    def shape(self, element_bytes: int) -> LayerShape:
-        """One MoE layer of the model, with all elements of `element_bytes`."""
-        return LayerShape.feed_forward(
-            dim=self.dim,
-            hidden=self.hidden,
-            activation=self.activation,
-            bias=self.bias,
-            param_bytes=element_bytes,
-            grad_bytes=element_bytes,
-            token_element_bytes=element_bytes,
-        )
-
-    def windows(self, tokens_per_rank: float, flops_per_s: float) -> Windows:
-        """Compute outside the experts: 2 flops per dense weight, causal attention, twice that backward."""
-        flops_per_token = 2.0 * self.dense_params + 2.0 * self.sequence * self.attention_dim
-        forward_s = tokens_per_rank * flops_per_token / flops_per_s
-        return Windows(fnec_s=forward_s, bnec_s=2.0 * forward_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
     """A cluster and a model, under the name `cluster:model`."""
 
     cluster: Cluster
-    model: Model
+    model: ModelSizes
 
     @property
     def name(self) -> str:
@@ -118,58 +87,6 @@ class Preset:
             slots_per_rank=slots_per_rank,
         )
 
-
-def _moe_gpt(name: str, dim: int, hidden: int) -> Model:
-    # Pro-Prophet, Table III: embedding and hidden size. Attention is 4 dim^2 weights (GPT). The paper prints no
-    # sequence length; 1024 is assumed. DS and DM have twice the layers, and the single layer of S and M.
-    size = {"dim": dim, "hidden": hidden, "dense_params": 4 * dim * dim, "attention_dim": dim}
-    return Model(name=name, activation="gelu", bias=True, top_k=2, sequence=1024, **size)
-
-
-def _swiglu(name: str, *, dim: int, hidden: int, top_k: int, dense_params: int, attention_dim: int) -> Model:
-    # Sequence 4096: assumed, and DeepSeek-V3's pre-training length.
-    size = {"dim": dim, "hidden": hidden, "dense_params": dense_params, "attention_dim": attention_dim}
-    return Model(name=name, activation="swiglu", bias=False, top_k=top_k, sequence=4096, **size)
-
-
-# Mixtral-8x7B and Qwen3-30B-A3B: their published config.json (hidden_size, intermediate_size; q and o, then k and v).
-# DeepSeek-V3: technical report, section 4.2 (MLA with 128 heads of 128 + 64, query rank 1536, key-value rank 512;
-# dense: MLA's five matrices and the shared expert). Its training moves 1-byte tokens; 2 bytes are used here.
-_MLA_PARAMS = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
-_LARGE = (
-    _swiglu(
-        "Mixtral-8x7B",
-        dim=4096,
-        hidden=14336,
-        top_k=2,
-        dense_params=2 * 4096 * 4096 + 2 * 4096 * 1024,
-        attention_dim=32 * 128,
-    ),
-    _swiglu(
-        "Qwen3-30B-A3B",
-        dim=2048,
-        hidden=768,
-        top_k=8,
-        dense_params=2 * 2048 * 4096 + 2 * 2048 * 512,
-        attention_dim=32 * 128,
-    ),
-    _swiglu(
-        "DeepSeek-V3",
-        dim=7168,
-        hidden=2048,
-        top_k=8,
-        dense_params=_MLA_PARAMS + 3 * 7168 * 2048,
-        attention_dim=128 * 160,
-    ),
-)
-_PAPER = (
-    _moe_gpt("MoE-GPT-S", 512, 1024),
-    _moe_gpt("MoE-GPT-M", 1024, 2048),
-    _moe_gpt("MoE-GPT-L", 2048, 4096),
-    _moe_gpt("MoE-GPT-DS", 512, 1024),
-    _moe_gpt("MoE-GPT-DM", 1024, 2048),
-)
-MODELS: dict[str, Model] = {m.name: m for m in (*_PAPER, *_LARGE)}
 
 # Pro-Prophet, section VI: 4 RTX 3090 per node on PCI-Express 3.0, one 100 Gb/s InfiniBand port per node, which the 4
 # ranks share. RTX 3090: 35.6 TFLOP/s float32, 24 GB (NVIDIA, GA102 whitepaper). PCIe 3.0 x16: 15.75 GB/s a direction
@@ -269,10 +186,13 @@ CLUSTERS: dict[str, Cluster] = {c.name: c for c in _CLUSTERS}
 
 # Which models belong to which cluster; the first is taken where only the cluster is named. The paper leaves
 # MoE-GPT-L out on 2080 Ti for want of memory.
+_LARGE = ("Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3")
 _MODELS_OF: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("hpwnv", "hpnv"), ("MoE-GPT-M", "MoE-GPT-S", "MoE-GPT-L", "MoE-GPT-DS", "MoE-GPT-DM")),
     "lpwnv": ("MoE-GPT-M", "MoE-GPT-S", "MoE-GPT-DS", "MoE-GPT-DM"),
-    **dict.fromkeys(("h100-nvlink", "h100-ib", "a100-ib", "ethernet-25g"), tuple(m.name for m in _LARGE)),
+    **dict.fromkeys(
+        ("h100-nvlink", "h100-ib", "a100-ib", "ethernet-25g"), ("Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3")
+    ),
     "gloo-loopback": ("MoE-GPT-S",),
 }
 

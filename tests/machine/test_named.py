@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from prophet.errors import SpecError, TopologyError
+from prophet.machine.models import MODELS
 from prophet.machine.named import machine_named
-from prophet.machine.presets import MODELS, PRESET_NAMES, get_preset
+from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.machine.topology import write_topology
 from prophet.spec import Topology
 

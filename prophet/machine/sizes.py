@@ -1,0 +1,139 @@
+"""The sizes of a model: what every prediction has to know of it, from a name, a configuration, a trace or options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from prophet.errors import SpecError
+from prophet.spec import ACTIVATIONS, GATED, Activation, Bias, LayerShape, Windows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """A decoder of `layers` blocks, each attention and a feed-forward network or experts; counts without units.
+
+    Args:
+        name: For people.
+        dim: Width of a token (hidden_size).
+        hidden: Inner width of one expert; of the feed-forward network where there are no experts.
+        layers: Blocks of the model.
+        experts: Routed experts of a block that has any; 0: a dense model.
+        top_k: Experts that a token is routed to.
+        moe_layers: Blocks with experts; None: all, or none in a dense model.
+        dense_hidden: Inner width of the feed-forward network of blocks without experts; 0: there are none.
+        shared_hidden: Inner width of all shared experts of a block together; 0: none.
+        activation: The experts' activation, which says whether they are gated.
+        bias: Which biases the experts have.
+        heads: Attention heads.
+        kv_heads: Heads of keys and values; None: as many.
+        head_dim: Size of a head; None: dim / heads.
+        attention_params: Weights of one block's attention; None: of its four projections.
+        attention_dim: What attention costs per token and position; None: heads x head_dim.
+        dense_params: Weights outside the experts that a token meets in a block with experts; None: attention and
+            shared experts.
+        vocabulary: Rows of the embedding and of the output head; 0: neither counts.
+        sequence: Tokens of one sequence.
+        element_bytes: Bytes of a parameter, gradient or activation; None: what the machine usually has.
+        assumed: What nobody said, in words, one item each.
+
+    Raises:
+        SpecError: A size is not positive, or contradicts another.
+    """
+
+    name: str
+    dim: int
+    hidden: int
+    layers: int = 1
+    experts: int = 0
+    top_k: int = 1
+    moe_layers: int | None = None
+    dense_hidden: int = 0
+    shared_hidden: int = 0
+    activation: Activation = "swiglu"
+    bias: Bias = False
+    heads: int = 1
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    attention_params: int | None = None
+    attention_dim: int | None = None
+    dense_params: int | None = None
+    vocabulary: int = 0
+    sequence: int = 4096
+    element_bytes: int | None = None
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "hidden", "layers", "top_k", "heads", "sequence"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{self.name}: {name}: expected at least 1, got {getattr(self, name)}")
+        if self.activation not in ACTIVATIONS:
+            raise SpecError(f"{self.name}: activation: expected one of {', '.join(ACTIVATIONS)}, got {self.activation}")
+        if self.experts and self.top_k > self.experts:
+            raise SpecError(f"{self.name}: top_k: expected at most the {self.experts} experts, got {self.top_k}")
+        if not 0 <= self.blocks_with_experts <= self.layers:
+            raise SpecError(
+                f"{self.name}: moe_layers: expected at most the {self.layers} layers, got {self.blocks_with_experts}"
+            )
+        if self.head_dim is None and self.dim % self.heads:
+            raise SpecError(f"{self.name}: heads: expected a divisor of dim {self.dim}, got {self.heads}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise SpecError(f"{self.name}: kv_heads: expected a divisor of {self.heads} heads, got {self.kv_heads}")
+
+    @property
+    def blocks_with_experts(self) -> int:
+        """Blocks that have experts."""
+        if self.moe_layers is None:
+            return self.layers if self.experts else 0
+        return self.moe_layers
+
+    @property
+    def size_of_head(self) -> int:
+        """Elements of one attention head."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention(self) -> int:
+        """Weights of one block's attention: queries and output, keys and values."""
+        if self.attention_params is not None:
+            return self.attention_params
+        return 2 * self.dim * self.size_of_head * (self.heads + (self.kv_heads or self.heads))
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of one feed-forward network."""
+        return 3 if self.activation in GATED else 2
+
+    @property
+    def met_by_every_token(self) -> int:
+        """Weights outside the routed experts that a token meets in a block with experts."""
+        if self.dense_params is not None:
+            return self.dense_params
+        return self.attention + self.matrices * self.dim * self.shared_hidden
+
+    def shape(self, element_bytes: int) -> LayerShape:
+        """One MoE layer; `element_bytes` where the sizes do not say what an element takes."""
+        n_bytes = self.element_bytes or element_bytes
+        return LayerShape.feed_forward(
+            dim=self.dim,
+            hidden=self.hidden,
+            activation=self.activation,
+            bias=self.bias,
+            param_bytes=n_bytes,
+            grad_bytes=n_bytes,
+            token_element_bytes=n_bytes,
+        )
+
+    def windows(self, tokens_per_rank: float, flops_per_s: float) -> Windows:
+        """Compute of a block outside its experts: 2 flops per weight, causal attention, twice that backward."""
+        width = self.heads * self.size_of_head if self.attention_dim is None else self.attention_dim
+        forward_s = tokens_per_rank * (2.0 * self.met_by_every_token + 2.0 * self.sequence * width) / flops_per_s
+        return Windows(fnec_s=forward_s, bnec_s=2.0 * forward_s)
+
+    def with_options(self, given: Mapping[str, Any]) -> ModelSizes:
+        """The same model with the sizes that are given and not None, which win; unknown names are an error."""
+        known = {f.name for f in fields(self)}
+        if unknown := sorted(given.keys() - known):
+            raise SpecError(f"{self.name}: no sizes of a model: {', '.join(unknown)}")
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
