@@ -1,6 +1,6 @@
 """A Hugging Face model whose MoE blocks DeepSpeed's AutoEP spreads over ranks, balanced. Run it on four processes:
 
-torchrun --nproc-per-node 4 examples/deepspeed_autoep.py --out out/autoep --steps 6 --save-at 3
+torchrun --standalone --nproc-per-node 4 examples/deepspeed_autoep.py --out out/autoep --steps 6 --save-at 3
 
 Two things differ from a plain script, and `--plain` takes both away: the import, and the "prophet" section. With
 `--resume` it goes on from the newest checkpoint in `--out`, at another `--ep-size` if you like. At the end

@@ -1,11 +1,11 @@
 """A DeepSpeed script with its own MoE layer, balanced by a section of its config. Run it on four processes:
 
-torchrun --nproc-per-node 4 examples/deepspeed_config.py --out out/deepspeed --steps 6 --save-at 3
+torchrun --standalone --nproc-per-node 4 examples/deepspeed_config.py --out out/deepspeed --steps 6 --save-at 3
 
 Two things differ from a plain script: the import, and the "prophet" section, which `--plain` leaves out. With
 `--resume` it goes on from the newest checkpoint in `--out`, on as many processes or on another number:
 
-torchrun --nproc-per-node 2 examples/deepspeed_config.py --out out/deepspeed --steps 9 --save-at 9 --resume
+torchrun --standalone --nproc-per-node 2 examples/deepspeed_config.py --out out/deepspeed --steps 9 --save-at 9 --resume
 """
 
 from __future__ import annotations

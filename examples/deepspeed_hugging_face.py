@@ -1,7 +1,7 @@
 """A Hugging Face Mixtral under DeepSpeed, by Trainer or by accelerate. Run it on two processes:
 
-torchrun --nproc-per-node 2 examples/deepspeed_hugging_face.py
-torchrun --nproc-per-node 2 examples/deepspeed_hugging_face.py --accelerate
+torchrun --standalone --nproc-per-node 2 examples/deepspeed_hugging_face.py
+torchrun --standalone --nproc-per-node 2 examples/deepspeed_hugging_face.py --accelerate
 
 Two lines are for balanced experts: the import, and the section of the DeepSpeed configuration. `--plain` leaves the
 section out. `--resume` goes on from the checkpoint in --out. The trained model is in --out/model for transformers.

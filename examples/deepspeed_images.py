@@ -1,7 +1,7 @@
 """A small image classifier with DeepSpeed's MoE layers, as a user of DeepSpeed has it, on random data.
 
-torchrun --nproc-per-node 2 examples/deepspeed_images.py
-torchrun --nproc-per-node 2 examples/deepspeed_images.py --num-experts 2 4 --residual --stage 2
+torchrun --standalone --nproc-per-node 2 examples/deepspeed_images.py
+torchrun --standalone --nproc-per-node 2 examples/deepspeed_images.py --num-experts 2 4 --residual --stage 2
 
 Two lines are for balanced experts: the import, and the section of the configuration. `--plain` leaves the section out.
 Experts are one linear layer, or `--depth` of them. `--resume` goes on from the newest checkpoint in --out.

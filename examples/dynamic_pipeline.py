@@ -1,6 +1,6 @@
 """A pipeline whose layers move while it trains, and that gives ranks back. Run it on four processes:
 
-torchrun --nproc-per-node 4 examples/dynamic_pipeline.py --out out/pipeline
+torchrun --standalone --nproc-per-node 4 examples/dynamic_pipeline.py --out out/pipeline
 
 Layers are frozen from the input upwards while training goes on, so the first stages have less and less to do. The
 controller notices (nobody tells it), moves layers there, and puts the model on fewer ranks where that costs little.

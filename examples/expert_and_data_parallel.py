@@ -1,7 +1,7 @@
 """Experts over groups of processes, everything else cut by FSDP2, and a checkpoint that any other number can resume.
 
-torchrun --nproc-per-node 4 examples/expert_and_data_parallel.py --ep-size 2 --folder out/moe
-torchrun --nproc-per-node 2 examples/expert_and_data_parallel.py --ep-size 1 --folder out/moe --steps 30
+torchrun --standalone --nproc-per-node 4 examples/expert_and_data_parallel.py --ep-size 2 --folder out/moe
+torchrun --standalone --nproc-per-node 2 examples/expert_and_data_parallel.py --ep-size 1 --folder out/moe --steps 30
 """
 
 from __future__ import annotations

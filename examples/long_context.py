@@ -1,6 +1,6 @@
 """A Llama learns bytes of long pages, cut into slices that pass the stages of a pipeline one by one.
 
-    torchrun --nproc-per-node 2 examples/long_context.py
+    torchrun --standalone --nproc-per-node 2 examples/long_context.py
 
 The text is this repository's documentation. `--slices 1` runs the same without slices, with the same losses.
 """

@@ -1,6 +1,6 @@
 """A GPT with MoE blocks of your own, as most people write them, and an optimizer that exists. Run it on two processes:
 
-torchrun --nproc-per-node 2 examples/own_blocks.py
+torchrun --standalone --nproc-per-node 2 examples/own_blocks.py
 
 Lines that balancing needs: `convert`, `attach`, and `engine.clip_grad_norm_` in place of torch's.
 """

@@ -1,6 +1,6 @@
 """A training loop of your own, with its MoE layers balanced. Run it on two processes:
 
-torchrun --nproc-per-node 2 examples/own_loop.py
+torchrun --standalone --nproc-per-node 2 examples/own_loop.py
 """
 
 from __future__ import annotations

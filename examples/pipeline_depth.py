@@ -1,6 +1,6 @@
 """A GPT with stochastic depth, over the stages of a pipeline that stays even.
 
-    torchrun --nproc-per-node 2 examples/pipeline_depth.py
+    torchrun --standalone --nproc-per-node 2 examples/pipeline_depth.py
 
 `pipeline_depth_one.py` is the same loop in one process.
 """

@@ -1,6 +1,6 @@
 """A GPT whose tokens leave early, where the next one is plain, over the stages of a pipeline that stays even.
 
-    torchrun --nproc-per-node 2 examples/pipeline_exit.py
+    torchrun --standalone --nproc-per-node 2 examples/pipeline_exit.py
 
 `pipeline_exit_one.py` is the same loop in one process.
 """

@@ -1,6 +1,6 @@
 """A Llama whose layers freeze from below while it trains, over the stages of a pipeline that stays even.
 
-    torchrun --nproc-per-node 2 examples/pipeline_llama.py --out out/llama
+    torchrun --standalone --nproc-per-node 2 examples/pipeline_llama.py --out out/llama
 
 `pipeline_llama_one.py` is the same loop in one process.
 """

@@ -1,6 +1,6 @@
 """A Mixtral whose later layers work with more experts per token, over the stages of a pipeline that stays even.
 
-    torchrun --nproc-per-node 2 examples/pipeline_mixtral.py
+    torchrun --standalone --nproc-per-node 2 examples/pipeline_mixtral.py
 
 `pipeline_mixtral_one.py` is the same loop in one process.
 """

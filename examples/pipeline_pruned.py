@@ -1,6 +1,6 @@
 """A GPT whose weights are pruned by masks while it trains, over the stages of a pipeline that stays even.
 
-    torchrun --nproc-per-node 2 examples/pipeline_pruned.py
+    torchrun --standalone --nproc-per-node 2 examples/pipeline_pruned.py
 
 `pipeline_pruned_one.py` is the same loop in one process.
 """

@@ -1,7 +1,7 @@
 """A transformers model in a training loop of your own: convert, train, save, load in plain transformers, and resume.
 
-torchrun --nproc-per-node 2 examples/save_transformers.py --out out            # DistributedDataParallel
-torchrun --nproc-per-node 2 examples/save_transformers.py --out out --fsdp     # FSDP2: fully_shard
+torchrun --standalone --nproc-per-node 2 examples/save_transformers.py --out out            # DistributedDataParallel
+torchrun --standalone --nproc-per-node 2 examples/save_transformers.py --out out --fsdp     # FSDP2: fully_shard
 """
 
 from __future__ import annotations

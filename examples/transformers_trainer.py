@@ -1,10 +1,10 @@
 """A Hugging Face Mixtral, trained by Trainer with its experts over all processes. Run it on two:
 
-torchrun --nproc-per-node 2 examples/transformers_trainer.py --out out/mixtral
+torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py --out out/mixtral
 
 The line that a script of your own needs is the one with ProphetCallback. A run that was killed goes on with
 
-torchrun --nproc-per-node 2 examples/transformers_trainer.py --out out/mixtral --resume
+torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py --out out/mixtral --resume
 
 or from any checkpoint, in another folder, on another number of processes:
 

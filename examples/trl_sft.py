@@ -1,7 +1,7 @@
 """Fine-tuning by TRL's SFTTrainer, with the experts over all processes. Run it on two:
 
-torchrun --nproc-per-node 2 examples/trl_sft.py --out out/sft               # all parameters, in bfloat16 as TRL does
-torchrun --nproc-per-node 2 examples/trl_sft.py --out out/sft --lora all    # LoRA on all layers, the experts included
+torchrun --standalone --nproc-per-node 2 examples/trl_sft.py --out out/sft             # all parameters, in bfloat16
+torchrun --standalone --nproc-per-node 2 examples/trl_sft.py --out out/sft --lora all  # LoRA on all layers, experts too
 
 The lines that a script of your own needs are those with ProphetCallback.
 """

@@ -1,6 +1,6 @@
 """A training loop around Tutel's MoE layer, balanced by one line. Run it on two processes:
 
-torchrun --nproc-per-node 2 examples/tutel_training.py --out out/tutel
+torchrun --standalone --nproc-per-node 2 examples/tutel_training.py --out out/tutel
 
 Once model and optimizer are there, `prophet_tutel.balance` takes both; `--plain` leaves it out. The rest is a loop as
 in Tutel's own examples: gradients of all parameters but the marked ones are averaged by hand, or with `--ddp` by
