@@ -7,12 +7,23 @@ can then say so before any other import fails with a less helpful message.
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 OK, FAILED, BAD_INPUT, NAME_CONFLICT, INTERRUPTED = 0, 1, 2, 3, 130
+
+_COMMANDS = {
+    "demo": "train a small MoE language model, without and with balancing",
+    "plan": "what would balancing gain on my routing trace?",
+    "calibrate": "measure this machine for the performance model",
+    "simulate": "how long would a step take on 8 to 4096 ranks?",
+    "watch": "show a run's balance in the terminal while it trains",
+    "report": "write the HTML page of a run",
+}
+"""Ours, each in its module of `prophet.commands`, which is imported when it is asked for."""
 
 _EXIT_CODES = (
     "exit codes: 0 done, 1 the run failed, 2 unusable arguments or input, 3 another distribution has overwritten "
@@ -20,20 +31,20 @@ _EXIT_CODES = (
 )
 
 
-def name_conflict(package: Any, installed: Sequence[str]) -> tuple[str, bool] | None:
+def name_conflict(package: Any, beside: bool) -> tuple[str, bool] | None:
     """Whether the forecasting library of the same import name is in the way.
 
-    `package` is what `import prophet` gave, `installed` the names of all installed distributions. Returns a message and
-    whether it is fatal (the package is not ours any more), or None.
+    `package` is what `import prophet` gave; beside: whether a distribution `prophet` is installed. Returns a message
+    and whether it is fatal (the package is not ours any more), or None. Names are looked for, not imported.
     """
-    if not hasattr(package, "MoE") or not hasattr(package, "attach"):
+    if not {"MoE", "attach"} <= set(getattr(package, "__all__", ())):
         return (
             "the package `prophet` here is not moe-prophet: the forecasting library of the same import name was "
             "installed over it. Run `pip uninstall prophet` and then `pip install --force-reinstall --no-deps "
             "moe-prophet`",
             True,
         )
-    if any(name.lower() == "prophet" for name in installed):
+    if beside:
         return (
             "the distribution `prophet` (forecasting) is installed too and owns the same import name; only one of "
             "the two can work in one environment",
@@ -46,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     import prophet
 
-    conflict = name_conflict(prophet, [d.metadata["Name"] or "" for d in metadata.distributions()])
+    conflict = name_conflict(prophet, _other_installed())
     if conflict:
         _complain(conflict[0], "error" if conflict[1] else "warning")
         if conflict[1]:
@@ -62,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         UsageError,
     )
 
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
     try:
         return int(arguments.run(arguments))
     except (UsageError, MonitorError, TraceError, TopologyError, SpecError) as error:
@@ -81,9 +92,16 @@ def _complain(message: str, kind: str = "error") -> None:
     print(f"prophet: {kind}: {' '.join(message.split())}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _other_installed() -> bool:
+    """Whether a distribution `prophet` is installed; to look takes less time than to import importlib.metadata."""
+    folders = [folder for folder in sys.path if os.path.isdir(folder) and os.access(folder, os.R_OK)]
+    names = [name.lower() for folder in folders for name in os.listdir(folder)]
+    return any(name.startswith("prophet-") and name.endswith((".dist-info", ".egg-info")) for name in names)
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """What reads `argv`. It knows the arguments of the command that is asked for; of none of ours, all commands."""
     import prophet
-    from prophet.commands import calibrate, demo, plan, report, simulate, watch
 
     parser = argparse.ArgumentParser(
         prog="prophet",
@@ -92,8 +110,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"moe-prophet {prophet.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, plan, calibrate, simulate, watch, report):
-        command.add(commands)
+    asked = next((word for word in argv if not word.startswith("-")), "")
+    if asked in _COMMANDS:
+        importlib.import_module(f"prophet.commands.{asked}").add(commands)
+        return parser
+    from importlib import metadata
+
+    for name, what in _COMMANDS.items():
+        commands.add_parser(name, help=what)
     for entry in sorted(metadata.entry_points(group="prophet.commands"), key=lambda e: e.name):
         entry.load()(commands)
     return parser

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from prophet.spec import IntArray
 from prophet.state.layout import Layout, Piece
 from prophet.state.table import numbered, starts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LEVELS = 1024  # of fullness, whose fourth power is summed over ranks
 

@@ -289,31 +289,33 @@ def test_failures_and_interrupts_have_codes_of_their_own(
 
 
 def test_the_other_prophet_is_recognised() -> None:
-    assert name_conflict(prophet, ["moe-prophet", "numpy"]) is None
-    beside = name_conflict(prophet, ["moe-prophet", "Prophet"])
+    assert name_conflict(prophet, False) is None
+    beside = name_conflict(prophet, True)
     assert beside is not None
     assert not beside[1]
     theirs = types.ModuleType("prophet")
-    over = name_conflict(theirs, ["moe-prophet", "prophet"])
+    over = name_conflict(theirs, True)
     assert over is not None
     assert over[1]
     assert "pip uninstall prophet" in over[0]
 
 
 def test_the_version_names_the_other_prophet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [
-        types.SimpleNamespace(metadata={"Name": name}, _normalized_name=name, entry_points=())
-        for name in ("moe-prophet", "Prophet")
-    ]
-    monkeypatch.setattr("prophet.cli.metadata.distributions", lambda: names)
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    shown = capsys.readouterr()
-    assert shown.out == f"moe-prophet {prophet.__version__}\n"
-    assert "the distribution `prophet` (forecasting) is installed too" in shown.err
-    monkeypatch.delattr(prophet, "attach")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, said in (
+        ("prophet-notes.txt", False),
+        ("prophetic-1.0.dist-info", False),
+        ("Prophet-1.1.dist-info", True),
+    ):
+        (tmp_path / name).mkdir()
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        shown = capsys.readouterr()
+        assert shown.out == f"moe-prophet {prophet.__version__}\n"
+        assert ("the distribution `prophet` (forecasting) is installed too" in shown.err) == said
+    monkeypatch.setattr(prophet, "__all__", ["Prophet"])
     assert main(["--version"]) == NAME_CONFLICT
     assert "the forecasting library" in capsys.readouterr().err
 
