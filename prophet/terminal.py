@@ -9,83 +9,156 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+    from rich.text import Text
 
 FILE_WIDTH = 110
 """Columns of what goes to a file or a pipe."""
+
+_LEAST_WORDS = 16
+"""Columns that words keep at least where they may be wrapped."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table. head: its lines, parted by newlines. rank: 0 always stays; the highest goes first."""
+    """One column of a table.
+
+    head: its lines, parted by newlines. rank: 0 always stays; the highest goes first. wrap: it holds words, which may
+    go over several lines; figures are never cut.
+    """
 
     head: str
     rank: int = 0
     align: Literal["left", "right"] = "right"
+    wrap: bool = False
+
+    @property
+    def name(self) -> str:
+        """The head on one line."""
+        return " ".join(self.head.split())
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTable:
+    """A table that `rich` prints as wide as there is room, and never cuts a cell.
+
+    Where it is narrow, the columns of highest rank are left out, and named below. Where those of rank 0 alone are too
+    wide, every figure has a line. rows: their cells as strings, which are shown as they are, or as rich's `Text`.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str | Text]]
+    title: str = ""
+    caption: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        if self.title:
+            yield Text(self.title, style="italic")
+        kept = self._that_fit(console, options)
+        if kept is None:
+            yield from self._line_by_line()
+        else:
+            yield self._of(kept)
+        if self.caption:
+            yield Text(self.caption, style="dim")
+        if kept is not None and len(kept) < len(self.columns):
+            missing = ", ".join(column.name for i, column in enumerate(self.columns) if i not in kept)
+            yield Text(f"Left out at {options.max_width} columns: {missing}.", style="dim")
+
+    def _that_fit(self, console: Console, options: ConsoleOptions) -> list[int] | None:
+        """The columns that are shown, in order; None where not even those of rank 0 have room."""
+        from rich.measure import Measurement
+
+        anywhere = options.update(width=1 << 16)
+        kept = list(range(len(self.columns)))
+        while Measurement.get(console, anywhere, self._of(kept)).minimum > options.max_width:
+            goes = max(kept, key=lambda i: (self.columns[i].rank, i))
+            if self.columns[goes].rank == 0:
+                return None
+            kept.remove(goes)
+        return kept
+
+    def _of(self, kept: Sequence[int]) -> Table:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        rows = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows]
+        for i in kept:
+            column, head = self.columns[i], Text(self.columns[i].head)
+            widest = max(line.cell_len for cell in (head, *(row[i] for row in rows)) for line in cell.split())
+            table.add_column(
+                head,
+                justify=column.align,
+                no_wrap=not column.wrap,
+                overflow="fold",
+                min_width=min(widest, _LEAST_WORDS) if column.wrap else widest,
+            )
+        for row in rows:
+            table.add_row(*(row[i] for i in kept))
+        return table
+
+    def _line_by_line(self) -> Iterator[Text]:
+        from rich.text import Text
+
+        for number, row in enumerate(self.rows):
+            if number:
+                yield Text()
+            for column, cell in zip(self.columns, row, strict=True):
+                yield Text.assemble(f"{column.name}: " if column.name else "", cell, overflow="fold")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where people read: as wide as their terminal, or `FILE_WIDTH` columns."""
+    """Where people read: as wide as their terminal, or `FILE_WIDTH` columns. Text is shown as it is, without markup."""
     from rich.console import Console
 
-    found = Console(stderr=stderr)
-    return found if found.is_terminal else Console(stderr=stderr, width=max(found.width, FILE_WIDTH))
+    found = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    if not found.is_terminal:
+        found.width = max(found.width, FILE_WIDTH)
+    return found
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], to: Console | None = None) -> None:
-    """Print a table. A narrow terminal leaves out the columns of highest rank, and says which; no cell is ever cut."""
-    from rich import box
-    from rich.table import Table
-
-    to = console() if to is None else to
-    kept = _that_fit(columns, rows, to.width)
-    if kept is None:
-        for row in rows:  # narrower than what has to be shown: a line for every figure
-            for column, cell in zip(columns, row, strict=True):
-                to.print(f"{_in_a_line(column)}: {cell}", highlight=False)
-            to.print()
-        return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for i in kept:
-        table.add_column(columns[i].head, justify=columns[i].align, no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[i] for i in kept))
-    to.print(table)
-    missing = [_in_a_line(c) for i, c in enumerate(columns) if i not in kept]
-    if missing:
-        to.print(f"Left out at {to.width} columns: {', '.join(missing)}.", highlight=False)
-
-
-def _in_a_line(column: Column) -> str:
-    return " ".join(column.head.split())
-
-
-def _that_fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """The columns that are shown at `width`, in order; None where not even those of rank 0 have room."""
-    from rich.cells import cell_len
-
-    needs = [
-        max(map(cell_len, [*column.head.split("\n"), *(row[i] for row in rows)])) for i, column in enumerate(columns)
-    ]
-    kept = list(range(len(columns)))
-    while sum(needs[i] + 1 for i in kept) > width:
-        goes = max(kept, key=lambda i: (columns[i].rank, i))
-        if columns[goes].rank == 0:
-            return None
-        kept.remove(goes)
-    return kept
+    """Print a table as wide as there is room: a narrow terminal has fewer columns, and no figure is cut."""
+    (console() if to is None else to).print(FittedTable(columns, rows))
 
 
 @contextmanager
 def progress(what: str, items: Iterable[_T], total: int) -> Iterator[Iterator[_T]]:
     """`items`, with a line on stderr that says how far they are; nothing is shown where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield iter(items)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-    shown = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
-    with Progress(*shown, console=console(stderr=True), transient=True) as bar:
-        yield bar.track(items, total=total, description=what)
+    with _shown(BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(compact=True)) as bar:
+        yield iter(items) if bar is None else iter(bar.track(items, total=total, description=what))
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A line on stderr that says what is being done, and for how long; nothing where stderr is no terminal."""
+    from rich.progress import TimeElapsedColumn
+
+    with _shown(TimeElapsedColumn()) as bar:
+        if bar is not None:
+            bar.add_task(what, total=None)
+        yield
+
+
+@contextmanager
+def _shown(*columns: ProgressColumn) -> Iterator[Progress | None]:
+    """A line of `columns` and words, which is gone when the block ends; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import Progress, TextColumn
+    from rich.table import Column as Cell
+
+    words = TextColumn("{task.description}", markup=False, table_column=Cell(ratio=1, overflow="fold"))
+    with Progress(*columns, words, console=console(stderr=True), transient=True, expand=True) as bar:
+        yield bar

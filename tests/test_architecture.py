@@ -50,12 +50,15 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.machine": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts"},
     "prophet.traces": _VALUES | {"prophet.files", "prophet.planner", "prophet.scheduler"},
     "prophet.state": _VALUES | {"prophet.files", "prophet.ranks"},
-    "prophet.convert": _LAYER - {"prophet.scheduler"} | {"prophet.sharing", "prophet.layer", "prophet.engine"},
+    "prophet.convert": _LAYER - {"prophet.scheduler"}
+    | {"prophet.sharing", "prophet.layer", "prophet.engine", "prophet.terminal"},
     "prophet.report": _SHOWN - {"prophet.planner"},
-    "prophet.monitor": _VALUES | {"prophet.ranks", "prophet.planner", "prophet.engine", "prophet.report"},
-    "prophet.demo": _SHOWN | {"prophet.ranks", "prophet.layer", "prophet.machine", "prophet.report"},
+    "prophet.monitor": _VALUES
+    | {"prophet.ranks", "prophet.planner", "prophet.engine", "prophet.report", "prophet.terminal"},
+    "prophet.demo": _SHOWN
+    | {"prophet.ranks", "prophet.layer", "prophet.machine", "prophet.report", "prophet.terminal"},
     "prophet.commands": _SHOWN - {"prophet.engine", "prophet.scheduler"}
-    | {"prophet.ranks", "prophet.machine", "prophet.report", "prophet.monitor", "prophet.demo"},
+    | {"prophet.ranks", "prophet.machine", "prophet.report", "prophet.monitor", "prophet.demo", "prophet.terminal"},
     "prophet.cli": {"prophet", "prophet.errors"},  # and the command that is asked for, by its name
     "prophet.__main__": {"prophet.cli"},
     "prophet": {"prophet.errors", "prophet.ranks", "prophet.engine", "prophet.machine", "prophet.state"},  # its doors
@@ -70,7 +73,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance.leave": _PIPELINE | {"prophet.state", "pipeline_balance.pipeline"},
     "pipeline_balance.elastic": _PIPELINE
     | {"prophet.spec", "prophet.machine", "prophet.state", "prophet.engine", "pipeline_balance.pipeline"}
-    | {"pipeline_balance.schedules", "pipeline_balance.slices"},
+    | {"pipeline_balance.schedules", "pipeline_balance.slices", "prophet.terminal"},
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
     "pipeline_balance": {"pipeline_balance.control"},
@@ -103,6 +106,7 @@ _PACKAGES: dict[str, set[str]] = {
     "prophet.kernels": _NUMERIC | {"torch", "triton"},
     "prophet.report": _NUMERIC | {"matplotlib"},
     "prophet.cli": set(),
+    "prophet.terminal": {"rich"},
     "prophet.monitor": _NUMERIC | {"rich", "torch"},  # torch for its writer of TensorBoard files
     "pipeline_balance.spec": _NUMERIC,
     "pipeline_balance.maps": _NUMERIC,

@@ -92,33 +92,27 @@ def _size(n_bytes: float) -> str:
 
 
 def _print(found: Prediction) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from prophet.terminal import Column, console, print_table
 
-    console = Console()
-    console.print(
+    to = console()
+    to.print(
         f"{found.model}: {found.before} -> {found.after}, {found.ranks} ranks on {found.nodes} nodes of "
         f"{found.machine}.",
-        highlight=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    for column in ("link", "all ranks", "busiest port"):
-        table.add_column(column, justify="left" if column == "link" else "right", no_wrap=True)
     moved = found.simulated
-    table.add_row("within nodes", _size(moved.intra_bytes), _size(moved.busiest_intra_bytes))
-    table.add_row("between nodes", _size(moved.inter_bytes), _size(moved.busiest_inter_bytes))
-    console.print(table)
+    rows = (
+        ("within nodes", _size(moved.intra_bytes), _size(moved.busiest_intra_bytes)),
+        ("between nodes", _size(moved.inter_bytes), _size(moved.busiest_inter_bytes)),
+    )
+    print_table((Column("link", align="left"), Column("all ranks"), Column("busiest port")), rows, to)
     saved = 1 - found.wire_bytes / found.given_bytes if found.given_bytes else 0.0
     order = f"The order of ranks saves {saved:.0%} of {_size(found.given_bytes)}. " if saved > 0 else ""
     direct = "" if found.least_direct_s is None else f"; without forwarding, {found.least_direct_s:.3g} s"
-    console.print(
+    to.print(
         f"{order}{moved.seconds:.3g} s predicted. The links need {found.least_s:.3g} s at least{direct}.",
-        highlight=False,
     )
     place = "" if found.in_place_peak_bytes is None else f", {_size(found.in_place_peak_bytes)} in place"
-    console.print(
+    to.print(
         f"The fullest rank holds {_size(found.before_bytes)} before and {_size(found.after_bytes)} after. Its peak is "
         f"{_size(found.safe_peak_bytes)} while both are whole{place}, and buffers.",
-        highlight=False,
     )

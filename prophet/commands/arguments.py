@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from prophet.errors import SpecError, TopologyError, UsageError, no_such
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from prophet.machine.named import Machine
     from prophet.machine.sizes import ModelSizes
 
@@ -135,6 +139,30 @@ def add_slots(parser: Any) -> None:
         metavar="N",
         help="replicas a rank may hold per layer (default: %(default)s)",
     )
+
+
+def check_can_write(option: str, path: Path, *, folder: bool = False) -> None:
+    """Refuse before the work a file, or a folder, that could not be written after it; leaves nothing behind.
+
+    Raises:
+        UsageError: It names the option, and says why.
+    """
+    kind, other = ("folder", "file") if folder else ("file", "folder")
+    try:
+        if path.exists() and path.is_dir() != folder:
+            raise UsageError(f"{option}: expected a {kind}, {path} is a {other}")
+        if path.exists() and not folder:
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=next(p for p in (path, *path.absolute().parents) if p.exists())).close()
+    except OSError as error:
+        raise UsageError(f"{option}: expected a {kind} that can be written, {path} cannot: {error.strerror}") from None
+
+
+def say_torch_is_imported() -> None:
+    """One line on stderr where what follows imports PyTorch: that takes seconds."""
+    if "torch" not in sys.modules:
+        print("Importing PyTorch", file=sys.stderr, flush=True)
 
 
 def add_json(parser: Any) -> None:

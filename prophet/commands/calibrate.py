@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prophet.commands.arguments import add_json, machine, positive
+from prophet.commands.arguments import add_json, check_can_write, machine, positive, say_torch_is_imported
 from prophet.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def add(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure this machine for the performance model",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(
             "Measure the all-to-all, the experts' forward and backward pass, Trans and Agg on all ranks at once, fit\n"
@@ -119,12 +119,16 @@ def _expert(text: str) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the file, and print what was found."""
+    job, ranks = _job(arguments)
+    say_torch_is_imported()
     from prophet.ranks.launch import launched
 
-    job, ranks = _job(arguments)
+    launch = None if arguments.files else launched()
+    if job.out and launch is None:
+        check_can_write("--out", job.out)
     if arguments.files:
         answer: dict[str, Any] | None = _from_files(arguments.files, job, arguments.expert, ranks)
-    elif (launch := launched()) is not None:
+    elif launch is not None:
         answer = _join(launch, job, ranks)
     else:
         answer = _start(job, ranks or _RANKS)
@@ -141,11 +145,13 @@ def _start(job: Job, ranks: int) -> dict[str, Any]:
     """Measure on ranks that are processes of this machine."""
     from prophet.ranks.collective import DEFAULT_TIMEOUT_S
     from prophet.ranks.launch import run_ranks
+    from prophet.terminal import working
 
     most = 4 * (os.cpu_count() or ranks)
     if ranks > most:
         raise UsageError(f"--ranks: expected at most four ranks per core ({most}), got {ranks}")
-    with tempfile.TemporaryDirectory(prefix="prophet-calibrate-") as scratch:
+    measuring = working(f"Measuring on {ranks} ranks, which takes about half a minute")
+    with tempfile.TemporaryDirectory(prefix="prophet-calibrate-") as scratch, measuring:
         folder = Path(scratch)
         run_ranks(
             _rank_body,
@@ -204,8 +210,6 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
         raise UsageError(
             f"--expert: expected dimensions of an expert from 1 to {_MOST}, got {expert['dim']} x {expert['hidden']}"
         )
-    if arguments.out and arguments.out.is_dir():
-        raise UsageError(f"--out: expected a file, {arguments.out} is a folder")
     job = Job(
         out=arguments.out.absolute() if arguments.out else None,
         lines=lines,
@@ -258,17 +262,25 @@ def _join(launch: Launch, job: Job, ranks: int | None) -> dict[str, Any] | None:
     from prophet.ranks.collective import DEFAULT_TIMEOUT_S
     from prophet.ranks.launch import joined_group
     from prophet.ranks.process_group import collective_for
+    from prophet.terminal import working
 
     if ranks not in (None, launch.ranks):
         raise UsageError(f"--ranks {ranks}: this process is one of {launch.ranks} that were started already")
     if launch.ranks == 1:
-        return _measure(job, collective_for(None), launch.device)
+        if job.out:
+            check_can_write("--out", job.out)
+        with working("Measuring"):
+            return _measure(job, collective_for(None), launch.device)
     if job.ranks_per_node is None and launch.local_ranks is not None:
         job = replace(job, ranks_per_node=launch.local_ranks)
     with joined_group(launch, timeout_s=DEFAULT_TIMEOUT_S) as collective:
-        answer = _measure(job, collective, launch.device)
+        speaks = collective.rank == 0
+        if job.out and speaks:
+            check_can_write("--out", job.out)
+        with working(f"Measuring on {launch.ranks} ranks") if speaks else contextlib.nullcontext():
+            answer = _measure(job, collective, launch.device)
         collective.close()
-    return answer if collective.rank == 0 else None
+    return answer if speaks else None
 
 
 def _rank_body(rank: int, job: Job, answer: Path) -> None:
@@ -364,61 +376,62 @@ def _rows(fits: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _print(answer: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from prophet.terminal import Column, console, print_table
 
-    console = Console()
+    to = console()
     device = {"cpu": "processes of this machine's CPU", "cuda": "GPUs"}.get(answer["device"], answer["device"])
     if "from" in answer:
-        console.print(f"Read, not measured: {', '.join(answer['from'])}", highlight=False, soft_wrap=True)
-    console.print(
+        to.print(f"Read, not measured: {', '.join(answer['from'])}", soft_wrap=True)
+    to.print(
         f"{answer['ranks']} ranks ({device}), an expert of {answer['dim']} x {answer['hidden']} "
         f"({answer['activation']}, {answer['dtype']}), at least {answer['repeats']} samples per size.",
-        highlight=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("operation", no_wrap=True)
-    for column in ("fixed\nms", "per expert\nms", "rate", "error\nmean", "\nmax", "planners'\nmean"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = (
+        Column("operation", align="left"),
+        Column("fixed\nms", 1),
+        Column("per expert\nms", 3),
+        Column("rate"),
+        Column("mean\nerror", 2),
+        Column("max\nerror", 5),
+        Column("planners'\nmean error", 4),
+    )
+    rows = []
     model = {row["operation"]: row for row in answer["model"]}
     for row in answer["operations"]:
         rate = 1.0 / row["unit_s"] if row["unit_s"] > 0 else float("inf")
         token = row["unit"] == "token"
-        table.add_row(
-            row["operation"],
-            f"{1e3 * row['fixed_s']:.3f}",
-            f"{1e3 * row['count_s']:.3f}" if token else "",
-            f"{rate / 1e3:.0f} tokens/ms" if token else f"{rate / 1e9:.3f} GB/s",
-            *(_percent(row[key]) for key in ("mean_error", "max_error")),
-            _percent(model.get(row["operation"], {}).get("mean_error")),
+        rows.append(
+            (
+                row["operation"],
+                f"{1e3 * row['fixed_s']:.3f}",
+                f"{1e3 * row['count_s']:.3f}" if token else "",
+                f"{rate / 1e3:.0f} tokens/ms" if token else f"{rate / 1e9:.3f} GB/s",
+                *(_percent(row[key]) for key in ("mean_error", "max_error")),
+                _percent(model.get(row["operation"], {}).get("mean_error")),
+            )
         )
-    console.print(table)
+    print_table(columns, rows, to)
     if cost := answer.get("topology", {}).get("overlap_cost"):
-        console.print(
-            f"A transfer lengthens the products that hide it by {_percent(cost)} of its own time.", highlight=False
-        )
+        to.print(f"A transfer lengthens the products that hide it by {_percent(cost)} of its own time.")
     if any(row["mean_error"] is not None for row in answer["operations"]):
-        console.print(
+        to.print(
             "Errors are |predicted - measured| / measured on sizes that the fit has not seen."
             + (
-                " The last column is what planners assume: one latency for all-to-all, Trans and Agg, and a backward "
-                "pass of twice the forward one."
+                " Planners assume one latency for all-to-all, Trans and Agg, and a backward pass of twice the forward "
+                "one: theirs is the error of that."
                 if model
                 else ""
             ),
-            highlight=False,
         )
     if (spread := _spread(answer)) > _NOISY:
-        console.print(
+        to.print(
             f"Something else used this machine: the median sample lies {_percent(spread)} above the lower quartile. "
             "Measure again when it is idle.",
-            highlight=False,
         )
     if answer["file"]:
-        console.print(f"Written: {answer['file']}", highlight=False, soft_wrap=True)
+        to.print(f"Written: {answer['file']}", soft_wrap=True)
     if answer["folders_made"]:
-        console.print(f"Folders made for it: {', '.join(answer['folders_made'])}", highlight=False, soft_wrap=True)
+        to.print(f"Folders made for it: {', '.join(answer['folders_made'])}", soft_wrap=True)
 
 
 def _spread(answer: dict[str, Any]) -> float:

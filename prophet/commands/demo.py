@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
-from prophet.commands.arguments import positive
+from prophet.commands.arguments import add_json, check_can_write, positive, say_torch_is_imported
 from prophet.errors import TextError, UsageError
 
 _LIMIT_S, _LIMIT_S_PER_STEP = 1200.0, 48.0  # on the whole demo; it takes a tenth of that on two cores
@@ -17,7 +17,6 @@ def add(commands: Any) -> None:
     """Register the command."""
     demo = commands.add_parser(
         "demo",
-        help="train a small MoE language model, without and with balancing",
         description="Train byte-level MoE language models on real text with several expert-parallel ranks "
         "(processes of this machine), without and with balancing in turns, and compare the two. This takes about "
         "two minutes on two cores.",
@@ -34,19 +33,21 @@ def add(commands: Any) -> None:
         help="a file or folder to train on (default: Python's own standard library)",
     )
     add("--out", type=Path, default=Path("out/demo"), metavar="FOLDER", help="output folder (default: %(default)s)")
+    add_json(demo)
     demo.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print the comparison."""
-    if "torch" not in sys.modules:
-        print("Importing PyTorch", file=sys.stderr, flush=True)  # takes seconds
-    from rich.console import Console
-
+    if arguments.ranks == 1:
+        raise UsageError("--ranks: expected at least 2: one rank computes all tokens, so balancing can show nothing")
+    check_can_write("--out", arguments.out, folder=True)
+    say_torch_is_imported()
     from prophet.demo.launch import LaunchConfig, default_ranks
     from prophet.demo.main import run_demo
     from prophet.demo.train import TrainConfig
     from prophet.ranks.cores import usable_cores
+    from prophet.terminal import console
 
     cores = usable_cores()
     config = LaunchConfig(
@@ -57,7 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         limit_s=max(_LIMIT_S, _LIMIT_S_PER_STEP * arguments.steps),
     )
     try:
-        run_demo(config, Console(), cores=cores)
+        summary = run_demo(config, None if arguments.json else console(), cores=cores)
     except TextError as error:
         raise UsageError(f"--text: {error}") from None
+    if arguments.json:
+        print(json.dumps(summary, indent=2))
     return 0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
+
+from prophet.commands.arguments import add_json, check_can_write
 
 
 def add(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "report",
-        help="write the HTML page of a run",
         description="Write one HTML page, without scripts or network access, from what prophet.monitor(engine, RUN) "
         "has recorded so far. The run may still be training.",
     )
@@ -19,6 +21,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the page here (default: report.html in the run's folder)"
     )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -26,18 +29,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the page."""
     from prophet.errors import MonitorError
     from prophet.monitor.read import read_steps, run_file
-    from prophet.monitor.summary import make_report
+    from prophet.monitor.summary import make_report, summarise
     from prophet.report import check_can_draw, write_report
+    from prophet.terminal import working
 
     file = run_file(arguments.run_folder)
-    check_can_draw()
-    steps = read_steps(file)
     out = arguments.out or file.parent / "report.html"
-    try:
-        page = make_report(steps, name=file.parent.name or str(file))
-    except MonitorError as error:
-        raise MonitorError(f"{file}: {error}") from None
-    write_report(out, page)
+    check_can_write("--out", out)
+    with working(f"Drawing the page of {file.parent}"):
+        check_can_draw()
+        steps = read_steps(file)
+        try:
+            page = make_report(steps, name=file.parent.name or str(file))
+        except MonitorError as error:
+            raise MonitorError(f"{file}: {error}") from None
+        write_report(out, page)
+    if arguments.json:
+        print(json.dumps({"page": str(out), "lines_left_out": steps.left_out.count} | summarise(steps), indent=2))
+        return 0
     print(f"Written: {out}")
     if steps.left_out.count:
         print(f"{file}: {steps.left_out}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,9 +12,7 @@ from prophet.convert.base import RUNS_TWICE, ExpertsSpec
 from prophet.convert.discover import LeftAlone
 from prophet.convert.routed import converted
 from prophet.spec import Bias
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from prophet.terminal import Column, FittedTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +137,8 @@ class ConversionReport:
             for r in self.replaced
         ]
 
-    def __rich__(self) -> Table:
-        from rich.table import Table
-
-        table = Table(title=self._title(), caption="\n".join(self.remarks()) or None)
-        for column in COLUMNS:
-            table.add_column(column)
-        for row in self.rows():
-            table.add_row(*row)
-        return table
+    def __rich__(self) -> FittedTable:
+        return FittedTable(COLUMNS, self.rows(), self._title(), "\n".join(self.remarks()))
 
     def __str__(self) -> str:
         return "\n".join([self._title(), *(" · ".join(row) for row in self.rows()), *self.remarks()])
@@ -195,4 +185,14 @@ def _short(x: float) -> str:
 
 
 _BIASES: dict[Bias, str] = {True: " + bias", False: "", "in": " + bias in", "out": " + bias out"}
-COLUMNS = ("experts", "family", "E, top-k", "home here", "dim x hidden", "bank", "cost", "dtype", "router kept")
+COLUMNS = (
+    Column("experts", align="left"),
+    Column("family", 4, "left", wrap=True),
+    Column("E, top-k", align="left"),
+    Column("home here", 1, "left"),
+    Column("dim x hidden", 2, "left"),
+    Column("bank", 5, "left", wrap=True),
+    Column("cost", 3, "left"),
+    Column("dtype", 6, "left"),
+    Column("router kept", 7, "left", wrap=True),
+)

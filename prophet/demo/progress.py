@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from prophet.demo.train import StepResult
+from prophet.terminal import console as new_console
 
 STARTING = "starting and importing PyTorch"
 _LOOK_S = 0.25
@@ -88,12 +89,12 @@ def describe(statuses: Sequence[Status]) -> str:
 @contextmanager
 def shown_progress(folder: Path, *, ranks: int, steps: int, console: Console | None = None) -> Iterator[None]:
     """Show what the ranks write into `folder` until the block ends. steps: that rank 0 will do, in all."""
-    console = Console(stderr=True) if console is None else console
+    console = new_console(stderr=True) if console is None else console
     columns = (
         TimeElapsedColumn(),
         BarColumn(bar_width=10),
         MofNCompleteColumn(),
-        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, overflow="fold")),
     )
     ended = threading.Event()
     with Progress(*columns, console=console, refresh_per_second=4, expand=True, disable=not console.is_terminal) as bar:

@@ -166,6 +166,16 @@ class Tail:
             self._take(line)
         return True
 
+    def as_json(self) -> Row:
+        """The run's start and its last step, as its file has them."""
+        return {
+            "file": str(self.file),
+            "starts": self.starts,
+            "start": self.header,
+            "last_step": self.rows[-1],
+            "lines_left_out": self.left_out.count,
+        }
+
     def _begin(self) -> None:
         self.rows.clear()
         self._sizes.clear()

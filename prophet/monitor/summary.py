@@ -6,6 +6,7 @@ Shape legend: T steps with details, L layers, R ranks, E experts.
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import numpy as np
 
@@ -55,27 +56,45 @@ def layers_table(steps: Steps) -> Table:
     )
 
 
+def summarise(steps: Steps) -> dict[str, Any]:
+    """A run in figures; None for what was not measured. Medians and means are over its steps, copies over all ranks."""
+    rows = steps.rows
+    step_s = [r["step_s"] for r in rows if r.get("step_s")]
+    gains = [r["gain_measured"] for r in rows if r.get("gain_measured")]
+    return {
+        "first_step": rows[0]["step"],
+        "last_step": rows[-1]["step"],
+        "layers": steps.header["layers"],
+        "ranks": steps.header["ranks"],
+        "planner": steps.header.get("planner", "unknown"),
+        "max_mean_static_median": float(np.median([np.mean(r["max_mean_static"]) for r in rows])),
+        "max_mean_median": float(np.median([np.mean(r["max_mean"]) for r in rows])),
+        "exposed_s_median": statistics.median(r["exposed_s"] for r in rows),
+        "copies_per_step_mean": _mean([float(np.sum(r["copies"])) for r in rows]),
+        "dropped": sum(sum(r["dropped"]) for r in rows),
+        "step_s_median": statistics.median(step_s) if step_s else None,
+        "gain_measured_median": statistics.median(gains) if gains else None,
+    }
+
+
 def make_report(steps: Steps, *, name: str) -> Report:
     """The page of a run; `MonitorError` where it has too little to show."""
     rows, detailed = steps.rows, _detailed(steps)
     static = np.array([r["rank_load_static"] for r in detailed])
     balanced = np.array([r["rank_load"] for r in detailed])
-    step_s = [r["step_s"] for r in rows if r.get("step_s")]
-    gains = [r["gain_measured"] for r in rows if r.get("gain_measured")]
     unknown = np.full(len(detailed), np.nan)
-    median_static = float(np.median([np.mean(r["max_mean_static"]) for r in rows]))
-    median = float(np.median([np.mean(r["max_mean"]) for r in rows]))
-    exposed = 1e3 * statistics.median(r["exposed_s"] for r in rows)
+    found = summarise(steps)
+    ratios = f"{found['max_mean_static_median']:.2f} → {found['max_mean_median']:.2f}"
     figures = [
-        (f"{median_static:.2f} → {median:.2f}", "busiest rank / mean, without replicas and as it ran"),
-        (f"{exposed:.2f} ms", "per step waiting for Trans, Agg or a plan, median"),
-        (f"{_mean([float(np.sum(r['copies'])) for r in rows]):.1f}", "copies of experts per step, on average"),
-        (f"{sum(sum(r['dropped']) for r in rows):,}", "choices dropped"),
+        (ratios, "busiest rank / mean, without replicas and as it ran"),
+        (f"{1e3 * found['exposed_s_median']:.2f} ms", "per step waiting for Trans, Agg or a plan, median"),
+        (f"{found['copies_per_step_mean']:.1f}", "copies of experts per step, on average"),
+        (f"{found['dropped']:,}", "choices dropped"),
     ]
-    if step_s:
-        figures.append((f"{1e3 * statistics.median(step_s):.1f} ms", "step time, median"))
-    if gains:
-        figures.append((f"{statistics.median(gains):.2f} ×", "measured gain of the experts' time"))
+    if found["step_s_median"] is not None:
+        figures.append((f"{1e3 * found['step_s_median']:.1f} ms", "step time, median"))
+    if found["gain_measured_median"] is not None:
+        figures.append((f"{found['gain_measured_median']:.2f} ×", "measured gain of the experts' time"))
     header = steps.header
     words = [f"{k}: {v}" for k, v in header.get("notes", {}).items()]
     return Report(

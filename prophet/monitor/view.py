@@ -8,16 +8,25 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from prophet.monitor.read import Tail
 from prophet.monitor.sinks import Row
+from prophet.terminal import Column, FittedTable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 16  # columns of the course of max/mean
+_COLUMNS = (
+    Column("layer"),
+    Column("max/mean"),
+    Column("without", 1),
+    Column("course", 6, "left"),
+    Column("copies", 2),
+    Column("predicted", 3),
+    Column("dropped", 4),
+    Column("hottest experts", 5, "left"),
+)
 _QUIET_STEPS = 20  # a run is called quiet after as many of its steps' time without one
 
 
@@ -52,27 +61,26 @@ def frame(tail: Tail, *, now_s: float, height: int = 40, width: int = 100) -> Re
     """The view of `tail` at `now_s` (since the epoch), for a terminal of `height` lines and `width` columns."""
     rows = list(tail.rows)
     last = rows[-1]
-    layers = chosen_layers(last, height - 10)
-    gains = last_known(rows, "gain_predicted")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     wide = width >= 96
-    for name in ("layer", "max/mean", "without", *(("course",) if wide else ()), "copies", "predicted", "dropped"):
-        table.add_column(name, justify="left" if name == "course" else "right", no_wrap=True)
-    table.add_column("hottest experts", no_wrap=True, overflow="ellipsis")
+    layers = chosen_layers(last, height - (10 if wide else 16))  # narrow, the lines around the table are wrapped
+    gains = last_known(rows, "gain_predicted")
+    cells = []
     for layer in layers:
         ratio = last["max_mean"][layer]
         dropped = last["dropped"][layer]
-        table.add_row(
-            str(layer),
-            Text(f"{ratio:.3f}", style=_colour(ratio)),
-            f"{last['max_mean_static'][layer]:.3f}",
-            *((course([r["max_mean"][layer] for r in rows]),) if wide else ()),
-            str(last["copies"][layer]),
-            "" if gains is None else f"{gains[layer]:.2f} ×",
-            Text(str(dropped), style="red" if dropped else ""),
-            _experts(last, layer, 4 if wide else 2),
+        cells.append(
+            (
+                str(layer),
+                Text(f"{ratio:.3f}", style=_colour(ratio)),
+                f"{last['max_mean_static'][layer]:.3f}",
+                course([r["max_mean"][layer] for r in rows]),
+                str(last["copies"][layer]),
+                "" if gains is None else f"{gains[layer]:.2f} ×",
+                Text(str(dropped), style="red" if dropped else ""),
+                _experts(last, layer, 4 if wide else 2),
+            )
         )
-    return Group(_head(tail, rows, now_s), table, *_foot(tail, last, rows, len(layers)))
+    return Group(_head(tail, rows, now_s), Text(), FittedTable(_COLUMNS, cells), *_foot(tail, last, rows, len(layers)))
 
 
 def _head(tail: Tail, rows: Sequence[Row], now_s: float) -> Text:

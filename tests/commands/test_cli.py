@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import prophet
 from prophet.cli import BAD_INPUT, FAILED, INTERRUPTED, NAME_CONFLICT, OK, main, name_conflict
+from prophet.commands.arguments import check_can_write
+from prophet.errors import UsageError
 from prophet.machine.topology import write_topology
 from prophet.planner import core
 from prophet.spec import Topology
 from prophet.traces.npz import RoutingTrace, write_trace
+from tests.helpers.commands import command_names, options_of
 
 COMMANDS = ("demo", "plan", "calibrate", "simulate", "watch", "report")
 REAL_TRACE = Path(__file__).parents[2] / ".." / "shared" / "traces" / "smartmoe-gpt-32e-dev.npz"
@@ -190,6 +193,7 @@ def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["plan", "UNEVEN"], "9 experts cannot be divided among 4"),
         (["demo", "--text", "absent"], "--text: absent: expected a text file"),
         (["demo", "--ranks", "3"], "16 experts cannot be divided among 3"),
+        (["demo", "--ranks", "1"], "--ranks: expected at least 2: one rank computes all tokens"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -252,25 +256,107 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert max(len(line) for line in shown.splitlines()) <= 110
 
 
-def test_a_word_means_one_thing_in_every_command_and_few_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    found: dict[str, set[str]] = {}
-    arguments = 0
-    for command in COMMANDS:
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        shown = capsys.readouterr().out
-        usage = " ".join(shown.split("\n\n")[0].split()).replace("[-h]", "")
-        arguments += usage.count("[--") + (("TRACE" in usage) or (" RUN" in usage))
-        for option in re.findall(r"^  (--[a-z]+)(?: .*)?$", shown, re.M):
-            found.setdefault(option, set()).add(command)
-    assert arguments <= 30
-    assert {o for o, commands in found.items() if {"plan", "simulate"} <= commands} >= {
-        "--planner",
-        "--machine",
-        "--slots",
-        "--json",
-    }
-    assert not found.keys() & {"--preset", "--topology", "--policy", "--trace", "--model"}
+def test_a_word_means_one_thing_in_every_command_and_few_are_needed() -> None:
+    """An option that several commands share is one thing to learn."""
+    options = {command: options_of(command) for command in command_names()}
+    assert all(1 < len(of) <= 20 for of in options.values()), options
+    assert 20 < len(set().union(*options.values())) <= 40, options
+    shared = options["plan"] & options["simulate"]
+    assert shared >= {"--planner", "--machine", "--slots", "--json"}
+    assert not set().union(*options.values()) & {"--preset", "--topology", "--policy", "--trace"}
+
+
+def test_every_command_has_json() -> None:
+    assert command_names() >= {*COMMANDS, "switch"}
+    assert not [command for command in command_names() if "--json" not in options_of(command)]
+
+
+def recorded_run(folder: Path, *, more: str = "") -> Path:
+    """What `prophet.monitor` writes of two steps."""
+    start = {"layers": 2, "ranks": 2, "experts": [4, 4], "planner": "prophet"}
+    lines = [{"format": 1, "start": start}]
+    for step in range(2):
+        row = {name: [1.0, 1.5] for name in ("max_mean", "max_mean_static")}
+        row |= {name: [1, 2] for name in ("copies", "dropped", "rows")}
+        row |= {"step": step, "time_s": 1.0, "step_s": 0.25, "exposed_s": 0.125, "hottest": [[[0, 1.5]]] * 2}
+        row |= {"experts": [[1, 2, 3, 4]] * 2, "rank_load": [[4, 6]] * 2, "rank_load_static": [[3, 7]] * 2}
+        lines.append(row | {"seconds": {"expert": 0.5}})
+    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + more)
+    return folder
+
+
+def test_watch_once_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded_run(tmp_path, more="garbage\n")
+    assert main(["watch", str(tmp_path), "--once", "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["file"] == str(tmp_path / "steps.jsonl")
+    assert (found["starts"], found["start"]["ranks"], found["lines_left_out"]) == (1, 2, 1)
+    assert found["last_step"]["step"] == 1
+    assert found["last_step"]["max_mean"] == [1.0, 1.5]
+    assert main(["watch", str(tmp_path), "--json"]) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert "--json goes with --once" in error
+    assert str(tmp_path / "steps.jsonl") in error
+
+
+def test_report_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded_run(tmp_path, more="garbage\n")
+    page = tmp_path / "pages" / "run.html"
+    assert main(["report", str(tmp_path), "--out", str(page), "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert page.read_text(encoding="utf-8").count("<svg") > 2
+    assert found["page"] == str(page)
+    assert (found["first_step"], found["last_step"], found["lines_left_out"]) == (0, 1, 1)
+    assert (found["max_mean_median"], found["copies_per_step_mean"], found["dropped"]) == (1.25, 3.0, 6)
+    assert (found["step_s_median"], found["exposed_s_median"], found["gain_measured_median"]) == (0.25, 0.125, None)
+
+
+def test_demo_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_demo(config: Any, console: Any, *, cores: int) -> dict[str, Any]:
+        assert console is None
+        return {"ranks": config.ranks, "out": str(config.out)}
+
+    monkeypatch.setattr("prophet.demo.main.run_demo", run_demo)
+    assert main(["demo", "--ranks", "2", "--out", str(tmp_path / "demo"), "--json"]) == OK
+    assert json.loads(capsys.readouterr().out) == {"ranks": 2, "out": str(tmp_path / "demo")}
+
+
+@pytest.mark.parametrize("place", ["/proc/page", "FILE/page", "FOLDER", "/dev/full/page"])
+def test_what_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("began to work")
+
+    run = recorded_run(tmp_path)
+    for name in ("prophet.demo.main.run_demo", "prophet.ranks.launch.run_ranks"):
+        monkeypatch.setattr(name, work)
+    monkeypatch.setattr(importlib.import_module("prophet.monitor.read"), "read_steps", work)
+    (tmp_path / "FILE").write_text("kept")
+    (tmp_path / "FOLDER").mkdir()
+    there = str(tmp_path / place)  # an absolute place stays as it is
+    commands = [["report", str(run), "--out", there], ["calibrate", "--out", there]]
+    commands += [["demo", "--ranks", "2", "--out", there]] if place != "FOLDER" else []
+    for command in commands:
+        assert main(command) == BAD_INPUT
+        error = capsys.readouterr().err.replace("Importing PyTorch\n", "")
+        assert error.startswith("prophet: error: --out: expected a f")
+        assert there in error
+        assert error.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["FILE", "FOLDER", "steps.jsonl"]
+    assert (tmp_path / "FILE").read_text() == "kept"
+
+
+def test_a_place_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("kept")
+    for place in ("there", "new", "a/b/new"):
+        check_can_write("--out", tmp_path / place)
+    for place in ("new", "a/b"):
+        check_can_write("--out", tmp_path / place, folder=True)
+    with pytest.raises(UsageError, match=r"--out: expected a folder, .*there is a file"):
+        check_can_write("--out", tmp_path / "there", folder=True)
+    assert [p.name for p in tmp_path.rglob("*")] == ["there"]
+    assert (tmp_path / "there").read_text() == "kept"
 
 
 def test_failures_and_interrupts_have_codes_of_their_own(

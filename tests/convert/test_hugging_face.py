@@ -14,6 +14,7 @@ import prophet
 from prophet.convert import converted, load_original_state_dict, original_state_dict
 from prophet.errors import ConversionError
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers.in_a_terminal import check_whole, noted, printed
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
     FAMILIES,
@@ -336,11 +337,10 @@ def test_the_report() -> None:
     assert [r.name for r in report.replaced] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert report.replaced[0].spec.top_k == 3
     assert "Qwen2-MoE" in str(report)
-    from rich.console import Console
-
-    console = Console(width=200, record=True, file=None, quiet=True)
-    console.print(report)
-    assert report.__rich__().row_count == 2
+    table = noted(report.__rich__())
+    assert len(table.rows) == 2
+    for width in (300, 80, 60, 45):
+        assert bool(check_whole(printed(report, width), width, table)) == (width < 300)
 
 
 def test_a_state_of_more_experts_changes_nothing() -> None:

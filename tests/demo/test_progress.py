@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from prophet.demo.progress import STARTING, Status, Teller, describe, read_status, shown_progress
@@ -37,6 +39,21 @@ def test_ranks_behind_are_named() -> None:
     assert describe([same, ahead]) == "training"
     behind = [ahead, Status(1, "reading the text"), ahead, Status()]
     assert describe(behind) == f"training; waiting for rank 1 (reading the text), rank 3 ({STARTING})"
+
+
+@pytest.mark.parametrize("width", [80, 60, 45])
+def test_a_terminal_shows_all_of_it(tmp_path: Path, width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True)
+    with shown_progress(tmp_path, ranks=1, steps=240, console=console):
+        teller = Teller(tmp_path, 0)
+        for step in range(200):
+            teller.step(result(step))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert "…" not in text
+    words = " ".join(text.split()[-40:])
+    assert "200/240" in words
+    for part in ("seed 2", "step", "200:", "loss", "3.250", "busiest", "1.50 ×"):
+        assert part in words
 
 
 def test_a_log_gets_a_line_for_everything_that_begins(tmp_path: Path) -> None:

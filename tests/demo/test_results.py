@@ -14,10 +14,21 @@ from rich.console import Console
 
 from prophet.demo import main
 from prophet.demo.launch import LaunchConfig, Results, default_ranks
-from prophet.demo.results import headline, make_report, outcome_of, remarks, summarise, turn_medians
+from prophet.demo.results import (
+    Prediction,
+    headline,
+    make_report,
+    measured_table,
+    outcome_of,
+    predicted_table,
+    remarks,
+    summarise,
+    turn_medians,
+)
 from prophet.demo.train import ACTIVITIES, RunResult, TrainConfig
 from prophet.report import render_report
 from prophet.scheduler.timeline import Span
+from tests.helpers.in_a_terminal import check_whole, noted, printed
 
 STEPS, TURN, LAYERS, RANKS, EXPERTS = 12, 2, 2, 2, 4
 CONFIG = LaunchConfig(out=Path("unused"), ranks=RANKS, seeds=(0, 1), train=TrainConfig(steps=STEPS, turn=TURN))
@@ -98,6 +109,19 @@ def test_too_few_steps_have_no_ratio(steps: int) -> None:
     outcome = outcome_of(results(0.4), config, cores=2)
     assert outcome.pairs is None
     assert "too few steps" in headline(outcome)
+
+
+@pytest.mark.parametrize("width", [80, 60, 45])
+def test_tables_are_whole_in_a_narrow_terminal(width: int) -> None:
+    predictions = [
+        Prediction(preset=name, static_layer_s=1.25, balanced_layer_s=0.0625, rest_s=0.5)
+        for name in ("h100-nvlink:Mixtral-8x7B", "ethernet-25g:Mixtral-8x7B")
+    ]
+    measured = main.fitted(measured_table(outcome_of(results(0.4), CONFIG, cores=2)), (0, 0, 0))
+    assert not check_whole(printed(measured, width), width, noted(measured))
+    predicted = main.fitted(predicted_table(predictions), (0, 2, 1, 3, 0))
+    missing = check_whole(printed(predicted, width), width, noted(predicted))
+    assert missing == {80: [], 60: ["layer gain"], 45: ["balancing off", "layer gain"]}[width]
 
 
 def words_of_time(text: str) -> list[str]:
