@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prophet.convert import Adapter, convert, revert
+    from prophet.convert.record import record
     from prophet.engine.attach import attach
     from prophet.engine.config import EngineConfig
     from prophet.engine.engine import Engine
@@ -42,6 +43,7 @@ __all__ = [
     "convert",
     "monitor",
     "read_topology",
+    "record",
     "revert",
 ]
 
@@ -59,6 +61,7 @@ _MODULE_OF = {
     "convert": "prophet.convert",
     "monitor": "prophet.monitor",
     "read_topology": "prophet.machine.topology",
+    "record": "prophet.convert.record",
     "revert": "prophet.convert",
 }
 

@@ -51,10 +51,11 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.traces": _VALUES | {"prophet.files", "prophet.planner", "prophet.scheduler"},
     "prophet.state": _VALUES | {"prophet.files", "prophet.ranks"},
     "prophet.convert": _LAYER - {"prophet.scheduler"}
-    | {"prophet.sharing", "prophet.layer", "prophet.engine", "prophet.terminal"},
+    | {"prophet.sharing", "prophet.layer", "prophet.engine", "prophet.traces", "prophet.terminal"},
     "prophet.report": _SHOWN - {"prophet.planner"},
     "prophet.monitor": _VALUES
-    | {"prophet.ranks", "prophet.planner", "prophet.engine", "prophet.report", "prophet.terminal"},
+    | {"prophet.ranks", "prophet.experts", "prophet.planner", "prophet.traces", "prophet.engine", "prophet.report"}
+    | {"prophet.terminal"},
     "prophet.demo": _SHOWN
     | {"prophet.ranks", "prophet.layer", "prophet.machine", "prophet.report", "prophet.terminal"},
     "prophet.commands": _SHOWN - {"prophet.engine", "prophet.scheduler"}

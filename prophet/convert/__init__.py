@@ -6,7 +6,6 @@ expert-parallel group keeping those it is home to. `prophet.attach` balances the
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from prophet.convert import huggingface
 from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.checks import (
     agree,
@@ -25,9 +23,8 @@ from prophet.convert.checks import (
     fingerprint,
     on_every_rank,
 )
-from prophet.convert.deepspeed import DeepSpeedMoE
 from prophet.convert.discover import LeftAlone
-from prophet.convert.find import Found, device_of, find, find_all
+from prophet.convert.find import Found, device_of, find, find_all, nothing_found, standard_adapters
 from prophet.convert.optimizer import Carried, Move, carry, digest
 from prophet.convert.replace import replace
 from prophet.convert.report import ConversionReport, Replaced, Trained, trained
@@ -35,7 +32,6 @@ from prophet.convert.routed import RoutedExperts, converted
 from prophet.convert.saving import write_as_before, write_original_layout
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
 from prophet.convert.trial import check_by_trying
-from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
 from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
@@ -43,7 +39,6 @@ from prophet.errors import CollectiveError, ConversionError, PlanMismatch
 from prophet.experts.plain import FfnNames, RowOrder
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.layer.moe import MoE
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import collective_for
 
@@ -67,11 +62,6 @@ __all__ = [
     "revert",
     "standard_adapters",
 ]
-
-
-def standard_adapters() -> tuple[Adapter, ...]:
-    """The adapters that `convert` knows: Hugging Face's families, DeepSpeed, Tutel."""
-    return (*huggingface.adapters(), DeepSpeedMoE(), TutelMoE())
 
 
 def convert(
@@ -157,7 +147,7 @@ def _checked(
 ) -> list[Carried]:
     """What `optimizer` holds of what is converted; raises `ConversionError` for what would not be kept."""
     if not found:
-        raise ConversionError(_nothing_found(model, left))
+        raise ConversionError(nothing_found(model, left))
     holders = [(f.where, f.experts(model)) for f in found]
     check_not_shared(model, holders, [f.block_name for f in found])
     check_no_optimizer((p for _, held in holders for p in held.parameters()), but=optimizer)
@@ -240,35 +230,3 @@ def revert(model: nn.Module) -> None:
         put_back(model, name, layer)
     write_as_before(model)
     put_back_into_ddp(model, names)
-
-
-def _nothing_found(model: nn.Module, left: Sequence[LeftAlone]) -> str:
-    """The message for a model without a block that is known."""
-    families = ", ".join(a.family for a in standard_adapters())
-    if any(isinstance(m, MoE) for m in model.modules()):
-        return "the model's MoE layers are prophet.MoE already: there is nothing to convert"
-    first = sorted(left, key=lambda one: "expert" not in one.name.lower())  # what was meant, if anything was
-    lists = "".join(f"; {one.name} was left alone: {one.why}" for one in first)
-    if lists:
-        return f"no MoE block found that is one of {families}, or a list of experts{lists}"
-    suspects = _suspects(model)
-    hint = f"; {', '.join(suspects)} may be one: write an Adapter for it (docs/convert.md)" if suspects else ""
-    return f"no MoE block found that is one of {families}{hint}"
-
-
-def _suspects(model: nn.Module) -> list[str]:
-    """Classes of the modules that hold experts; where none does, of those that are named after them."""
-    blocks = {
-        type(m).__name__
-        for m in model.modules()
-        for part, inner in m.named_children()
-        if "expert" in part.lower() or "experts" in type(inner).__name__.lower()
-    }
-    if not blocks:
-        names = {type(m).__name__ for m in model.modules() if any(True for _ in m.children())}
-        blocks = {n for n in names if ("moe" in n.lower() or "expert" in n.lower()) and not _NO_BLOCK.search(n)}
-    return sorted(blocks)
-
-
-# what families name after the model, or put around a block
-_NO_BLOCK = re.compile(r"Norm|Attention|Rotary|Router|Layer$|Model$|For[A-Z]", re.ASCII)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from prophet.convert.seen import Seen, tokens_in
 from prophet.errors import ConversionError
 from prophet.experts.plain import FfnNames
 from prophet.kernels.grouped_ffn import ExpertWeights
@@ -109,6 +111,35 @@ class Adapter(ABC):
     def call(self, block: nn.Module, x: Tensor) -> Any:
         """Run the block on `x` [1, N, D], to compare it before and after."""
         return block(x)
+
+    def watch(self, block: nn.Module, experts: nn.Module, seen: Seen) -> None:
+        """Hang hooks on the block that tell `seen` what its router chose, for `prophet.record`.
+
+        As it stands: experts in a list are each called with their rows, and others with all tokens' choices, the first
+        integers among their arguments, [N, K].
+        """
+        if isinstance(experts, nn.ModuleList):
+            watch_rows(block, experts, seen)
+        else:
+            seen.before(experts, lambda _, values: _watch_ids(values, seen))
+
+
+def _watch_ids(values: Sequence[Any], seen: Seen) -> None:
+    ids = next((x for x in values if isinstance(x, Tensor) and is_integer(x)), None)
+    if ids is not None and ids.ndim:
+        seen.ids(ids, ids.shape[:-1].numel())
+
+
+def is_integer(x: Tensor) -> bool:
+    """Whether a tensor holds integers."""
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def watch_rows(block: nn.Module, experts: nn.ModuleList, seen: Seen) -> None:
+    """Count the rows that each of `experts` is called with, and the tokens that `block` is."""
+    seen.before(block, lambda _, values: seen.given(tokens_in(values)))
+    for e, expert in enumerate(experts):
+        seen.before(expert, lambda _, values, e=e: seen.rows(e, tokens_in(values)))  # type: ignore[misc]
 
 
 def class_named(module: nn.Module, names: Sequence[str], package: str) -> bool:

@@ -21,6 +21,7 @@ from prophet.convert.checks import check_one_kind
 from prophet.convert.huggingface import modules_spec, pack_modules
 from prophet.convert.modules import one_by_one
 from prophet.convert.probe import check_computes
+from prophet.convert.seen import Seen, tokens_in
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 
@@ -74,6 +75,12 @@ class DeepSpeedMoE(Adapter):
 
     def call(self, block: nn.Module, x: Tensor) -> Any:
         return block(x, None)
+
+    def watch(self, block: nn.Module, experts: nn.Module, seen: Seen) -> None:
+        def told(_: nn.Module, values: Sequence[Any], routes: Any) -> None:
+            seen.ids(routes[3], tokens_in(values))  # [K, N] with -1 where a token found no room
+
+        seen.after(child(block, "gate"), told)
 
 
 def _forward(block: Any, x: Tensor, used_token: Tensor | None = None, **_: Any) -> Tensor:

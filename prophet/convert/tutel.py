@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
 from prophet.convert.cut import check_cuttable
 from prophet.convert.probe import activation_of, check_row_wise
+from prophet.convert.seen import Seen, tokens_in
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import ACTIVATION_PARTS, Bias, bias_of, has_biases
@@ -81,6 +82,30 @@ class TutelMoE(Adapter):
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
         return {"forward": _forward, "_load_from_state_dict": _load_from_state_dict}
+
+    def watch(self, block: nn.Module, experts: nn.Module, seen: Seen) -> None:
+        """The layer keeps how often each expert was chosen; the experts are given as many rows as have room."""
+        if getattr(block, "batch_prioritized_routing", False):
+            raise ConversionError(
+                "batch_prioritized_routing: Tutel does not tell how many tokens each expert got: expected it to be off"
+            )
+        room = 0
+
+        def begins(_: nn.Module, __: Sequence[Any]) -> None:
+            nonlocal room
+            room = 0
+
+        def rows(_: nn.Module, values: Sequence[Any]) -> None:  # several times, where transfers overlap
+            nonlocal room
+            room += values[0].numel() // (seen.experts * integer(block, "model_dim"))
+
+        def ends(_: nn.Module, values: Sequence[Any], __: Any) -> None:
+            chosen: Any = block.dispatch_count
+            seen.counts(chosen.long().clamp(max=room), tokens_in(values))
+
+        seen.before(block, begins)
+        seen.before(experts, rows)
+        seen.after(block, ends)
 
 
 def source_names(spec: ExpertsSpec) -> dict[str, str]:

@@ -296,7 +296,7 @@ class TraceWriter:
     Args:
         path: where the archive goes; its folder is made.
         layers, ranks, experts: the shape of one step.
-        meta: a JSON object that describes the run.
+        meta: a JSON object that describes the run; it may be added to, as `meta`, until the writer is closed.
 
     Raises:
         TraceError: when a step has another shape, or anything but non-negative integers.
@@ -315,7 +315,8 @@ class TraceWriter:
         self.shape = (layers, ranks, experts)
         if min(self.shape) < 1:
             raise TraceError(f"{self.path}: counts: expected at least one layer, rank and expert, got {self.shape}")
-        self._meta = _encode_meta(self.path, meta or {})
+        self.meta = dict(meta or {})
+        _encode_meta(self.path, self.meta)
         self._iteration: list[int] = []
         self._max = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -363,8 +364,14 @@ class TraceWriter:
                 dtype=dtype,
                 chunks=_spooled_chunks(spool, dtype),
                 iteration=np.asarray(self._iteration, dtype=np.int32),
-                meta=self._meta,
+                meta=_encode_meta(self.path, self.meta),
             )
+
+    def discard(self) -> None:
+        """Close without writing anything."""
+        if self._spool is not None:
+            self._spool.close()
+            self._spool = None
 
     def __enter__(self) -> Self:
         return self
