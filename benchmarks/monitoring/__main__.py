@@ -26,7 +26,7 @@ def engine_of(layers: int, ranks: int, experts: int) -> Any:
         on_step=[],
         planner=types.SimpleNamespace(name="none"),
         collective=types.SimpleNamespace(rank=0, size=ranks),
-        layers=[types.SimpleNamespace(num_experts=experts)] * layers,
+        layers=[prophet.MoE(8, 8, experts)] * layers,
         contexts=[types.SimpleNamespace(topology=types.SimpleNamespace(name="none"))],
     )
 

@@ -91,6 +91,8 @@ class ListedExperts(RoutedModules):
     which note and hand out.
     """
 
+    knows_top_k = False
+
     def __init__(self, bank: ModulesBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
         super().__init__(bank, origin, collective, impl)
         adapter: Any = origin.adapter

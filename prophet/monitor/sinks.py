@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-FILE = "steps.jsonl"
+from prophet.traces.importers import STEPS
+
+FILE = STEPS
 FORMAT = 1
 _CELL = 8  # pixels of one cell of a heat map
 _LARGEST = 1 << 20  # cells of a heat map; a larger one is not drawn

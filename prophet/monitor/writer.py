@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from prophet.engine.engine import Engine
 from prophet.engine.report import StepReport
+from prophet.monitor.routing import Routing
 from prophet.monitor.rows import detail_period, predicted_gains, step_row
 from prophet.monitor.sinks import JsonLines, Row, Sink, TensorBoard, WandB
 from prophet.ranks.process_group import process_rank
@@ -37,6 +38,7 @@ class Monitor:
         engine: Engine,
         sinks: list[Callable[[], Sink]],
         *,
+        routing: Routing | None,
         header: Row,
         detail_every: int,
         predict_every: int,
@@ -53,7 +55,7 @@ class Monitor:
         self._closed = not sinks
         if sinks:
             self._thread = threading.Thread(
-                target=self._work, args=(sinks, header), name="prophet-monitor", daemon=True
+                target=self._work, args=(sinks, routing, header), name="prophet-monitor", daemon=True
             )
             self._thread.start()
             engine.on_step.append(self._on_step)
@@ -68,15 +70,19 @@ class Monitor:
         except queue.Full:
             self.skipped += 1
 
-    def _work(self, makers: list[Callable[[], Sink]], header: Row) -> None:
+    def _work(self, makers: list[Callable[[], Sink]], routing: Routing | None, header: Row) -> None:
         sinks: list[Sink] = []
         for make in makers:
             self._guarded(lambda make=make: sinks.append(make()), make.__name__)  # type: ignore[misc]
         sinks = [s for s in sinks if self._guarded(lambda s=s: s.start(header), s.name)]  # type: ignore[misc]
         while (item := self._queue.get()) is not None:
+            if routing and not self._guarded(lambda r=routing, item=item: r.add(item[0]), routing.name):  # type: ignore[misc]
+                routing = None
             row: Row = {}
             if self._guarded(lambda row=row, item=item: row.update(self._row(*item)), "the step's line"):  # type: ignore[misc]
                 sinks = [s for s in sinks if self._guarded(lambda s=s, row=row: s.step(row), s.name)]  # type: ignore[misc]
+        if routing:
+            self._guarded(routing.write, routing.name)
         for sink in sinks:
             self._guarded(sink.close, sink.name)
 
@@ -134,7 +140,7 @@ def monitor(
     heat_every: int = 10,
     notes: dict[str, str] | None = None,
 ) -> Monitor:
-    """Write every step of `engine` from now on into the folder `run`: for `prophet watch` and `prophet report`.
+    """Write every step of `engine` from now on into the folder `run`: for `prophet watch`, `report` and `plan`.
 
     Call it on every rank; process 0 writes, the others do nothing, and nothing is communicated.
 
@@ -172,10 +178,12 @@ def monitor(
         "notes": {str(k): str(v) for k, v in (notes or {}).items()},
     }
     sinks: list[Callable[[], Sink]] = []
+    routing = None
     if process_rank() == 0 and engine.collective.rank == 0:
         folder = Path(run)
         lines = JsonLines(folder)  # made here, so that a folder which cannot be written to is an error at once
         sinks.append(lambda: lines)
+        routing = Routing(folder, engine.layers, ranks) if Routing.serves(engine.layers) else None
         if TensorBoard.installed() if tensorboard is None else tensorboard:
             sinks.append(lambda: TensorBoard(folder, heat_every=heat_every))
         active = WandB.active() if wandb is None else wandb
@@ -184,6 +192,7 @@ def monitor(
     return Monitor(
         engine,
         sinks,
+        routing=routing,
         header=header,
         detail_every=detail_every or detail_period(layers, ranks, experts),
         predict_every=predict_every,

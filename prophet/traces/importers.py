@@ -6,7 +6,7 @@
 | `.jsonl` | Megatron-LM's router trace: a JSON object per forward pass of a router |
 | `.safetensors` | TensorRT-LLM's expert statistic: an array `<step>_<layer>` of counts per forward pass of a router |
 | `.json` | counts over all ranks: `{"logical_count": ...}` as SGLang takes it, or the bare lists of EPLB and LMDeploy |
-| a folder | files of one of the first three kinds, one per rank |
+| a folder | files of one of the first three kinds, one per rank; or a run of `prophet.monitor` |
 
 `docs/plan.md` says what each may hold. Ranks and layers are numbered in the order of their own numbers; `table.py` puts
 the records together. Files come from outside: bytes, lines and the resulting array are bounded, and what does not fit
@@ -37,6 +37,7 @@ from prophet.traces.lookalikes import looks_like
 from prophet.traces.npz import MAX_COUNT, MAX_TRACE_BYTES, RoutingTrace, read_trace
 from prophet.traces.table import NO_RANK, Records, grouped, layer_key, to_trace
 
+STEPS, ROUTING = "steps.jsonl", "routing.npz"  # in the folder of a run that `prophet.monitor` wrote
 MAX_LINE_BYTES = 16 << 20
 MAX_JSON_BYTES = 64 << 20
 MAX_INDEX = 1 << 20  # of a layer, a rank or an expert
@@ -123,7 +124,7 @@ def read_any(path: str | os.PathLike[str], *, experts: int | None = None, ranks:
     Raises:
         TraceError: for what cannot be read; it says what was expected, or what the file looks like.
     """
-    file = Path(path)
+    file = _of_run(Path(path))
     files = _of_folder(file) if file.is_dir() else [file]
     reader = _READERS.get(files[0].suffix.lower())
     if reader is not None:
@@ -134,6 +135,20 @@ def read_any(path: str | os.PathLike[str], *, experts: int | None = None, ranks:
         return trace
     counts, iteration = trace.counts.astype(np.int64), trace.iteration.astype(np.int64)
     return grouped(file, counts, iteration, dict(trace.meta), ranks=ranks, says_rank=True)
+
+
+def _of_run(path: Path) -> Path:
+    """The routing of a run, given its folder or its steps; any other path as it is."""
+    steps = path / STEPS if path.is_dir() else path
+    if steps.name != STEPS or not steps.is_file():
+        return path
+    routing = steps.with_name(ROUTING)
+    if not routing.is_file():
+        raise TraceError(
+            f"{path}: expected {ROUTING} beside {STEPS}: this is a run of prophet.monitor without it (no step has ended "
+            f"yet, an older release wrote it, or its layers differ in experts); prophet report {steps.parent} shows it"
+        )
+    return routing
 
 
 def _of_folder(folder: Path) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import json
 import pickle
 import warnings
@@ -267,24 +266,6 @@ def test_two_lines_and_a_command(kind: str, tmp_path: Path, capsys: pytest.Captu
     assert answer["trace"]["ranks"] == 4
     assert answer["trace"]["top_k"] == 2
     assert all(p["predicted_layer_s"] > 0 for p in answer["planners"])
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tutel") is None, reason="needs tutel: make test-peers PEERS_TUTEL=folder")
-@pytest.mark.parametrize("factor", [0.8, 0])
-def test_tutel(factor: float, tmp_path: Path) -> None:
-    from tutel.moe import moe_layer
-
-    with seeded(3):
-        experts = {"type": "ffn", "count_per_node": 4, "hidden_size_per_expert": 12, "activation_fn": torch.relu}
-        gate = {"type": "top", "k": 2, "capacity_factor": factor}
-        model = moe_layer(gate_type=gate, model_dim=8, experts=experts)
-        for p in model.parameters():
-            nn.init.normal_(p, std=0.5)
-    passes = steps_of(lambda s: list(torch.randn(RANKS, 14, 8, generator=torch.Generator().manual_seed(s))))
-    trace = recorded(model, tmp_path / "r.npz", passes, lambda x: model(x).sum().backward())
-    chosen = counted(passes, lambda x: [model.gates[0](x).topk(2).indices], 4)
-    assert np.array_equal(trace.counts, chosen.clip(max=int(2 * int(factor * 4)) if factor else None))
-    assert (chosen > 6).any()
 
 
 # --- what a recording leaves alone ---

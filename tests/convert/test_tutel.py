@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import prophet
 from prophet.convert import load_original_state_dict, original_state_dict
 from prophet.errors import ConversionError
+from prophet.traces import read_trace
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import VOCAB, alone, batches, compare, together
 from tests.helpers.support import on_threads, seeded
@@ -325,3 +328,27 @@ def carried_optimizer() -> list[str]:
 
 def test_an_optimizer_goes_on() -> None:
     assert on_processes(1, carried_optimizer) == [[]]
+
+
+@pytest.mark.parametrize("factor", [0.8, 0])
+def test_a_recording_has_the_choices_that_found_room(factor: float, tmp_path: Path) -> None:
+    """Two largest logits of 14 tokens; with a capacity, at most six of an expert."""
+    model: Any = Net({"k": 2, "capacity_factor": factor}, {"activation_fn": F.relu})
+    logits: list[Tensor] = []
+    for layer in model.layers:
+        layer.gates[0].register_forward_hook(lambda _, __, y: logits.append(y.detach()))
+    with prophet.record(model, tmp_path / "r.npz", ranks=2):
+        for step in range(4):
+            net_loss(model, batches(1, step)[0])[0].backward()
+    chosen = np.array([np.bincount(y.topk(2).indices.flatten(), minlength=EXPERTS) for y in logits])
+    assert (chosen > 6).any()
+    wanted = chosen.clip(max=6 if factor else None).reshape(2, 2, 2, EXPERTS).swapaxes(1, 2)
+    assert np.array_equal(read_trace(tmp_path / "r.npz").counts, wanted)
+
+
+def test_priorities_are_not_told_to_a_recording(tmp_path: Path) -> None:
+    model = Net({"k": 2}, {"activation_fn": F.relu}, batch_prioritized_routing=True)
+    with pytest.raises(ConversionError, match="batch_prioritized_routing: .* expected it to be off"):
+        with prophet.record(model, tmp_path / "r.npz", ranks=2):
+            pass
+    assert not list(tmp_path.iterdir())

@@ -22,11 +22,13 @@ from prophet.engine.config import EngineConfig
 from prophet.engine.report import StepReport
 from prophet.errors import MonitorError
 from prophet.monitor.read import Tail, read_steps
+from prophet.monitor.routing import Routing
 from prophet.monitor.rows import detail_period, hottest, measured_gain, ratios, step_row
 from prophet.monitor.sinks import JsonLines, WandB, heat_map, images, scalars
 from prophet.monitor.view import chosen_layers, course
 from prophet.monitor.writer import WAITING
 from prophet.ranks.threads import ThreadCollective
+from prophet.traces import read_trace
 from tests.helpers.support import FixedPlanner, TinyModel, everywhere, next_id_loss, on_threads
 
 
@@ -53,14 +55,16 @@ def write(folder: Path, steps: int, **header: Any) -> None:
     lines.close()
 
 
-def train(folder: Path, steps: int, **options: Any) -> None:
-    """A monitored run of two ranks."""
+def train(folder: Path, steps: int, reports: list[StepReport] | None = None, **options: Any) -> None:
+    """A monitored run of two ranks. reports: where those of the first go."""
 
     def body(ranks: ThreadCollective) -> None:
         model = TinyModel(group=ranks)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         config = EngineConfig(slots_per_rank=4, planner=FixedPlanner(everywhere(8, 2)))
         engine = prophet.attach(model, optimizer, config=config)
+        if reports is not None and ranks.rank == 0:
+            engine.on_step.append(reports.append)
         with prophet.monitor(engine, folder, **options) as live:
             assert live.writing == (ranks.rank == 0)
             for step in range(steps):
@@ -69,10 +73,77 @@ def train(folder: Path, steps: int, **options: Any) -> None:
                 next_id_loss(model(ids), ids, 1 / 48).backward()
                 optimizer.step()
         live.close()
-        assert not engine.on_step
+        assert live._on_step not in engine.on_step
         engine.close()
 
     on_threads(2, body)
+
+
+# --- the routing beside the lines ---
+
+
+def test_a_run_can_be_planned_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The counts are those of the reports; 48 tokens a rank, each to two of eight experts."""
+    reports: list[StepReport] = []
+    train(tmp_path / "run", 5, reports=reports, tensorboard=False)
+    trace = read_trace(tmp_path / "run" / "routing.npz")
+    assert np.array_equal(trace.counts, [r.counts for r in reports])
+    assert trace.iteration.tolist() == [0, 1, 2, 3, 4]
+    layer, bank = TinyModel().moe(0), TinyModel().moe(0).experts
+    assert dict(trace.meta) == {
+        "source": "prophet.monitor",
+        "dim": layer.dim,
+        "hidden": bank.w_out.shape[2],
+        "experts": 8,
+        "top_k": 2,
+        "activation": "gelu",
+        "bias": True,
+        "dtype": "float32",
+        "tokens": 48,
+        "layers": 2,
+        "moe_layers": 2,
+    }
+    for path in ("run", "run/steps.jsonl", "run/routing.npz"):
+        assert main(["plan", str(tmp_path / path), "--planner", "prophet", "--json"]) == OK
+        assert json.loads(capsys.readouterr().out)["trace"]["steps"] == 5
+
+
+def test_a_run_without_its_routing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 2)
+    for path in (tmp_path, tmp_path / "steps.jsonl"):
+        assert main(["plan", str(path)]) == BAD_INPUT
+        said = " ".join(capsys.readouterr().err.split())
+        assert "expected routing.npz beside steps.jsonl: this is a run of prophet.monitor without it" in said
+
+
+def routing_of(folder: Path, experts: tuple[int, ...] = (4, 4)) -> Routing:
+    return Routing(folder, [prophet.MoE(8, 8, e) for e in experts], 2)
+
+
+def test_the_routing_is_whole_at_any_moment_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("prophet.monitor.routing"), "MOST_BYTES", 20 * 4 * 2 * 2 * 4)  # 20 steps
+    routing, writes = routing_of(tmp_path), 0
+    inode = 0
+    for step in range(100):
+        routing.add(report(step))
+        trace = read_trace(tmp_path / "routing.npz")
+        now = (tmp_path / "routing.npz").stat().st_ino
+        writes, inode = writes + (now != inode), now
+        assert trace.steps <= 20
+        assert step + 1 - 20 <= trace.iteration[-1] + 1 <= step + 1
+    assert writes == 9  # after 1, 2, 4, 8, 16 steps, 32, 52, 72, 92
+    routing.write()
+    trace = read_trace(tmp_path / "routing.npz")
+    assert trace.iteration.tolist() == list(range(80, 100))
+    assert np.array_equal(trace.counts[0], report().counts)
+    assert trace.meta["tokens"] == 15  # (120 choices and 3 dropped) / 2 layers / 2 ranks / top 2, rounded
+    before = (tmp_path / "routing.npz").stat().st_ino
+    routing.write()
+    assert (tmp_path / "routing.npz").stat().st_ino == before
+
+
+def test_layers_that_differ_in_experts_have_no_trace() -> None:
+    assert not Routing.serves([prophet.MoE(8, 8, e) for e in (4, 8)])
 
 
 # --- numbers ---
@@ -206,7 +277,7 @@ def test_a_slow_sink_costs_steps_and_not_time(tmp_path: Path) -> None:
         on_step=[],
         planner=FixedPlanner([]),
         collective=types.SimpleNamespace(rank=0, size=2),
-        layers=[types.SimpleNamespace(num_experts=4)] * 2,
+        layers=[prophet.MoE(8, 8, 4)] * 2,
         contexts=[types.SimpleNamespace(topology=types.SimpleNamespace(name="t"))],
     )
 
