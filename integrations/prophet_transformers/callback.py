@@ -1,4 +1,5 @@
 """A TrainerCallback that converts the model, balances it while it trains, and keeps checkpoints in their layout.
+Instead, it may leave the model as it is and record its routing.
 
 What Trainer does on rank 0 alone is wrong where experts live on several ranks: it saves one rank's experts and one
 rank's optimizer state, and clips by one rank's gradient norm. The callback does those three on all ranks.
@@ -7,6 +8,7 @@ rank's optimizer state, and clips by one rank's gradient norm. The callback does
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,10 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
     logs are by the norm over all ranks' experts. `trainer.save_model(folder)`, on every rank, writes the original
     layout, and so does `prophet_transformers.save_pretrained(model, folder)`. revert_at_end=True gives every rank the
     whole original model back.
+
+    record: a file, `routing.npz` say. Then the callback does nothing but `prophet.record`: training stays what it is,
+    and when `trainer.train()` ends, by an error too, the file has the routing of the training passes, `ranks` of which
+    make one step. Of the other arguments only `adapters` goes with it.
     """
 
     def __init__(
@@ -44,7 +50,14 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         balance: bool = True,
         adapters: tuple[prophet.Adapter, ...] = (),
         revert_at_end: bool = False,
+        record: str | Path | None = None,
+        ranks: int = 8,
     ) -> None:
+        if record is not None and (ep_size is not None or config is not None or not balance or revert_at_end):
+            raise ValueError(
+                "record= converts and balances nothing: leave out ep_size, config, balance and revert_at_end beside it"
+            )
+        self.record, self.ranks, self._recorded = record, ranks, False
         self.ep_size, self.config, self.balance = ep_size, config, balance
         self.adapters, self.revert_at_end = adapters, revert_at_end
         self.report: ConversionReport | None = None
@@ -60,9 +73,13 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
     # --- events ---
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Convert the model: before the optimizer exists, and before it is wrapped."""
+        """Convert the model, or watch it: before the optimizer exists, and before it is wrapped."""
         model = kwargs["model"]
         trainer = _holder(self)
+        if self.record is not None:
+            self._recorded = True
+            wrap(trainer, "train", lambda inner, *a, **k: self._recording(trainer, inner, *a, **k))
+            return
         _check_settings(trainer)
         group = None
         if self.ep_size is not None:
@@ -77,6 +94,8 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the engine."""
+        if self._recorded:
+            return
         if self._checkpoints is None:
             raise RuntimeError(
                 "the model was not converted: give ProphetCallback() to Trainer(callbacks=[...]); add_callback() comes "
@@ -99,7 +118,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make sure that gradients were clipped by the norm over all ranks, where they are to be."""
-        if args.max_grad_norm and args.max_grad_norm > 0 and not self._clipped:
+        if self.record is None and args.max_grad_norm and args.max_grad_norm > 0 and not self._clipped:
             raise RuntimeError(
                 f"max_grad_norm={args.max_grad_norm} was not applied by accelerator.clip_grad_norm_(), where "
                 f"ProphetCallback clips by the norm over all ranks: set max_grad_norm=0 and clip by "
@@ -115,6 +134,12 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
             self._experts = None
 
     # --- parts ---
+
+    def _recording(self, trainer: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stands for `trainer.train`."""
+        path: Any = self.record
+        with prophet.record(trainer.model, path, ranks=self.ranks, adapters=self.adapters, training_only=True):
+            return inner(*args, **kwargs)
 
     def _let_go(self) -> None:
         if self.engine is not None:

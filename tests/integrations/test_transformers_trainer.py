@@ -15,11 +15,13 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
 
+from prophet_transformers import ProphetCallback
 from prophet_transformers.callback import _check_settings
 from transformers import Trainer, TrainerCallback
 
 import prophet
 from prophet.errors import CheckpointError
+from prophet.traces import read_trace
 from tests.helpers.small_trainer import callback, key_warnings, logged, same_weights, small_trainer, trained
 
 
@@ -304,3 +306,41 @@ def test_one_checkpoint_is_whole_at_every_write(tmp_path: Path, monkeypatch: pyt
     for copy in unfinished[1::2]:
         again = trained(tmp_path / "again", callback(), copy, save_strategy="no")
         assert logged(again) == pytest.approx(first, rel=1e-6)
+
+
+# --- recording ---
+
+
+def test_a_training_is_recorded_and_stays_what_it_is(tmp_path: Path) -> None:
+    """Four steps of two microbatches, and evaluations between, which do not count."""
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    plain = trained(tmp_path / "plain", None, **settings)
+    recording = ProphetCallback(record=tmp_path / "routing.npz", ranks=4)
+    watched = trained(tmp_path / "recorded", recording, **settings)
+    assert logged(watched) == logged(plain)
+    for want, got in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(want, got)
+    assert recording.engine is None
+    assert recording.report is None
+    trace = read_trace(tmp_path / "routing.npz")
+    assert trace.counts.shape == (2, 2, 4, 8)
+    assert (trace.counts.sum(axis=3) == 8 * 12 * 2).all()
+    assert {k: trace.meta[k] for k in ("tokens", "sequence", "layers")} == {"tokens": 96, "sequence": 12, "layers": 2}
+
+
+def test_an_interrupted_training_keeps_its_recording(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    trainer = small_trainer(tmp_path / "out", ProphetCallback(record=tmp_path / "routing.npz", ranks=2))
+    trainer.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert read_trace(tmp_path / "routing.npz").steps == 1
+
+
+def test_a_recording_does_not_balance() -> None:
+    with pytest.raises(ValueError, match="record= converts and balances nothing: leave out ep_size"):
+        ProphetCallback(record="routing.npz", ep_size=1)
