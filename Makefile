@@ -3,6 +3,7 @@
 #   make demo             train a small MoE language model on a rank per core, without and with balancing; writes out/demo/
 #   make test             run the packages' tests
 #   make test-benchmarks  run the benchmarks' tests
+#   make test-docs        run what the pages show, the tutorial among it
 #   make test-all         run all tests, the slow ones too (faults on an emulated cluster among them)
 #   make lint             ruff, its formatter and mypy
 #   make wheel            build sdist and wheel, and use the wheel alone in an empty environment
@@ -31,7 +32,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAG
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-all test-peers lint wheel docs bench clean
+.PHONY: help demo test test-benchmarks test-docs test-all test-peers lint wheel docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -46,7 +47,7 @@ $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 
 # What the compiled core is built from. Everything but the demo and the docs is an error where it cannot be built.
 CORE := setup.py $(wildcard prophet/planner/core/*.cpp prophet/planner/core/*.h)
-test test-benchmarks test-all test-peers lint wheel bench: export PROPHET_REQUIRE_CORE = 1
+test test-benchmarks test-docs test-all test-peers lint wheel bench: export PROPHET_REQUIRE_CORE = 1
 
 # Stamps: a second `make` installs nothing. The interpreter is order-only, it is older than everything else.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(CORE) | $(BIN)/python
@@ -72,12 +73,15 @@ $(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 demo: $(VENV)/.installed
 	$(BIN)/prophet demo $(ARGS)
 
-test test-benchmarks test-all test-peers: export OMP_NUM_THREADS ?= 1
+test test-benchmarks test-docs test-all test-peers: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed-test
-	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks --ignore=tests/peers $(ARGS)
+	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks --ignore=tests/docs --ignore=tests/peers $(ARGS)
 
 test-benchmarks: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow" --hypothesis-profile=ci tests/benchmarks $(ARGS)
+
+test-docs: $(VENV)/.installed-test
+	$(PYTEST) tests/docs $(ARGS)
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) --ignore=tests/peers $(ARGS)

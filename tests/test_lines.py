@@ -13,7 +13,7 @@ from tests.helpers.changed_lines import lines_of_ours
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "loops.md").read_text()
 # by the first word of the sentence before; the table's first number, by the first word of its row
-BLOCKS = dict(re.findall(r"^(\w+)[^\n]*:\n\n```python\n(.*?)```", PAGE, re.M | re.S))
+BLOCKS = dict(re.findall(r"^(\w+)[^\n]*:\n\n```python[^\n]*\n(.*?)```", PAGE, re.M | re.S))
 SAID = {name.lower(): int(n) for name, n in re.findall(r"^\| \[(.+?)\].*?\| [^|]*?(\d)[^|]* \|", PAGE, re.M)}
 AT_MOST_TWO = [
     "accelerate_loop",

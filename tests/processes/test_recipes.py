@@ -30,7 +30,7 @@ EVERY = [(f, t, lora) for f in FAMILIES for t in NEAR for lora in (False, True) 
 
 def recipe() -> str:
     page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
-    (found,) = re.findall(r"## FSDP\n\n```python\n(.*?)```", page, re.S)
+    (found,) = re.findall(r"## FSDP\n\n```python[^\n]*\n(.*?)```", page, re.S)
     return str(found)
 
 

@@ -209,7 +209,7 @@ def test_slices_of_equal_cost_wait_least_and_hold_more(order: Order) -> None:
         assert found == pytest.approx(sliced_idle_over_work(p, 1, m, n), rel=0.02, abs=2e-3), (p, m, n)
 
 
-def test_peak_of_attention_alone() -> None:
+def test_the_table_of_the_page_on_attention_alone() -> None:
     # four ranks, 16 slices: 1.87 microbatches of a stage instead of 1.375, in the minimal order 1.60 instead of 1.19
     starts = slice_starts(16_000, 16, 0)
     assert sliced_peak_tokens(0, 4, starts, "aligned") / 16_000 == pytest.approx(1.87, abs=5e-3)
@@ -217,6 +217,10 @@ def test_peak_of_attention_alone() -> None:
     even = slice_starts(16_000, 16)
     assert sliced_peak_tokens(0, 4, even, "aligned") == 22_000
     assert sliced_peak_tokens(0, 4, even) == 19_000
+    cost = np.tile(np.array(costs(even, 0), dtype=np.float64), (4, 4))
+    uneven = Durations(forward_s=cost, input_s=cost, weight_s=cost)
+    assert simulate(sliced(4, 1, 4, 16), uneven).idle_over_work == pytest.approx(0.34, abs=5e-3)
+    assert sliced_idle_over_work(4, 1, 4, 16) == pytest.approx(0.047, abs=5e-4)
 
 
 def test_gradients_of_longer_chunks_count_more() -> None:
