@@ -1,9 +1,9 @@
 """The program of docs/tutorial.md: would balancing pay, and does it? In an empty folder, in this order:
 
-python examples/tutorial.py record                                      # trains, writes routing.npz and model/
+python examples/tutorial.py record                                     # trains; writes routing.npz and model/
 prophet plan routing.npz
-torchrun --standalone --nproc-per-node 2 examples/tutorial.py train     # goes on with balancing; runs/tutorial, trained/
-python examples/tutorial.py reload                                      # plain transformers
+torchrun --standalone --nproc-per-node 2 examples/tutorial.py train    # goes on, balanced; writes runs/ and trained/
+python examples/tutorial.py reload                                     # plain transformers
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def read_text() -> torch.Tensor:
 
 
 def batch(text: torch.Tensor, step: int) -> torch.Tensor:
-    """Token ids [32, 128] of a step, the same on every process."""
-    starts = torch.randint(len(text) - 128, (32,), generator=torch.Generator().manual_seed(step))
+    """Token ids [16, 128] of a step, the same on every process."""
+    starts = torch.randint(len(text) - 128, (16,), generator=torch.Generator().manual_seed(step))
     return torch.stack([text[start : start + 128] for start in starts.tolist()])
 
 
@@ -69,15 +69,19 @@ def train() -> None:
     if rank == 0:
         print(report)
     with prophet.monitor(engine, "runs/tutorial"):
-        for step in range(20, 50):
+        for step in range(20, 40):
             ids = batch(text, step).chunk(ranks)[rank]
             loss = wrapped(input_ids=ids, labels=ids).loss
             loss.backward()
             engine.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            if step % 10 == 9 and rank == 0:
-                print(f"loss {loss.item():.2f}, {engine.last_step}")
+            if step % 5 == 4 and rank == 0:
+                seen = engine.last_step
+                print(
+                    f"step {step + 1}: loss {loss.item():.2f}, busiest rank {seen.max_mean:.2f} of the mean, "
+                    f"{seen.max_mean_static:.2f} without balancing"
+                )
     model.save_pretrained("trained")  # every rank calls it; the file holds all experts
     with torch.no_grad():
         loss = model.eval()(input_ids=(ids := batch(text, 1000)), labels=ids).loss

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,13 @@ def turned(text: str, path: str, found: set[str]) -> str:
 
     parts = _CODE.split(text)
     return "".join(part if i % 2 else _LINK.sub(turn, part) for i, part in enumerate(parts))
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Say below every page which version it describes."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    config.copyright = f"moe-prophet {version}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
