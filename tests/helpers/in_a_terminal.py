@@ -83,7 +83,7 @@ def shown(cases: list[tuple[int, list[str]]], folder: Path) -> list[Shown]:
     (folder / "cases.json").write_text(json.dumps(cases))
     ours, theirs = pty.openpty()
     program = [sys.executable, "-m", "tests.helpers.in_a_terminal", str(folder)]
-    environment = os.environ | {"TERM": "xterm-256color"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm-256color"}
     child = subprocess.Popen(program, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     read = bytearray()
