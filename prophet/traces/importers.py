@@ -145,8 +145,9 @@ def _of_run(path: Path) -> Path:
     routing = steps.with_name(ROUTING)
     if not routing.is_file():
         raise TraceError(
-            f"{path}: expected {ROUTING} beside {STEPS}: this is a run of prophet.monitor without it (no step has ended "
-            f"yet, an older release wrote it, or its layers differ in experts); prophet report {steps.parent} shows it"
+            f"{path}: expected {ROUTING} beside {STEPS}: this is a run of prophet.monitor without it (no step has "
+            f"ended yet, an older release wrote it, or its layers differ in experts); prophet report {steps.parent} "
+            f"shows it"
         )
     return routing
 

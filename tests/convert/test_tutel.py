@@ -348,7 +348,7 @@ def test_a_recording_has_the_choices_that_found_room(factor: float, tmp_path: Pa
 
 def test_priorities_are_not_told_to_a_recording(tmp_path: Path) -> None:
     model = Net({"k": 2}, {"activation_fn": F.relu}, batch_prioritized_routing=True)
-    with pytest.raises(ConversionError, match="batch_prioritized_routing: .* expected it to be off"):
-        with prophet.record(model, tmp_path / "r.npz", ranks=2):
-            pass
+    text = r"batch_prioritized_routing: .* expected it to be off"
+    with pytest.raises(ConversionError, match=text), prophet.record(model, tmp_path / "r.npz", ranks=2):
+        pass
     assert not list(tmp_path.iterdir())

@@ -121,7 +121,9 @@ def routing_of(folder: Path, experts: tuple[int, ...] = (4, 4)) -> Routing:
 
 
 def test_the_routing_is_whole_at_any_moment_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("prophet.monitor.routing"), "MOST_BYTES", 20 * 4 * 2 * 2 * 4)  # 20 steps
+    monkeypatch.setattr(
+        importlib.import_module("prophet.monitor.routing"), "MOST_BYTES", 20 * 4 * 2 * 2 * 4
+    )  # 20 steps
     routing, writes = routing_of(tmp_path), 0
     inode = 0
     for step in range(100):
