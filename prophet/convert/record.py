@@ -310,8 +310,9 @@ def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 meta[name] = value
         latent = [getattr(config, f"{part}_head_dim", None) for part in ("qk_nope", "qk_rope", "v")]
-        if all(isinstance(size, int) for size in latent):  # scores and values of a head have different sizes
-            meta["head_dim"] = sum(latent) // 2
+        known = [size for size in latent if isinstance(size, int)]
+        if len(known) == len(latent):  # scores and values of a head have different sizes
+            meta["head_dim"] = sum(known) // 2
     return meta
 
 

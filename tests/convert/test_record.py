@@ -6,9 +6,12 @@ import copy
 import importlib
 import json
 import pickle
+import re
+import runpy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import prophet
 from prophet.cli import OK, main
 from prophet.convert.seen import Hook
 from prophet.errors import TraceError
+from prophet.machine.sizes import ModelSizes
 from prophet.spec import IntArray
 from prophet.traces import read_trace
 from tests.helpers.hand_written import (
@@ -34,7 +38,8 @@ from tests.helpers.hand_written import (
     HandWritten,
     SwitchCapacity,
 )
-from tests.helpers.moe_models import FAMILIES, VOCAB, batches, hugging_face, loss_of
+from tests.helpers.launch import EXAMPLES
+from tests.helpers.moe_models import FAMILIES, VOCAB, batches, hugging_face, loss_of, transformers
 from tests.helpers.support import TinyModel, seeded
 
 STEPS, RANKS = 3, 2
@@ -123,6 +128,8 @@ def test_hugging_face(family: str, tmp_path: Path) -> None:
 
     assert np.array_equal(trace.counts, counted(passes, chosen, 8))
     assert trace.iteration.tolist() == [0, 1, 2]
+    if family.startswith("deepseek"):
+        assert trace.meta["head_dim"] == (8 + 4 + 8) // 2  # queries and keys; values
 
 
 def test_sizes_of_a_config(tmp_path: Path) -> None:
@@ -283,11 +290,35 @@ def test_two_lines_and_a_command(kind: str, tmp_path: Path, capsys: pytest.Captu
     with prophet.record(model, file, ranks=4):
         for step in range(12):
             model(tokens(step)[0] if kind == "list" else batches(1, step)[0])
+    capsys.readouterr()  # DeepSpeed prints
     assert main(["plan", str(file), "--json"]) == OK
     answer = json.loads(capsys.readouterr().out)
     assert answer["trace"]["ranks"] == 4
     assert answer["trace"]["top_k"] == 2
     assert all(p["predicted_layer_s"] > 0 for p in answer["planners"])
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names a command, which runs."""
+    transformers()
+    monkeypatch.setattr("sys.argv", ["record_trace.py", "--out", str(tmp_path / "r.npz"), "--steps", "5"])
+    runpy.run_path(str(EXAMPLES / "record_trace.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert re.search(r"step 5: loss \d", said)
+    words = said.split("Now run: prophet ")[1].split()
+    assert main([*words, "--json"]) == OK
+    assert json.loads(capsys.readouterr().out)["trace"]["ranks"] == 8
+
+
+def test_what_is_said_of_sizes_makes_a_models_sizes(tmp_path: Path) -> None:
+    """`prophet plan` builds them from the fields of the same names."""
+    names = {f.name for f in fields(ModelSizes)}
+    for model, run in ((small(), batches(1)[0]), (HandWritten(FloatSoftmax), tokens(0)[0])):
+        trace = recorded(model, tmp_path / "r.npz", [[run]], model)
+        sizes = ModelSizes(name=trace.meta["model"], **{k: v for k, v in trace.meta.items() if k in names})
+        assert {*trace.meta} - names == {"model", "source", "dtype", "tokens"}
+        assert sizes.met_by_every_token == trace.meta["dense_params"]
+        assert sizes.blocks_with_experts == 2
 
 
 # --- what a recording leaves alone ---
