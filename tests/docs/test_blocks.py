@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,21 +14,15 @@ from tests.helpers.page_blocks import (
     blocks_of,
     commands_of,
     named,
+    play,
     read_pages,
-    run,
-    run_commands,
     written_anew,
     wrong_outputs,
 )
 
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # of a launcher's one process
+TUTORIAL = "docs/tutorial.md"  # test_tutorial.py runs it
 PAGES = {named(page): blocks_of(named(page), page.read_text(encoding="utf-8")) for page in read_pages()}
-
-
-def programs(blocks: list[Block]) -> list[Block]:
-    """Whole programs; those that a command of the page runs are left to it."""
-    commands = "".join(block.text for block in blocks if block.runs)
-    return [block for block in blocks if block.whole and not (block.title and block.title in commands)]
+PLAYED = [page for page, blocks in PAGES.items() if page != TUTORIAL and any(b.runs or b.whole for b in blocks)]
 
 
 def faults(block: Block) -> list[str]:
@@ -51,17 +44,11 @@ def faults(block: Block) -> list[str]:
     return [f"{block.where}: {fault}" for fault in found]
 
 
-@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if any(b.runs for b in blocks)])
-def test_commands_print_what_the_page_shows(page: str, tmp_path: Path) -> None:
-    wrong = wrong_outputs(run_commands(PAGES[page], tmp_path))
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PLAYED)
+def test_programs_run_and_commands_print_what_the_page_shows(page: str, tmp_path: Path) -> None:
+    wrong = wrong_outputs(play(PAGES[page], tmp_path))
     assert not wrong, "\n\n".join(wrong)
-
-
-@pytest.mark.parametrize("block", [b for blocks in PAGES.values() for b in programs(blocks)], ids=lambda b: b.where)
-def test_a_program_runs_in_one_process(block: Block, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(block.text, encoding="utf-8")
-    run([sys.executable, str(program)], tmp_path, **ALONE)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -101,8 +88,7 @@ def test_a_right_page_has_no_fault(tmp_path: Path) -> None:
     blocks = blocks_of("page.md", GOOD)
     assert [block.line for block in blocks] == [2, 6, 16, 22]
     assert [fault for block in blocks for fault in faults(block)] == []
-    assert programs(blocks) == []  # the page's command runs it
-    assert wrong_outputs(run_commands(blocks, tmp_path)) == []
+    assert wrong_outputs(play(blocks, tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -117,7 +103,7 @@ def test_a_right_page_has_no_fault(tmp_path: Path) -> None:
 def test_another_output_is_found(right: str, wrong: str, tmp_path: Path) -> None:
     page = GOOD.replace(right, wrong)
     assert page != GOOD
-    found = run_commands(blocks_of("page.md", page), tmp_path)
+    found = play(blocks_of("page.md", page), tmp_path)
     assert len(wrong_outputs(found)) == 1
     assert written_anew(page, found) == GOOD.replace("hello 137", "hello 2.5")
 
@@ -125,7 +111,7 @@ def test_another_output_is_found(right: str, wrong: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(("right", "wrong"), [("not run: it would fail", "so what"), ("hello.py\n", "hallo.py\n")])
 def test_a_command_that_fails_is_found(right: str, wrong: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        run_commands(blocks_of("page.md", GOOD.replace(right, wrong)), tmp_path)
+        play(blocks_of("page.md", GOOD.replace(right, wrong)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +134,19 @@ def test_a_fence_that_is_not_understood_is_an_error(text: str) -> None:
         blocks_of("page.md", text)
 
 
-def test_a_program_without_a_command_is_run_alone() -> None:
-    blocks = blocks_of("page.md", GOOD.replace("python hello.py", "true"))
-    assert [block.title for block in programs(blocks)] == ["hello.py"]
+def test_a_program_runs_before_the_commands_below_it(tmp_path: Path) -> None:
+    page = '```python\nopen("made", "w").write("4 5")\n```\n\n```console\n$ cat made\n4 5\n```\n'
+    assert wrong_outputs(play(blocks_of("page.md", page), tmp_path)) == []
+
+
+@pytest.mark.parametrize("title", ["", ' title="hello.py"'])
+def test_a_program_that_fails_is_found(title: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        play(blocks_of("page.md", f"```python{title}\n1 / 0\n```\n"), tmp_path)
+
+
+def test_times_that_a_command_says_it_measured_are_not_compared(tmp_path: Path) -> None:
+    page = "```console\n$ echo 'Measured on this machine: 7 ms'; echo 8\nMeasured on this machine: 6 ms\n8\n```\n"
+    assert wrong_outputs(play(blocks_of("page.md", page), tmp_path)) == []
+    tmp_path.joinpath("examples").unlink()
+    assert len(wrong_outputs(play(blocks_of("page.md", page.replace("\n8\n", "\n9\n")), tmp_path))) == 1

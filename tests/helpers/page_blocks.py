@@ -28,7 +28,13 @@ NOT_RUN = "not run: "
 FIGURES_VARY = "figures vary"
 """Comment before a block of commands whose output is compared without its figures."""
 
-COMMAND_S = 120.0
+MEASURED = "Measured on this machine"
+"""Begins a line of output whose figures are never compared."""
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+"""What a launcher tells its only process."""
+
+COMMAND_S = 240.0
 """Longest that one command or program of a page may take."""
 
 _FENCE = re.compile(r"^(\s*)```(\w*)(?: title=\"([^\"]*)\")?\s*$")
@@ -135,6 +141,7 @@ def run(command: list[str], folder: Path, **settings: str) -> str:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations")]),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",  # transformers imports DeepSpeed where it is installed, which else says what it found
         **launcher_says(),
         **settings,
     }
@@ -164,10 +171,13 @@ def difference(printed: str, shown: str, *, figures: bool = True) -> str:
 
 def _comparable(text: str, figures: bool) -> str:
     lines = [line.rstrip() for line in text.strip("\n").splitlines()]
-    if figures:
-        return "\n".join(lines)
-    masked = [re.sub(r"[-+~]?\d[\d.,]*(?:e[-+]?\d+)?", "#", line) for line in lines]
-    return "\n".join(re.sub(r"([ ─])\1*", r"\1", line).strip() for line in masked)
+    return "\n".join(line if figures and not line.startswith(MEASURED) else _masked(line) for line in lines)
+
+
+def _masked(line: str) -> str:
+    """The line with # for every number, and with single spaces, as columns are as wide as their figures."""
+    without = re.sub(r"[-+~]?\d[\d.,]*(?:e[-+]?\d+)?", "#", line)
+    return re.sub(r"([ ─])\1*", r"\1", without).strip()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,13 +190,21 @@ class Played:
     printed: str
 
 
-def run_commands(blocks: list[Block], folder: Path) -> list[Played]:
-    """Run a page's commands in one folder, in order. AssertionError where one fails."""
+def play(blocks: list[Block], folder: Path) -> list[Played]:
+    """Run a page's programs and commands in one folder, in order. AssertionError where one fails.
+
+    A program with a title is a file for the commands below it; if there are none of it, it runs, too. Programs run as
+    a launcher's only process.
+    """
     (folder / "examples").symlink_to(ROOT / "examples")
+    commands = "".join(block.text for block in blocks if block.runs)
     played = []
     for block in blocks:
-        if block.whole and block.title:
-            (folder / block.title).write_text(block.text, encoding="utf-8")
+        if block.whole:
+            program = folder / (block.title or "program.py")
+            program.write_text(block.text, encoding="utf-8")
+            if not (block.title and block.title in commands):
+                run([sys.executable, str(program)], folder, **ALONE)
         for command, shown in commands_of(block.text) if block.runs else []:
             printed = run(["bash", "-c", command], folder)
             played.append(Played(block=block, command=command, shown=shown, printed=printed))
@@ -253,7 +271,7 @@ def main(names: list[str]) -> None:
     for page in [Path(name).resolve() for name in names]:
         text = page.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:
-            page.write_text(written_anew(text, run_commands(blocks_of(named(page), text), Path(folder))), "utf-8")
+            page.write_text(written_anew(text, play(blocks_of(named(page), text), Path(folder))), "utf-8")
 
 
 if __name__ == "__main__":
