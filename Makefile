@@ -45,9 +45,9 @@ $(BIN)/python:
 $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$@
 
-# What the compiled core is built from. Everything but the demo and the docs is an error where it cannot be built.
+# What the compiled core is built from. Where it cannot be built, only the docs go on: pages need no planner.
 CORE := setup.py $(wildcard prophet/planner/core/*.cpp prophet/planner/core/*.h)
-test test-benchmarks test-docs test-all test-peers lint wheel bench: export PROPHET_REQUIRE_CORE = 1
+docs: export PROPHET_WITHOUT_CORE = 1
 
 # Stamps: a second `make` installs nothing. The interpreter is order-only, it is older than everything else.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(CORE) | $(BIN)/python
@@ -118,5 +118,6 @@ bench: $(VENV)/.installed-test
 	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info prophet/planner/core/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+	rm -rf $(VENV) build dist out *.egg-info prophet/planner/core/*.so prophet/planner/core/not_built.txt
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,8 +40,8 @@ def name_conflict(package: Any, beside: bool) -> tuple[str, bool] | None:
     if not {"MoE", "attach"} <= set(getattr(package, "__all__", ())):
         return (
             "the package `prophet` here is not moe-prophet: the forecasting library of the same import name was "
-            "installed over it. Run `pip uninstall prophet` and then `pip install --force-reinstall --no-deps "
-            "moe-prophet`",
+            "installed over it. Run `pip uninstall prophet`, and in the checkout of moe-prophet `pip install "
+            "--force-reinstall --no-deps .`",
             True,
         )
     if beside:

@@ -161,7 +161,7 @@ def monitor(
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     if tensorboard and not TensorBoard.installed():
-        raise ImportError("tensorboard=True, but TensorBoard is not installed: pip install 'moe-prophet[monitor]'")
+        raise ImportError("tensorboard=True, but TensorBoard is not installed: pip install '.[monitor]'")
     if wandb is True:
         wandb = WandB.active()
         if wandb is None:

@@ -49,7 +49,7 @@ def check_can_draw() -> None:
         import matplotlib.backends.backend_svg
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise ReportError("the page needs matplotlib: pip install 'moe-prophet[report]'") from None
+        raise ReportError("the page needs matplotlib: pip install '.[report]'") from None
 
 
 def draw_figure(draw: Callable[[Any], None], *, height_in: float = 2.5, label: str) -> str:

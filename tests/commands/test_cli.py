@@ -138,7 +138,7 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_the_work(
     (skewed.parent / "steps.jsonl").write_text("{}")
     for command in (["plan", str(skewed), "--html", "page.html"], ["report", str(skewed.parent)]):
         assert main(command) == FAILED
-        assert "the page needs matplotlib: pip install 'moe-prophet[report]'" in capsys.readouterr().err
+        assert "the page needs matplotlib: pip install '.[report]'" in capsys.readouterr().err
 
 
 def test_without_its_core_a_planner_says_what_to_run(

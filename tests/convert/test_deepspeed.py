@@ -16,9 +16,7 @@ from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import VOCAB, LossFn, Seen, alone, batches, compare, layers_of, together
 from tests.helpers.support import on_threads, seeded
 
-deepspeed_layer = pytest.importorskip(
-    "deepspeed.moe.layer", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'"
-)
+deepspeed_layer = pytest.importorskip("deepspeed.moe.layer", reason="needs deepspeed: pip install '.[deepspeed]'")
 DIM, HIDDEN, EXPERTS = 8, 12, 4
 
 

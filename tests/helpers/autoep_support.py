@@ -27,8 +27,8 @@ from tests.helpers.moe_models import VOCAB, hugging_face
 from tests.helpers.support import RandomPlanner
 
 # skips every file of tests that imports this one
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
-pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[hf]'")
 
 Array = npt.NDArray[Any]
 ROWS, LENGTH = 8, 7  # sequences of one microbatch, on all ranks, and their tokens

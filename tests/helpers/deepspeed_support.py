@@ -30,7 +30,7 @@ from prophet.engine.config import Experiment
 from tests.helpers.support import RandomPlanner, seeded
 
 # skips every file of tests that imports this one
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 Array = npt.NDArray[Any]
 VOCAB, DIM, HIDDEN, LENGTH, ROWS = 23, 8, 12, 6, 8  # ROWS sequences per microbatch, on all ranks

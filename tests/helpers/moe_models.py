@@ -111,7 +111,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def transformers() -> Any:
     """The library, or a skip."""
-    return pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
+    return pytest.importorskip("transformers", reason="needs transformers: pip install '.[hf]'")
 
 
 def hugging_face(family: str, **changes: Any) -> nn.Module:

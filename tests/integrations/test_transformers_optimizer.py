@@ -14,8 +14,8 @@ from prophet.errors import CheckpointError
 from prophet.ranks.collective import Collective
 from tests.helpers.support import on_threads, seeded
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
-pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[hf]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[hf]'")
 
 from tests.helpers.small_trainer import small_mixtral
 

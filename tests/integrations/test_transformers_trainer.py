@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
-pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[hf]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[hf]'")
 
 from prophet_transformers import ProphetCallback
 from prophet_transformers.callback import _check_settings

@@ -211,7 +211,9 @@ def test_a_run_is_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "The loss does not notice" not in page
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs moe-prophet[monitor]")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard: pip install '.[monitor]'"
+)
 def test_tensorboard_gets_what_the_lines_have(tmp_path: Path) -> None:
     """Read back with TensorBoard's own reader: every scalar, and the heat maps pixel by pixel."""
     from PIL import Image

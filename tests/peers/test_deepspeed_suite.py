@@ -80,7 +80,7 @@ class Outcome:
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of DeepSpeed's tests, in a folder of its own, so that the installed DeepSpeed is the one imported."""
-    pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
+    pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
     given = os.environ.get("PEERS_DEEPSPEED")
     if not given:
         pytest.skip("PEERS_DEEPSPEED names no checkout of DeepSpeed")

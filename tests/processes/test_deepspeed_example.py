@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.launch import EXAMPLES, torchrun
 
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 
 def run(out: Path, *options: str, ranks: int = 4) -> list[float]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 from prophet_deepspeed.pipeline import decide_stages, measure_layers, pipeline_module, stage_weights
 

@@ -19,8 +19,8 @@ import torch
 from tests.helpers.launch import EXAMPLES, as_launched, process_outcomes, run_gloo, torchrun
 from tests.helpers.small_trainer import callback, key_warnings, logged, same_weights, small_trainer, trained
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
-accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[hf]'")
+accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[hf]'")
 
 
 # --- functions on two ranks ---

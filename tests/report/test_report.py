@@ -174,7 +174,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ReportError, match=r"pip install 'moe-prophet\[report\]'"):
+    with pytest.raises(ReportError, match=r"pip install '\.\[report\]'"):
         render_report(report())
 
 

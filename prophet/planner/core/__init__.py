@@ -1,20 +1,22 @@
 """The compiled core of the planner: `native` is the module that `setup.py` builds from the C++ files of this folder.
 
-Where it was not built, whatever is asked of `native` raises `CoreError` with the command that builds it. In a checkout
-a core that was built from other sources than those beside it is an error as soon as this package is imported: it
-would plan, but not as the sources say.
+Where it was not built, whatever is asked of `native` raises `CoreError` with the reason and the command that builds it.
+In a checkout a core that was built from other sources than those beside it is an error as soon as this package is
+imported: it would plan, but not as the sources say.
 """
 
 from __future__ import annotations
 
+from importlib.machinery import EXTENSION_SUFFIXES
 from typing import NoReturn
 
 from prophet.errors import CoreError
-from prophet.planner.core.sources import FOLDER, digest, sources
+from prophet.planner.core.sources import COMPILER, FOLDER, NOT_BUILT, digest, sources
 
-BUILD = "pip install -v -e ."
+_BUILD = "pip install -v -e ."
+_REINSTALL = "pip install --force-reinstall --no-deps ."
 
-__all__ = ["BUILD", "lacking", "native", "version"]
+__all__ = ["lacking", "native", "version"]
 
 
 class Missing:
@@ -35,16 +37,28 @@ def _checked(built_from: str, present: str) -> None:
     if built_from != present:
         raise CoreError(
             f"the planner's compiled core in {FOLDER} was built from other sources than those beside it: run "
-            f"`{BUILD}` in the checkout"
+            f"`{_BUILD}` in the checkout"
         )
+
+
+def _reason(error: ImportError) -> str:
+    """Why the core cannot be imported, and the line that mends it."""
+    note = FOLDER / NOT_BUILT
+    if any((FOLDER / f"_core{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+        why, first = f"cannot be loaded ({error})", ""
+    elif note.is_file():
+        built = note.read_text(encoding="utf-8").strip()
+        why, first = f"was not built (PROPHET_WITHOUT_CORE=1, and {built})", f"install {COMPILER}, and then "
+    else:
+        why, first = "is not there: nothing was built for this Python", ""
+    line = f"`{_BUILD}` in the checkout" if sources() else f"`{_REINSTALL}` in the checkout that it was installed from"
+    return f"the planner's compiled core {why}: {first}run {line}"
 
 
 try:
     from prophet.planner.core import _core as native
 except ImportError as error:
-    native = Missing(  # type: ignore[assignment]
-        f"the planner's compiled core is not there ({error}): `{BUILD}` builds it, and shows what a C++ compiler says"
-    )
+    native = Missing(_reason(error))  # type: ignore[assignment]
 else:
     if _files := sources():
         _checked(native.SOURCES, digest(_files))

@@ -6,6 +6,13 @@ import hashlib
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+NOT_BUILT = "not_built.txt"
+"""Beside the core's place, where PROPHET_WITHOUT_CORE=1 has installed without it: why it could not be built."""
+COMPILER = (
+    "a C++17 compiler and Python's headers (Debian, Ubuntu: apt install g++ python3-dev; Fedora: dnf install gcc-c++ "
+    "python3-devel)"
+)
+"""What building the core needs."""
 
 
 def sources() -> list[Path]:
