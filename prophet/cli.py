@@ -1,4 +1,4 @@
-"""The command line: `prophet demo`, `plan`, `calibrate`, `simulate`, `watch`, `report` and what others register.
+"""The command line: `prophet demo`, `plan`, `calibrate`, `doctor`, `simulate`, `watch`, `report`, and others' commands.
 
 At its top this module imports the standard library only. If another distribution owns the name `prophet`, the command
 can then say so before any other import fails with a less helpful message.
@@ -19,6 +19,7 @@ _COMMANDS = {
     "demo": "train a small MoE language model, without and with balancing",
     "plan": "what would balancing gain on my routing trace?",
     "calibrate": "measure this machine for the performance model",
+    "doctor": "check the installation, this machine and the ranks of a job",
     "simulate": "how long would a step take on 8 to 4096 ranks?",
     "watch": "show a run's balance in the terminal while it trains",
     "report": "write the HTML page of a run",

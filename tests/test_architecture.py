@@ -58,8 +58,10 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.terminal"},
     "prophet.demo": _SHOWN
     | {"prophet.ranks", "prophet.layer", "prophet.machine", "prophet.report", "prophet.terminal"},
+    "prophet.doctor": {"prophet.errors", "prophet.ranks", "prophet.kernels", "prophet.planner", "prophet.machine"},
     "prophet.commands": _SHOWN - {"prophet.engine", "prophet.scheduler"}
-    | {"prophet.ranks", "prophet.machine", "prophet.report", "prophet.monitor", "prophet.demo", "prophet.terminal"},
+    | {"prophet.ranks", "prophet.machine", "prophet.report", "prophet.monitor", "prophet.demo", "prophet.terminal"}
+    | {"prophet.doctor"},
     "prophet.cli": {"prophet", "prophet.errors"},  # and the command that is asked for, by its name
     "prophet.__main__": {"prophet.cli"},
     "prophet": {"prophet.errors", "prophet.ranks", "prophet.engine", "prophet.machine", "prophet.state"},  # its doors
@@ -154,7 +156,10 @@ _MAY_COMMUNICATE = {
 # between talks through a Collective.
 _MAY_START_A_GROUP = {"prophet/ranks/launch.py"}
 # Under torchrun ranks are there already: the same file finds that out, and the environment is how it is told.
-_MAY_READ_THE_ENVIRONMENT = {"prophet/ranks/launch.py"}
+_MAY_READ_THE_ENVIRONMENT = {
+    "prophet/ranks/launch.py",
+    "prophet/commands/doctor.py",
+}  # which says what is wrong with it
 # torch keeps the index of its checkpoints as a pickle: one file reads it, and knows every class that may be in it.
 _READS_A_PICKLE = "prophet/state/tensor_index.py"
 # a group has started when all of its ranks are connected

@@ -109,12 +109,15 @@ def _told(name: str, *, least: int) -> int:
 
 
 @contextmanager
-def joined_group(launch: Launch, *, timeout_s: float) -> Iterator[Collective]:
-    """The collective over all ranks that a launcher has started: NCCL where this one has a GPU, else gloo."""
+def joined_group(launch: Launch, *, timeout_s: float, backend: str | None = None) -> Iterator[Collective]:
+    """The collective over all ranks that a launcher has started.
+
+    backend: as for `init_process_group`; None for NCCL where this rank has a GPU, else gloo.
+    """
     on_gpu = launch.device != "cpu"
     if on_gpu:
         torch.cuda.set_device(launch.local_rank)
-    backend = "nccl" if on_gpu else "gloo"
+    backend = backend or ("nccl" if on_gpu else "gloo")
     dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=timeout_s))
     try:
         yield collective_for(None, timeout_s=timeout_s)
@@ -218,12 +221,12 @@ def _rank_main(
     leave()
 
 
-def leave() -> NoReturn:
-    """End this process well, at once.
+def leave(code: int = 0) -> NoReturn:
+    """End this process at once, well unless told otherwise.
 
     The interpreter's own end takes the lock away from threads that still need it. gloo's workers outlive their group
     while anything holds a tensor of theirs, and one that then lets go of it brings the whole process down (SIGABRT).
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
