@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 from prophet.errors import CheckpointError
 from prophet_deepspeed.entry import install
+from prophet_deepspeed.first_use import announce
 from prophet_deepspeed.pipeline import decide_stages, measure_layers, pipeline_module
 from prophet_deepspeed.section import ConfigError, ProphetSection
 
@@ -24,3 +25,4 @@ __all__ = [
 
 if find_spec("deepspeed") is not None:  # its files and sections can be read without it
     install()
+    announce()
