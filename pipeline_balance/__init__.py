@@ -11,6 +11,7 @@ Names are imported when they are first asked for, so that `import pipeline_balan
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pipeline_balance.pipeline.trainer import ElasticPipeline
     from pipeline_balance.spec import RankLimits, StageMap
     from prophet.state.pretrained import init_empty_weights
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "ControllerConfig",

@@ -6,6 +6,8 @@ figures that are equal on all ranks.
 
 from __future__ import annotations
 
+import logging
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -18,6 +20,7 @@ import torch
 
 from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, Policy, decide
 from pipeline_balance.control.learn import Learner, MoveTime
+from pipeline_balance.control.report import BalanceReport, Move
 from pipeline_balance.control.slice_costs import unit_costs
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from pipeline_balance.pipeline.model import Batch, Labels
     from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt
     from pipeline_balance.pipeline.trainer import ElasticPipeline
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Controller", "ControllerConfig", "Decision", "DecisionMismatch", "MoveCost", "Overhead", "Policy", "decide"]
 
@@ -96,6 +101,8 @@ class Controller:
         self.imbalance: Imbalance | None = None
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
         self._moves: list[Rebuilt] = []
+        self._report: list[Move] = []
+        self._steps_s: list[float] = []  # of this rank, since the last decision
         self._thread: Waiter | None = None
         self._ahead: Future[_Ready] | None = None
         # layers that have not gone backward since they came here have no times yet
@@ -130,7 +137,9 @@ class Controller:
             due = update and timer.due and (self._thread is None or timer.step >= self._timed_from)
             if due and self._thread is not None:
                 self.pipeline.meter.on_backward = self._begin
+            began = time.perf_counter()
             loss = self.pipeline.step(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
+            self._steps_s.append(time.perf_counter() - began)
             timer.step += int(update)
             if due:
                 self.rebalance()
@@ -147,11 +156,45 @@ class Controller:
             with self._spending("move"):
                 move = self._move(ready) if ready.decision.move else None
                 self.learner.learn(ready.decision, move)
+                self._note(ready.decision, move)
                 if self._thread is None:
                     self.pipeline.meter.reset()
                 elif move is not None:
                     self._timed_from = self.learner.timer.step + 1
             return ready.decision
+
+    def _note(self, decision: Decision, move: MoveTime | None) -> None:
+        """Keep what a decision came to, and what the steps since the last one say of the move before them."""
+        step_s = statistics.median(self._steps_s) if self._steps_s else None
+        self._steps_s.clear()
+        said: list[Move] = []
+        if self._report and self._report[-1].after_s is None:
+            self._report[-1] = replace(self._report[-1], after_s=step_s)
+            said.append(self._report[-1])
+        if move is not None:
+            made = Move(
+                step=self.pipeline.progress.updates,
+                layers=decision.current.moves_to(decision.best),
+                predicted_gain_s=decision.gain_s,
+                before_s=step_s,
+                after_s=None,
+                seconds=move.seconds,
+            )
+            self._report.append(made)
+            said.append(made)
+        if self.pipeline.collective.rank == 0:
+            _log.debug("step %d: %s", self.pipeline.progress.updates, decision.reason)
+            for one in said:
+                _log.info("%s", one)
+
+    @property
+    def report(self) -> BalanceReport:
+        """What moved so far, when, and what it gained; prints as a line for each move."""
+        moves = list(self._report)
+        if moves and moves[-1].after_s is None and self._steps_s:
+            moves[-1] = replace(moves[-1], after_s=statistics.median(self._steps_s))
+        reason = self.decisions[-1].reason if self.decisions else "no decision yet"
+        return BalanceReport(steps=self.pipeline.progress.updates, moves=tuple(moves), reason=reason)
 
     def _decide_now(self) -> _Ready:
         with self._spending("measure"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import pipeline_balance
 from pipeline_balance.control.controller import ControllerConfig, DecisionMismatch, MoveCost
 from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.spec import StageMap
 from tests.helpers.launch import run_gloo
 
 LAYERS, DIM, MICROBATCHES = 8, 6, 4
@@ -66,7 +67,15 @@ def _run(rank: int, size: int, balance: bool) -> dict[str, Any]:
         maps.append(run.stage_map.boundaries)
     overhead = balanced.overhead()
     assert 0 < overhead.fraction < 1
-    return {"losses": losses, "maps": maps, "overhead": overhead, "trust": balanced.learner.trust}
+    report = balanced.report
+    return {
+        "losses": losses,
+        "maps": maps,
+        "overhead": overhead,
+        "trust": balanced.learner.trust,
+        "report": report,
+        "said": str(report),
+    }
 
 
 def test_layers_follow_the_load() -> None:
@@ -79,12 +88,31 @@ def test_layers_follow_the_load() -> None:
     assert set(still[0]["maps"]) == {(0, 4, 8)}
     assert moved[1]["losses"] == pytest.approx(still[1]["losses"], rel=1e-5)
     assert moved[0]["overhead"].moves >= 2
+    check_report(moved[0])
+    assert still[0]["said"].startswith("no layer has moved in 24 steps: ")
     # loads stay for two decisions, so most of a gain is still there at the next one
     assert moved[0]["trust"] == moved[1]["trust"] > 0.4
     # what was not taken shows as well how long gains last
     assert still[0]["trust"] > 0.4
     # two and one slow layers in a stage, not three
     assert maps[7][1] <= 2
+
+
+def check_report(run: dict[str, Any]) -> None:
+    """Every change of the stage map is a move, with the time it was made and a gain that the clock has seen."""
+    changes = [i for i in range(1, 24) if run["maps"][i] != run["maps"][i - 1]]
+    first = [] if run["maps"][0] == (0, 4, 8) else [0]
+    moves = run["report"].moves
+    assert [m.step for m in moves] == [i + 1 for i in first + changes]
+    for m, line in zip(moves, run["said"].splitlines(), strict=True):
+        before, after = run["maps"][m.step - 2], run["maps"][m.step - 1]
+        assert m.layers == StageMap.contiguous(before).moves_to(StageMap.contiguous(after))
+        assert m.predicted_gain_s > 0
+        assert line.startswith(f"step {m.step}: layer")
+    # three slow layers of 12 ms a microbatch in one stage, or two: the layers sleep, so a busy machine adds to both
+    assert moves[0].measured_gain_s is not None
+    assert moves[0].measured_gain_s > 0.1 * moves[0].before_s
+    assert "ms measured (" in run["said"]
 
 
 def _ahead(rank: int, size: int, ahead: bool) -> dict[str, Any]:

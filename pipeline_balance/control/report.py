@@ -1,0 +1,68 @@
+"""What a controller has moved, when, and what it gained: values, and a line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline_balance.spec import LayerMove
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """Layers went to other ranks between two updates.
+
+    step: updates made before it. layers: which, from where and to where. predicted_gain_s: what it was to save per
+    step. before_s, after_s: this rank's median step between the decision before and the move, and between the move and
+    the next decision; None where there was no step. seconds: what the move took on the slowest rank.
+    """
+
+    step: int
+    layers: tuple[LayerMove, ...]
+    predicted_gain_s: float
+    before_s: float | None
+    after_s: float | None
+    seconds: float
+
+    @property
+    def measured_gain_s(self) -> float | None:
+        """Seconds per step by the clock; a change of the loads counts, too. None until steps have run on both sides."""
+        return None if self.before_s is None or self.after_s is None else self.before_s - self.after_s
+
+    def __str__(self) -> str:
+        gain_s, before_s, after_s = self.measured_gain_s, self.before_s, self.after_s
+        measured = "not measured yet"
+        if gain_s is not None and before_s is not None and after_s is not None:
+            measured = f"{1e3 * gain_s:.1f} ms measured ({1e3 * before_s:.1f} to {1e3 * after_s:.1f} ms)"
+        return (
+            f"step {self.step}: {_in_words(self.layers)}; gain per step {1e3 * self.predicted_gain_s:.1f} ms "
+            f"predicted, {measured}; the move took {1e3 * self.seconds:.1f} ms"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceReport:
+    """All moves so far; prints as a line for each. steps: updates made so far. reason: of the last decision."""
+
+    steps: int
+    moves: tuple[Move, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.moves)) or f"no layer has moved in {self.steps} steps: {self.reason}"
+
+
+def _in_words(moves: Sequence[LayerMove]) -> str:
+    """Neighbouring layers that go the same way together, as "layers 4-5 from rank 0 to 1"."""
+    runs: list[list[LayerMove]] = []
+    for m in moves:
+        last = runs[-1][-1] if runs else None
+        if last and (last.layer + 1, last.source, last.destination) == (m.layer, m.source, m.destination):
+            runs[-1].append(m)
+        else:
+            runs.append([m])
+    return ", ".join(
+        f"layer{'s' if run[1:] else ''} {run[0].layer}{f'-{run[-1].layer}' if run[1:] else ''} "
+        f"from rank {run[0].source} to {run[0].destination}"
+        for run in runs
+    )
