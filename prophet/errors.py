@@ -17,6 +17,10 @@ class SpecError(ValueError):
     """A value was built from figures that contradict each other; the message says what was expected."""
 
 
+class ArgumentError(SpecError, TypeError):
+    """An argument has a name or is of a kind that was not expected; the message says which, and what was expected."""
+
+
 class CoreError(RuntimeError):
     """The planner's compiled core is missing, or was built from other sources; the message has the command to run."""
 
@@ -153,9 +157,13 @@ class UsageError(ValueError):
 
 def no_such(kind: str, name: str, known: Sequence[str]) -> str:
     """The message where `name` is none of the `known` ones; it suggests the closest of them."""
+    return f"there is no {kind} {name!r}{nearest(name, known)} (the {kind}s are {', '.join(known)})"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The question whether the closest of the `known` names was meant; nothing where none is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"there is no {kind} {name!r}{hint} (the {kind}s are {', '.join(known)})"
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def some(names: Iterable[str], shown: int = 4) -> str:

@@ -94,6 +94,7 @@ _PLANNER_MAY_IMPORT: dict[str, set[str]] = {
 
 # A room that may import a part of another one, and nothing else of it.
 _MAY_IMPORT_A_PART = {
+    "prophet.engine": "prophet.machine.topology",  # a configuration takes the path of a file
     "pipeline_balance.maps": "prophet.planner.core",  # one compiled module serves both halves
     "pipeline_balance.dynamics": "pipeline_balance.pipeline.added_loss",  # its layers have losses
 }

@@ -17,8 +17,11 @@ import prophet
 from prophet.engine.report import StepReport
 
 
-class Engine(types.SimpleNamespace):
+class Engine(prophet.Engine):
     """What a monitor needs of an engine."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
 
 
 def engine_of(layers: int, ranks: int, experts: int) -> Any:
@@ -27,7 +30,7 @@ def engine_of(layers: int, ranks: int, experts: int) -> Any:
         planner=types.SimpleNamespace(name="none"),
         collective=types.SimpleNamespace(rank=0, size=ranks),
         layers=[prophet.MoE(8, 8, experts)] * layers,
-        contexts=[types.SimpleNamespace(topology=types.SimpleNamespace(name="none"))],
+        balanced=[types.SimpleNamespace(context=types.SimpleNamespace(topology=types.SimpleNamespace(name="none")))],
     )
 
 

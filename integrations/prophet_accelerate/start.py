@@ -25,12 +25,14 @@ from prophet.errors import PartialStateError
 from prophet.layer.moe import moe_layers
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import expert_groups, roll_call
+from prophet.spec import checked
 from prophet_accelerate.checkpoints import States
 from prophet_accelerate.checks import check_accelerator, check_optimizers, check_unwrapped
 
 _KNOWN = ("_models", "_optimizers", "_schedulers", "_dataloaders")  # an accelerator's lists of what it has prepared
 
 
+@checked
 def balance(
     accelerator: Any,
     *,

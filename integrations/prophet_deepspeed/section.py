@@ -15,8 +15,8 @@ from typing import Any
 from prophet.engine.config import GONE, OLD_NAMES, EngineConfig
 from prophet.errors import TopologyError
 from prophet.files import read_json, shown
-from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES
+from prophet.spec import checked
 
 SECTION = "prophet"
 MAX_FILE_BYTES = 1 << 22  # of a config
@@ -39,6 +39,7 @@ class ConfigError(ValueError):
     """The DeepSpeed config is wrong, or asks for what does not work with balanced experts; the key is named."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProphetSection:
     """What `"prophet": {...}` says; every key has a default.
@@ -87,12 +88,10 @@ def _check_kind(key: Field[Any], value: Any) -> None:
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:
-    planner, topology = options.get("planner"), options.get("topology")
+    planner = options.get("planner")
     if planner is not None and planner not in PLANNER_NAMES:
         raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {shown(planner)}")
     try:
-        if topology is not None:
-            options["topology"] = read_topology(topology)
         return EngineConfig(**options)
     except TopologyError as error:
         raise ConfigError(f"{SECTION}.topology: {error!s:.1000}") from error

@@ -95,7 +95,7 @@ class Start:
 
     def _check_topology(self) -> None:
         topology = self._section.engine.topology
-        if topology is not None and topology.ranks != self._ep_size:
+        if isinstance(topology, prophet.Topology) and topology.ranks != self._ep_size:
             raise ConfigError(
                 f"{SECTION}.topology: {topology.name} is of {topology.ranks} ranks, expected {self._ep_size}"
             )

@@ -8,6 +8,7 @@ rank's optimizer state, and clips by one rank's gradient norm. The callback does
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_
 from prophet.engine.report import StepReport
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import expert_groups
+from prophet.spec import checked
 from prophet_transformers.checkpoints import Checkpoints, wrap
 
 
+@checked
 class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be absent where types are checked
     """Give it to `Trainer(callbacks=[...])`; nothing else in the script changes.
 
@@ -48,7 +51,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         ep_size: int | None = None,
         config: prophet.EngineConfig | None = None,
         balance: bool = True,
-        adapters: tuple[prophet.Adapter, ...] = (),
+        adapters: Sequence[prophet.Adapter] = (),
         revert_at_end: bool = False,
         record: str | Path | None = None,
         ranks: int = 8,

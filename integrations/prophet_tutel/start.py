@@ -21,6 +21,7 @@ from prophet.convert.tutel import TutelMoE, source_names
 from prophet.engine.parallel import expert_parameters
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 from prophet.ranks.process_group import processes
+from prophet.spec import checked
 from prophet_tutel.layout import keep_original_layout
 
 
@@ -52,6 +53,7 @@ class Balanced:
         prophet.revert(self.model)
 
 
+@checked
 def balance(
     model: nn.Module,
     optimizer: Any,

@@ -18,6 +18,7 @@ from prophet.engine.engine import Engine
 from prophet.errors import SpecError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import process_rank
+from prophet.spec import Topology
 from prophet.state.words import meant, said
 
 _MOST_BYTES = 1 << 28  # of one tensor that is told
@@ -44,7 +45,7 @@ class Balance:
         config = self.config(layout) if callable(self.config) else self.config
         if not isinstance(config, EngineConfig):
             raise SpecError(f"balance: expected a prophet.EngineConfig, got {config!r:.100}")
-        if config.topology is not None and config.topology.ranks != layout.ep:
+        if isinstance(config.topology, Topology) and config.topology.ranks != layout.ep:
             raise SpecError(
                 f"balance: the topology has {config.topology.ranks} ranks, {layout} shares experts over {layout.ep}: "
                 "give a function from the layout to a configuration"

@@ -6,6 +6,7 @@ expert-parallel group keeping those it is home to. `prophet.attach` balances the
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -41,6 +42,7 @@ from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import collective_for
+from prophet.spec import checked
 
 __all__ = [
     "Adapter",
@@ -63,7 +65,10 @@ __all__ = [
     "standard_adapters",
 ]
 
+_log = logging.getLogger(__name__)
 
+
+@checked
 def convert(
     model: nn.Module,
     *,
@@ -129,7 +134,10 @@ def convert(
     for move in moves:
         move.make()
     _announce(model)
-    return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left), trained(model))
+    report = ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left), trained(model))
+    if collective.rank == 0:
+        _log.info("%s", report)
+    return report
 
 
 def _announce(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import torch
@@ -14,8 +15,12 @@ from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp
 from prophet.layer.moe import moe_layers
 from prophet.ranks.process_group import processes
+from prophet.spec import checked
+
+_log = logging.getLogger(__name__)
 
 
+@checked
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -36,8 +41,6 @@ def attach(
     `ConfigMismatch` where ranks differ; `ReplicaMemoryError` where the budget holds no replica.
     """
     config = EngineConfig() if config is None else config
-    if not isinstance(config, EngineConfig):
-        raise TypeError(f"config must be a prophet.EngineConfig, got {type(config).__name__}")
     experiment = Experiment() if experiment is None else experiment
     layers = moe_layers(model)
     if not layers:
@@ -58,13 +61,13 @@ def attach(
         warnings.warn(
             "the MoE layers hold all experts on every rank: they were built for a single rank, or before "
             "init_process_group; build them afterwards, or pass their group",
-            stacklevel=2,
+            stacklevel=3,
         )
     elif first.size < processes() and not getattr(next(layers[0].experts.parameters()), "prophet_averaged", False):
         warnings.warn(
             f"{processes()} processes, but an expert-parallel group of {first.size}: the copies of one expert drift "
             f"apart unless their gradients are averaged: make a prophet.parallel.ExpertReplicas before attaching",
-            stacklevel=2,
+            stacklevel=3,
         )
     if optimizer is not None:
         check_optimizer(model, optimizer, first.size)
@@ -74,4 +77,6 @@ def attach(
     engine = Engine(layers, collective, config, experiment)
     engine.follow(model, optimizer)
     share_overflows(layers)
+    if first.rank == 0:
+        _log.info("attached %r, topology %s", engine, engine.contexts[0].topology.name)
     return engine

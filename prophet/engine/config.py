@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -14,17 +15,18 @@ from torch import nn
 
 from prophet.engine.parallel import expert_parameters
 from prophet.engine.replan import EVERY_STEP, ReplanConfig
-from prophet.errors import ConfigMismatch, ReplicaMemoryError
+from prophet.errors import ArgumentError, ConfigMismatch, ReplicaMemoryError
 from prophet.experts.elsewhere import Elsewhere
 from prophet.layer.expert_watch import CHECK_EVERY
 from prophet.layer.moe import MoE
-from prophet.planner import core, get_planner, planner_with
+from prophet.machine.topology import read_topology
+from prophet.planner import PLANNER_NAMES, core, get_planner, planner_with
 from prophet.planner.base import EFFORT, Planner
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.messages import tell
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
-from prophet.spec import PlanContext, Topology, Windows, digest, odd_ones_out
+from prophet.spec import PlanContext, Topology, Windows, checked, digest, odd_ones_out
 
 _PLANNER = ("name", "replicates", "withdraws", "needs_core", "place", "split")
 
@@ -33,6 +35,7 @@ _PLANNER = ("name", "replicates", "withdraws", "needs_core", "place", "split")
 OLD_NAMES = ("schedule", "look_ahead_blocks", "transfers", "check_every", "predict", "replan")
 GONE = "is no setting any more: leave it out (studies set it in the `experiment` that attach() takes)"
 
+_SHARE = "a share of the step, from 0 to 1"
 _T = TypeVar("_T")
 
 
@@ -52,6 +55,7 @@ def _without_old_names(cls: type[_T]) -> type[_T]:
 
 
 @_without_old_names
+@checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How a model is balanced. Must be the same on all ranks.
@@ -59,7 +63,8 @@ class EngineConfig:
     planner: a name from `prophet.planner.PLANNER_NAMES`, or a `prophet.planner.Planner`.
     effort: the share of a step that the planner may search for better placements, from 0 to 1. Work is counted by
         assumed times, never by a clock. Planners that do not search have no use for it; an object keeps its own.
-    topology: the machine, for the performance model; None assumes equal ranks on one node.
+    topology: the machine, for the performance model, or the path of a file that `prophet calibrate` wrote, which is
+        read at once; None assumes equal ranks on one node.
     slots_per_rank: replicas of one layer that a rank may hold.
     replica_memory_bytes: budget per rank for the replicas of all layers, parameters and gradients; None is no limit.
     timeout_s: limit on every wait; None keeps the layers' own.
@@ -71,8 +76,8 @@ class EngineConfig:
     """
 
     planner: str | Planner = "prophet"
-    effort: float = EFFORT
-    topology: Topology | None = None
+    effort: float = field(default=EFFORT, metadata={"expected": _SHARE})
+    topology: Topology | str | os.PathLike[str] | None = None
     slots_per_rank: int = 4
     replica_memory_bytes: int | None = None
     timeout_s: float | None = None
@@ -81,21 +86,22 @@ class EngineConfig:
     accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.planner, str) and self.planner not in PLANNER_NAMES:
+            get_planner(self.planner)  # says which there are
         lacking = [] if isinstance(self.planner, str) else [n for n in _PLANNER if not hasattr(self.planner, n)]
         if lacking:
-            raise TypeError(
+            raise ArgumentError(
                 f"EngineConfig.planner must be a name or a prophet.planner.Planner, got {type(self.planner).__name__} "
                 f"without {', '.join(lacking)}: derive your own from that class"
             )
-        number = isinstance(self.effort, int | float) and not isinstance(self.effort, bool)
-        if not number or not 0 <= self.effort <= 1:
-            raise ValueError(f"EngineConfig.effort must be a share of the step, from 0 to 1, got {self.effort!r}")
+        if not 0 <= self.effort <= 1:
+            raise ValueError(f"EngineConfig.effort must be {_SHARE}, got {self.effort!r}")
+        if isinstance(self.topology, str | os.PathLike):
+            object.__setattr__(self, "topology", read_topology(self.topology))
         for name in ("slots_per_rank", "replica_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"EngineConfig.{name} must not be negative, got {value}")
-        if not isinstance(self.refetch, bool):
-            raise ValueError(f"EngineConfig.refetch must be True or False, got {self.refetch!r}")
         if self.accumulation_steps < 1:
             raise ValueError(f"EngineConfig.accumulation_steps must be at least 1, got {self.accumulation_steps}")
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -148,13 +154,13 @@ def planner_of(config: EngineConfig, rank: int) -> Planner:
     if not (planner.needs_core and core.lacking()):
         return planner
     if rank == 0:
-        warnings.warn(f"training goes on without balancing: {core.lacking()}", stacklevel=4)
+        warnings.warn(f"training goes on without balancing: {core.lacking()}", stacklevel=5)
     return get_planner("static")
 
 
 def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
     """What a layer is planned for on `ranks` ranks; ValueError where the configuration's topology has others."""
-    topology = config.topology or Topology.uniform(ranks)
+    topology = config.topology if isinstance(config.topology, Topology) else Topology.uniform(ranks)
     if topology.ranks != ranks:
         raise ValueError(
             f"the topology {topology.name!r} has {topology.ranks} ranks, the expert-parallel group has {ranks}"
@@ -203,8 +209,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: i
     several ranks for copies of one; warn of one that is out of date.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        hint = "; it wraps one: pass its .optimizer" if hasattr(optimizer, "optimizer") else ""
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     named = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     held = {id(p) for p in params if not isinstance(p, Elsewhere)}
@@ -220,7 +225,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: i
         warnings.warn(
             f"the optimizer does not hold {len(missing)} trainable parameters ({missing[0]}, ...), but {strangers} "
             f"that are not in the model: {advice}",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from prophet.kernels.choice import Impl
 from prophet.kernels.route import route, tally
+from prophet.spec import checked
 
 Score = Literal["softmax", "sigmoid"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateConfig:
     """How the gate scores, selects and (if asked to) balances.
@@ -45,10 +47,6 @@ class GateConfig:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.score not in ("softmax", "sigmoid"):
-            raise ValueError(f"GateConfig.score must be 'softmax' or 'sigmoid', got {self.score!r}")
-        if self.aux_loss not in ("none", "switch", "gshard"):
-            raise ValueError(f"GateConfig.aux_loss must be 'none', 'switch' or 'gshard', got {self.aux_loss!r}")
         for name in ("aux_loss_weight", "z_loss_weight", "bias_update_rate"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

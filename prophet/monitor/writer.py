@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,7 @@ from prophet.monitor.routing import Routing
 from prophet.monitor.rows import detail_period, predicted_gains, step_row
 from prophet.monitor.sinks import JsonLines, Row, Sink, TensorBoard, WandB
 from prophet.ranks.process_group import process_rank
+from prophet.spec import checked
 
 WAITING = 64  # steps that may wait to be written; a report holds [L, R, E] counts
 _CLOSE_S = 10.0
@@ -129,6 +130,7 @@ class Monitor:
         self.close()
 
 
+@checked
 def monitor(
     engine: Engine,
     run: str | Path,
@@ -138,7 +140,7 @@ def monitor(
     detail_every: int | None = None,
     predict_every: int = 10,
     heat_every: int = 10,
-    notes: dict[str, str] | None = None,
+    notes: Mapping[str, object] | None = None,
 ) -> Monitor:
     """Write every step of `engine` from now on into the folder `run`: for `prophet watch`, `report` and `plan`.
 

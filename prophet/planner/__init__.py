@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from prophet.errors import SpecError
+from prophet.errors import SpecError, no_such
 from prophet.planner.base import Planner
 
 # Module and class of every planner.
@@ -42,7 +42,7 @@ def get_planner(name: str, **options: Any) -> Planner:
     if name in _GONE:
         raise SpecError(f"there is no planner {name!r} any more: write {_GONE[name]}")
     if name not in PLANNER_NAMES:
-        raise SpecError(f"there is no planner {name!r}; the planners are {', '.join(PLANNER_NAMES)}")
+        raise SpecError(no_such("planner", name, PLANNER_NAMES))
     try:
         return _build(name, options)
     except TypeError as error:

@@ -1,6 +1,7 @@
 """The values that flow between the rooms: frozen, validated when built, free of torch and of any process group."""
 
 from prophet.spec.arrays import BoolArray, FloatArray, IntArray, digest, odd_ones_out
+from prophet.spec.checked import checked
 from prophet.spec.cost import Cover, LayerShape, Link, PlanContext, StepCost, Topology, TransferSeconds, Windows
 from prophet.spec.feed_forward import (
     ACTIVATION_PARTS,
@@ -39,6 +40,7 @@ __all__ = [
     "bias_of",
     "check_experts_per_rank",
     "check_load",
+    "checked",
     "digest",
     "has_biases",
     "odd_ones_out",

@@ -12,6 +12,7 @@ import numpy as np
 
 from prophet.errors import SpecError
 from prophet.spec.arrays import FloatArray, IntArray, check_not_negative, check_positive
+from prophet.spec.checked import checked
 from prophet.spec.feed_forward import ACTIVATIONS, GATED, Activation, Bias, has_biases
 from prophet.spec.placement import Placement
 
@@ -129,6 +130,7 @@ class TransferSeconds(NamedTuple):
         return self.exposed(cover, two_phase) + overlap_cost * self.hidden(cover, two_phase)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
     """Compute under which a block's Trans and Agg are hidden (paper, Eq. 8): that of the block before.

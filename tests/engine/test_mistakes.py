@@ -98,7 +98,7 @@ def test_a_dictionary_as_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: m.parameters(), r"expected a torch\.optim\.Optimizer, got generator"),
+        (lambda m: m.parameters(), r"optimizer must be a torch\.optim\.Optimizer, got generator"),
         (lambda m: STATIC, "got EngineConfig"),
         (
             lambda m: torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(m.parameters(), lr=0.1), lambda s: 1.0),

@@ -47,6 +47,13 @@ def report(step: int = 0) -> StepReport:
     )
 
 
+class StandIn(prophet.Engine):
+    """What a monitor needs of an engine."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
 def write(folder: Path, steps: int, **header: Any) -> None:
     lines = JsonLines(folder)
     lines.start({"layers": 2, "ranks": 2, "experts": [4, 4], "planner": "prophet", **header})
@@ -277,18 +284,13 @@ def test_a_sink_that_fails_or_hangs_does_not_stop_training(tmp_path: Path, monke
 
 
 def test_a_slow_sink_costs_steps_and_not_time(tmp_path: Path) -> None:
-    engine: Any = types.SimpleNamespace(
+    engine = StandIn(
         on_step=[],
         planner=FixedPlanner([]),
         collective=types.SimpleNamespace(rank=0, size=2),
         layers=[prophet.MoE(8, 8, 4)] * 2,
-        contexts=[types.SimpleNamespace(topology=types.SimpleNamespace(name="t"))],
+        balanced=[types.SimpleNamespace(context=types.SimpleNamespace(topology=types.SimpleNamespace(name="t")))],
     )
-
-    class Engine(types.SimpleNamespace):
-        """Can be referred to weakly."""
-
-    engine = Engine(**vars(engine))
     live = prophet.monitor(engine, tmp_path, tensorboard=False, predict_every=0)
     hold = live._guarded
     live._guarded = lambda call, what: time.sleep(0.02) is None and hold(call, what)  # type: ignore[method-assign]
@@ -400,7 +402,7 @@ def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], cont
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    engine: Any = types.SimpleNamespace()
+    engine = StandIn()
     with pytest.raises(ValueError, match="detail_every"):
         prophet.monitor(engine, tmp_path, detail_every=0)
     with pytest.raises(ValueError, match=r"wandb\.init"):
