@@ -10,6 +10,7 @@ Names are imported when they are first asked for, so that `import prophet` alone
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from prophet.machine.topology import read_topology
     from prophet.monitor import monitor
     from prophet.spec import Topology, Windows
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "0.1.0.dev0"
 

@@ -140,6 +140,9 @@ class ConversionReport:
     def __rich__(self) -> FittedTable:
         return FittedTable(COLUMNS, self.rows(), self._title(), "\n".join(self.remarks()))
 
+    def __repr__(self) -> str:
+        return f"ConversionReport({self._title()})"
+
     def __str__(self) -> str:
         return "\n".join([self._title(), *(" · ".join(row) for row in self.rows()), *self.remarks()])
 

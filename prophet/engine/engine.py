@@ -12,6 +12,7 @@ Shape legend: L layers, R ranks, E experts.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ from prophet.scheduler.schedules import Schedule, depth_within, schedule_named
 from prophet.scheduler.windows import Stopwatch, predicted_window_us
 from prophet.spec import IntArray, PlanContext, Topology, Windows
 
+_log = logging.getLogger(__name__)
 _SEEN = 4  # shared parameters whose gradients tell what the user has thrown away
 
 
@@ -95,6 +97,11 @@ class Engine:
         for layer, balanced in zip(layers, self.balanced, strict=True):
             layer.collective, layer._port = self.collective, balanced
             layer.expert_watch.every = experiment.check_every
+
+    def __repr__(self) -> str:
+        layers, ranks = len(self.layers), self.collective.size
+        sizes = f"{layers} layer{'s' * (layers != 1)}, {ranks} rank{'s' * (ranks != 1)}"
+        return f"Engine({sizes}, planner {self.planner.name})"
 
     def _look_ahead(self, contexts: list[PlanContext]) -> int:
         """Over how many blocks transfers are spread."""
@@ -208,6 +215,9 @@ class Engine:
             for layer in self.balanced:
                 layer.windows.measured(seconds)
         self.last_step = self._report(step, [layer.end_step() for layer in self.balanced])
+        if self.collective.rank == 0:
+            # the first plan is in force from the second step on
+            _log.log(logging.INFO if self.step < 2 else logging.DEBUG, "%r", self.last_step)
         self.step += 1
         for listener in self.on_step:
             listener(self.last_step)
@@ -314,12 +324,13 @@ class Engine:
         Enter and leave it between steps. limit: spans that are kept. On a device that computes behind the host's back
         the spans are the host's.
         """
+        before = self.runtime.recording, self.collective.recorder
         recording = Recording(self.collective.rank, limit=limit)
         self.runtime.recording, self.collective.recorder = recording, recording.recorder
         try:
             yield recording
         finally:
-            self.runtime.recording = self.collective.recorder = None
+            self.runtime.recording, self.collective.recorder = before
 
     def set_topology(self, topology: Topology) -> None:
         """Plan for another machine from now on, as after measuring that a rank or a link has become slower.

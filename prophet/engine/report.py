@@ -39,6 +39,18 @@ class StepReport:
     planned: tuple[str, ...] = ()
     withdrawn: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        copies = int(self.copies.sum())
+        return (
+            f"step {self.step}: max/mean {self.max_mean:.2f} ({self.max_mean_static:.2f} without), "
+            f"{copies} cop{'y' if copies == 1 else 'ies'}, {1e3 * self.exposed_s:.1f} ms exposed"
+        )
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which this rank waited for Trans, Agg or a plan."""
+        return sum(s for name, s in self.seconds.items() if name.startswith("exposed_"))
+
     @property
     def max_mean(self) -> float:
         """Mean over layers of the largest rank load over the mean rank load."""

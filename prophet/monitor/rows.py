@@ -18,7 +18,6 @@ from prophet.spec import IntArray, PlanContext, Split
 
 HOTTEST = 4  # experts named per layer
 NUMBERS_PER_STEP = 2048  # details are written as often as keeps their mean below this
-_EXPOSED = "exposed_"
 
 
 def detail_period(layers: int, ranks: int, experts: int) -> int:
@@ -52,13 +51,8 @@ def measured_gain(report: StepReport, rank: int) -> float | None:
     if not rows or not expert_s > 0:
         return None
     per_row = expert_s / rows
-    balanced = per_row * float(report.rank_load.max(axis=1).sum()) + exposed_s(report.seconds)
+    balanced = per_row * float(report.rank_load.max(axis=1).sum()) + report.exposed_s
     return per_row * float(report.rank_load_static.max(axis=1).sum()) / balanced
-
-
-def exposed_s(seconds: dict[str, float]) -> float:
-    """Seconds of a step in which this rank waited for Trans, Agg or a plan."""
-    return sum(s for name, s in seconds.items() if name.startswith(_EXPOSED))
 
 
 def predicted_gains(report: StepReport, planner: Planner, contexts: Sequence[PlanContext]) -> list[float]:
@@ -99,7 +93,7 @@ def step_row(report: StepReport, *, time_s: float, step_s: float | None, detail:
         "rows": report.rank_load.sum(axis=1).tolist(),
         "hottest": hottest(experts),
         "gain_measured": None if gain is None else round(gain, 4),
-        "exposed_s": round(exposed_s(report.seconds), 6),
+        "exposed_s": round(report.exposed_s, 6),
         "seconds": {name: round(s, 6) for name, s in report.seconds.items()},
         "planned": list(report.planned),
         "withdrawn": list(report.withdrawn),
