@@ -54,8 +54,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.sharing", "prophet.layer", "prophet.engine", "prophet.traces", "prophet.terminal"},
     "prophet.report": _SHOWN - {"prophet.planner"},
     "prophet.monitor": _VALUES
-    | {"prophet.ranks", "prophet.experts", "prophet.planner", "prophet.traces", "prophet.engine", "prophet.report"}
-    | {"prophet.terminal"},
+    | {"prophet.files", "prophet.ranks", "prophet.experts", "prophet.planner", "prophet.scheduler", "prophet.traces"}
+    | {"prophet.engine", "prophet.report", "prophet.terminal"},
     "prophet.demo": _SHOWN
     | {"prophet.ranks", "prophet.layer", "prophet.machine", "prophet.report", "prophet.terminal"},
     "prophet.doctor": {"prophet.errors", "prophet.ranks", "prophet.kernels", "prophet.planner", "prophet.machine"},

@@ -19,6 +19,7 @@ import prophet
 from prophet.convert import ConversionReport, converted
 from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_
 from prophet.engine.report import StepReport
+from prophet.monitor import Monitor
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import expert_groups
 from prophet.spec import checked
@@ -38,7 +39,8 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
     the last log. Clipping (`max_grad_norm`) and the `grad_norm` that Trainer
     logs are by the norm over all ranks' experts. `trainer.save_model(folder)`, on every rank, writes the original
     layout, and so does `prophet_transformers.save_pretrained(model, folder)`. revert_at_end=True gives every rank the
-    whole original model back.
+    whole original model back. monitor: the folder of a run for `prophet watch` and `prophet report`, which `monitor`
+    then writes; Trainer's losses are in it, each in the line of the step after it was logged.
 
     record: a file, `routing.npz` say. Then the callback does nothing but `prophet.record`: training stays what it is,
     and when `trainer.train()` ends, by an error too, the file has the routing of the training passes, `ranks` of which
@@ -55,16 +57,23 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         revert_at_end: bool = False,
         record: str | Path | None = None,
         ranks: int = 8,
+        monitor: str | Path | None = None,
     ) -> None:
-        if record is not None and (ep_size is not None or config is not None or not balance or revert_at_end):
+        others = (ep_size, config, monitor)
+        if record is not None and (any(o is not None for o in others) or not balance or revert_at_end):
             raise ValueError(
-                "record= converts and balances nothing: leave out ep_size, config, balance and revert_at_end beside it"
+                "record= converts and balances nothing: leave out ep_size, config, balance, revert_at_end and monitor "
+                "beside it"
             )
         self.record, self.ranks, self._recorded = record, ranks, False
+        if monitor is not None and not balance:
+            raise ValueError("ProphetCallback.monitor writes what an engine balances: leave out balance=False")
         self.ep_size, self.config, self.balance = ep_size, config, balance
         self.adapters, self.revert_at_end = adapters, revert_at_end
         self.report: ConversionReport | None = None
         self.engine: prophet.Engine | None = None
+        self.monitor: Monitor | None = None
+        self._run = monitor
         self._experts: Collective | None = None
         self._replicas: ExpertReplicas | None = None
         self._groups: tuple[Collective, Collective] | None = None
@@ -118,6 +127,8 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
             self.engine = prophet.attach(model, optimizer, config=self.config)
             self._unlogged.clear()
             self.engine.on_step.append(self._unlogged.append)
+            if self._run is not None:
+                self.monitor = prophet.monitor(self.engine, self._run)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make sure that gradients were clipped by the norm over all ranks, where they are to be."""
@@ -145,6 +156,8 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
             return inner(*args, **kwargs)
 
     def _let_go(self) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
         if self.engine is not None:
             self.engine.close()
         if self._replicas is not None:
@@ -153,6 +166,8 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
 
     def _log(self, inner: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Stands for `trainer.log`: what it hands out has the balance in it, wherever it is written."""
+        if "loss" in logs and self.monitor is not None:
+            self.monitor.log(loss=logs["loss"])
         if "loss" in logs and self._unlogged:
             steps = len(self._unlogged)
             logs["moe/max_mean"] = sum(step.max_mean for step in self._unlogged) / steps

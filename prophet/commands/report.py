@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from prophet.commands.arguments import add_json, check_can_write
 
@@ -30,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     from prophet.errors import MonitorError
     from prophet.monitor.read import read_steps, run_file
     from prophet.monitor.summary import make_report, summarise
+    from prophet.monitor.timelines import joined
     from prophet.report import check_can_draw, write_report
     from prophet.terminal import working
 
@@ -39,8 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     with working(f"Drawing the page of {file.parent}"):
         check_can_draw()
         steps = read_steps(file)
+        timelines = joined(file.parent).items()
+        links = [(f"step {n}", quote(os.path.relpath(path, out.parent))) for n, path in timelines]
         try:
-            page = make_report(steps, name=file.parent.name or str(file))
+            page = make_report(steps, name=file.parent.name or str(file), timelines=links)
         except MonitorError as error:
             raise MonitorError(f"{file}: {error}") from None
         write_report(out, page)

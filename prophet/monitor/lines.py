@@ -82,6 +82,8 @@ def step_of(row: Any, header: Row) -> Row:
     for name in _AT_TIMES:
         if row.get(name) is not None:
             take(name, _number(row[name], whole=name in _WHOLE), "a number")
+    if row.get("loss") is not None:
+        take("loss", _number(row["loss"], signed=True), "a number")
     for name in _BY_LAYER_AT_TIMES:
         if row.get(name):
             take(name, _numbers(row[name], layers), f"{layers} numbers, one per layer")
@@ -96,10 +98,10 @@ def step_of(row: Any, header: Row) -> Row:
     return found
 
 
-def _number(value: object, *, whole: bool = False) -> bool:
-    """Whether it is a number that every view can show: not negative, and not NaN."""
+def _number(value: object, *, whole: bool = False, signed: bool = False) -> bool:
+    """Whether it is a number that every view can show: not NaN, and not negative unless it is `signed`."""
     kinds = int if whole else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+    return isinstance(value, kinds) and not isinstance(value, bool) and -signed * _LARGEST <= value <= _LARGEST
 
 
 def _numbers(value: object, count: int, *, whole: bool = False) -> bool:

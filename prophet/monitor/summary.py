@@ -6,6 +6,9 @@ Shape legend: T steps with details, L layers, R ranks, E experts.
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from prophet.errors import MonitorError
 from prophet.monitor.read import Steps
 from prophet.monitor.sinks import FILE, Row
 from prophet.report import Report, Run, Table
+from prophet.spec import FloatArray
 
 
 def _detailed(steps: Steps) -> list[Row]:
@@ -77,8 +81,15 @@ def summarise(steps: Steps) -> dict[str, Any]:
     }
 
 
-def make_report(steps: Steps, *, name: str) -> Report:
-    """The page of a run; `MonitorError` where it has too little to show."""
+def _losses(rows: Sequence[Row], at: Sequence[Row]) -> FloatArray:
+    """The latest loss at each of some rows, NaN before the first one; losses may be logged every few steps."""
+    known = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    before = [bisect_right(known, row["step"], key=itemgetter(0)) for row in at]
+    return np.array([known[n - 1][1] if n else np.nan for n in before])
+
+
+def make_report(steps: Steps, *, name: str, timelines: Sequence[tuple[str, str]] = ()) -> Report:
+    """The page of a run; `MonitorError` where it has too little to show. timelines: as of `Report`."""
     rows, detailed = steps.rows, _detailed(steps)
     static = np.array([r["rank_load_static"] for r in detailed])
     balanced = np.array([r["rank_load"] for r in detailed])
@@ -102,10 +113,11 @@ def make_report(steps: Steps, *, name: str) -> Report:
         lead=f"Steps {rows[0]['step'] + 1} to {rows[-1]['step'] + 1} of {header['layers']} MoE layers on "
         f"{header['ranks']} ranks, planner {header.get('planner', 'unknown')}.",
         before=Run(name="without replicas (counted)", loss=unknown, rank_load=static),
-        after=Run(name="as it ran", loss=unknown, rank_load=balanced),
+        after=Run(name="as it ran", loss=_losses(rows, detailed), rank_load=balanced),
         counts=np.array([r["experts"] for r in detailed])[:, :, None, :],
         figures=figures,
         tables=(layers_table(steps),),
+        timelines=timelines,
         remarks=(
             *words,
             *([f"{FILE}: {steps.left_out}."] if steps.left_out.count else []),

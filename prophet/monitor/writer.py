@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import math
 import queue
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from torch import Tensor
 
 from prophet.engine.engine import Engine
 from prophet.engine.report import StepReport
 from prophet.monitor.routing import Routing
 from prophet.monitor.rows import detail_period, predicted_gains, step_row
 from prophet.monitor.sinks import JsonLines, Row, Sink, TensorBoard, WandB
+from prophet.monitor.timelines import Timelines
 from prophet.ranks.process_group import process_rank
 from prophet.spec import checked
 
 WAITING = 64  # steps that may wait to be written; a report holds [L, R, E] counts
 _CLOSE_S = 10.0
-_Item = tuple[StepReport, float, float | None]
+_Item = tuple[StepReport, float, float | None, float | Tensor | None]
+_log = logging.getLogger(__name__)
 
 
 class Monitor:
@@ -43,6 +49,7 @@ class Monitor:
         header: Row,
         detail_every: int,
         predict_every: int,
+        timelines: Timelines | None = None,
     ) -> None:
         self.skipped = 0
         self.writing = bool(sinks)
@@ -50,7 +57,9 @@ class Monitor:
         self._planner, self._contexts = engine.planner, engine.contexts
         self._rank = engine.collective.rank
         self._detail_every, self._predict_every = detail_every, predict_every
+        self._timelines = timelines
         self._last_s: float | None = None
+        self._loss: float | Tensor | None = None
         self._written = 0
         self._queue: queue.Queue[_Item | None] = queue.Queue(WAITING)
         self._closed = not sinks
@@ -62,12 +71,20 @@ class Monitor:
             engine.on_step.append(self._on_step)
             atexit.register(self.close)
 
+    def log(self, *, loss: float | Tensor) -> None:
+        """Have a loss in the line of the step that ends next: to be called before `optimizer.step()`.
+
+        A tensor is read on the monitor's thread, so that this one need not wait for its device.
+        """
+        self._loss = loss.detach() if isinstance(loss, Tensor) else float(loss)
+
     def _on_step(self, report: StepReport) -> None:
         """Called by the engine on the training thread: hand over, and nothing else."""
         now = time.perf_counter()
         step_s, self._last_s = None if self._last_s is None else now - self._last_s, now
+        loss, self._loss = self._loss, None
         try:
-            self._queue.put_nowait((report, time.time(), step_s))
+            self._queue.put_nowait((report, time.time(), step_s, loss))
         except queue.Full:
             self.skipped += 1
 
@@ -96,11 +113,13 @@ class Monitor:
             return False
         return True
 
-    def _row(self, report: StepReport, time_s: float, step_s: float | None) -> Row:
+    def _row(self, report: StepReport, time_s: float, step_s: float | None, loss: float | Tensor | None) -> Row:
         detail = self._written % self._detail_every == 0
         row = step_row(report, time_s=time_s, step_s=step_s, detail=detail, rank=self._rank)
         if self._predict_every and self._written % self._predict_every == 0:
             row["gain_predicted"] = predicted_gains(report, self._planner, self._contexts)
+        if loss is not None and math.isfinite(float(loss)):
+            row["loss"] = float(loss)
         if self.skipped:
             row["skipped"] = self.skipped
         self._written += 1
@@ -108,6 +127,8 @@ class Monitor:
 
     def close(self) -> None:
         """Write what waits, within ten seconds, and stop; again is harmless. Called at the interpreter's end, too."""
+        if self._timelines is not None:
+            self._timelines.close()
         if self._closed:
             return
         self._closed = True
@@ -141,16 +162,18 @@ def monitor(
     predict_every: int = 10,
     heat_every: int = 10,
     notes: Mapping[str, object] | None = None,
+    timeline: Sequence[int] = (),
 ) -> Monitor:
     """Write every step of `engine` from now on into the folder `run`: for `prophet watch`, `report` and `plan`.
 
-    Call it on every rank; process 0 writes, the others do nothing, and nothing is communicated.
+    Call it on every rank; process 0 writes, the others only what `timeline` asks for, and nothing is communicated.
 
     tensorboard: None where it is installed, True to insist, False for none. wandb: None for the run that is under way
     in this process if there is one, a run object, or False. detail_every: steps between two that carry the loads of all
     experts and ranks; None for what keeps a line near 2048 numbers on average. predict_every: steps between two
     predicted gains (0: none). heat_every: details between two sets of heat maps. notes: words for the head of the
-    page.
+    page. timeline: steps, counted from 0, of which all ranks record what they do, for Perfetto; no other step has a
+    cost.
 
     Raises ValueError for numbers out of range, ImportError where TensorBoard was asked for and is missing, OSError
     where the folder cannot be made.
@@ -159,6 +182,7 @@ def monitor(
         ("detail_every", 1 if detail_every is None else detail_every, 1),
         ("predict_every", predict_every, 0),
         ("heat_every", heat_every, 1),
+        ("timeline", min(timeline, default=0), 0),
     ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -183,6 +207,7 @@ def monitor(
     routing = None
     if process_rank() == 0 and engine.collective.rank == 0:
         folder = Path(run)
+        _log.info("every step of %r goes to %s", engine, folder)
         lines = JsonLines(folder)  # made here, so that a folder which cannot be written to is an error at once
         sinks.append(lambda: lines)
         routing = Routing(folder, engine.layers, ranks) if Routing.serves(engine.layers) else None
@@ -198,4 +223,5 @@ def monitor(
         header=header,
         detail_every=detail_every or detail_period(layers, ranks, experts),
         predict_every=predict_every,
+        timelines=Timelines(engine, Path(run), timeline) if timeline else None,
     )

@@ -136,6 +136,7 @@ th:first-child,td:first-child{text-align:left;white-space:normal;min-width:9rem}
 thead th{border-top:0;color:var(--soft);font-weight:600;white-space:normal;vertical-align:bottom}
 ul{padding-left:1.2rem;margin:.3rem 0;max-width:46rem}
 li{margin:.3rem 0}
+a{color:var(--after)}
 """
 
 
@@ -174,6 +175,13 @@ def remarks(lines: Sequence[str], title: str = "What this shows, and what it can
     """A list of sentences under a heading; nothing where there are none."""
     found = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     return f"<section><h2>{html.escape(title)}</h2><ul>{found}</ul></section>" if found else ""
+
+
+def links(title: str, caption: str, files: Sequence[tuple[str, str]]) -> str:
+    """Files that lie beside the page, each by a name and its path, under a heading; nothing where there are none."""
+    found = "".join(f'<li><a href="{html.escape(path)}">{html.escape(name)}</a></li>' for name, path in files)
+    text = f'<h2>{html.escape(title)}</h2><p class="soft">{html.escape(caption)}</p>'
+    return f"<section>{text}<ul>{found}</ul></section>" if found else ""
 
 
 def page(title: str, lead: str, body: str) -> str:

@@ -28,6 +28,7 @@ from prophet.report.page import (
     Table,
     draw_figure,
     few,
+    links,
     page,
     remarks,
     section,
@@ -46,7 +47,8 @@ Ints = npt.NDArray[np.integer[Any]]
 class Run:
     """One training run: `loss` [T] in nats per byte, `rank_load` [T, L, R] tokens computed.
 
-    NaN in `loss` where it is not known; without losses the page has no section of them.
+    NaN in `loss` where it is not known. Without losses of both runs the page has no section of them; those of `after`
+    alone are drawn under its balance.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Report:
     figures: Sequence[tuple[str, str]] = ()  # a figure and what it is of, for the head of the page
     spans: Sequence[Span] = ()  # of one step of `after`, of all ranks
     tables: Sequence[Table] = ()
+    timelines: Sequence[tuple[str, str]] = ()  # a file's name for readers, and its path from the page
     remarks: Sequence[str] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
@@ -141,18 +144,25 @@ def expert_shares_by_step(counts: Ints, *, columns: int = 200) -> FloatArray:
 
 
 def _balance_over_steps(report: Report) -> str:
+    loss = report.after.loss
+    beside = bool(np.isfinite(loss).any()) and not np.isfinite(report.before.loss).any()
+
     def draw(figure: Any) -> None:
-        axes = figure.subplots()
+        axes, *below = figure.subplots(1 + beside, 1, sharex=True, squeeze=False)[:, 0]
         for runs, colour in zip(zip(*report.both_runs, strict=True), (BEFORE, AFTER), strict=True):
             ratio = np.concatenate([max_mean(run.rank_load) for run in runs], axis=1)  # [T, layers of all seeds]
             steps = np.arange(1, len(ratio) + 1)
             axes.fill_between(steps, ratio.min(axis=1), ratio.max(axis=1), color=colour, alpha=0.2, linewidth=0)
             axes.plot(steps, np.median(ratio, axis=1), color=colour, label=runs[0].name)
         axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=(0, (3, 3)))
-        axes.set(xlabel="step", ylabel="busiest rank / mean", ylim=(0.95, None))
+        axes.set(ylabel="busiest rank / mean", ylim=(0.95, None))
         axes.legend(loc="upper right", ncols=2)
+        for under in below:
+            under.plot(np.arange(1, len(loss) + 1), loss, color=INK)
+            under.set(ylabel="loss")
+        (axes, *below)[-1].set_xlabel("step")
 
-    return draw_figure(draw, label="Busiest rank over the mean, by step")
+    return draw_figure(draw, height_in=2.5 + 1.5 * beside, label="Busiest rank over the mean, by step")
 
 
 def _load_by_rank(report: Report) -> str:
@@ -316,6 +326,14 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
 # --- the page ---
 
 
+def _timelines(report: Report) -> str:
+    about = (
+        "What every rank did in one step, from begin to end. Open a file in ui.perfetto.dev or chrome://tracing: "
+        "they read it in the browser and send it nowhere."
+    )
+    return links("Timelines", about, report.timelines)
+
+
 def render_report(report: Report) -> str:
     """The page as one string of HTML; raises `ReportError` when matplotlib is missing."""
     known = np.isfinite(report.before.loss).any() and np.isfinite(report.after.loss).any()
@@ -328,7 +346,7 @@ def render_report(report: Report) -> str:
         report.title,
         report.lead,
         tiles(report.figures)
-        + f'\n<div class="columns">{sections}{remarks(report.remarks)}</div>\n'
+        + f'\n<div class="columns">{sections}{_timelines(report)}{remarks(report.remarks)}</div>\n'
         + "".join(table_html(t) for t in report.tables),
     )
 

@@ -1,7 +1,8 @@
 """What every rank did and when, as a trace that Chrome's and Perfetto's viewers open.
 
 `to_trace` turns spans (recorded, simulated, or both side by side) into the Trace Event format: one process per rank,
-one thread per stream, complete events ("ph": "X") in microseconds.
+a thread per stream, complete events ("ph": "X") in microseconds. Events of one thread must be nested or apart: where
+spans of a stream cross, as transfers do, there are several threads of its name.
 """
 
 from __future__ import annotations
@@ -69,40 +70,55 @@ def to_trace(groups: Mapping[str, Iterable[Span]]) -> dict[str, Any]:
     group by group in the order given, ranks within them; thread numbers follow the streams' names.
     """
     listed = {name: sorted(spans) for name, spans in groups.items()}
-    streams = sorted({s.stream for spans in listed.values() for s in spans})
-    thread = {name: i + 1 for i, name in enumerate(streams)}
     width = 1 + max((s.rank for spans in listed.values() for s in spans), default=0)
     events: list[dict[str, Any]] = []
     for g, (group, spans) in enumerate(listed.items()):
         zero = spans[0].start_s if spans else 0.0
+        places: list[tuple[Span, dict[str, int]]] = []
         for rank in sorted({s.rank for s in spans}):
             pid = g * width + rank
             label = f"rank {rank}" if not group else f"{group}, rank {rank}"
             events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": label}})
             events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
-            for name in sorted({s.stream for s in spans if s.rank == rank}):
-                events.append(
-                    {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread[name], "args": {"name": name}}
-                )
-        for s in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": s.name,
-                    "cat": s.stream,
-                    "pid": g * width + s.rank,
-                    "tid": thread[s.stream],
-                    "ts": round((s.start_s - zero) * 1e6, 3),
-                    "dur": round(s.seconds * 1e6, 3),
-                }
-            )
+            for thread, (stream, track) in enumerate(_tracks([s for s in spans if s.rank == rank]), start=1):
+                place = {"pid": pid, "tid": thread}
+                events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": stream}})
+                places += [(s, place) for s in track]
+        for s, place in sorted(places, key=lambda both: both[0]):
+            # both ends are rounded: what was nested or apart stays so
+            start_us, end_us = (round((at_s - zero) * 1e6, 3) for at_s in (s.start_s, s.end_s))
+            about = {"name": s.name, "cat": s.stream, "ts": start_us, "dur": round(end_us - start_us, 3)}
+            events.append({"ph": "X", **place, **about})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
+    """Tracks by stream on which spans are nested or apart, as few as the order of their starts allows."""
+    tracks: dict[str, list[tuple[list[Span], list[float]]]] = {}  # what is on a track, and the ends of what is open
+    for s in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
+        lanes = tracks.setdefault(s.stream, [])
+        for lane in lanes:
+            ends = lane[1]
+            while ends and ends[-1] <= s.start_s:
+                ends.pop()
+            if not ends or s.end_s <= ends[-1]:
+                break
+        else:
+            lane = ([], [])
+            lanes.append(lane)
+        lane[0].append(s)
+        lane[1].append(s.end_s)
+    return [(stream, track) for stream, lanes in sorted(tracks.items()) for track, _ in lanes]
 
 
 def write_trace(path: str | os.PathLike[str], groups: Mapping[str, Iterable[Span]]) -> None:
     """Write `to_trace(groups)` as JSON; the file appears complete or not at all."""
-    target = Path(path)
-    part = target.with_name(target.name + ".part")
+    write_document(Path(path), to_trace(groups))
+
+
+def write_document(target: Path, document: Mapping[str, Any]) -> None:
+    """Write a Trace Event document as JSON; the file appears complete or not at all, also where several ranks do."""
+    part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     with part.open("w", encoding="utf-8") as f:
-        json.dump(to_trace(groups), f, separators=(",", ":"), allow_nan=False)
+        json.dump(document, f, separators=(",", ":"), allow_nan=False)
     part.replace(target)

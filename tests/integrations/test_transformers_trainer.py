@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback
 
 import prophet
 from prophet.errors import CheckpointError
+from prophet.monitor.read import read_steps
 from prophet.traces import read_trace
 from tests.helpers.small_trainer import callback, key_warnings, logged, same_weights, small_trainer, trained
 
@@ -96,7 +97,8 @@ class Listener(TrainerCallback):  # type: ignore[misc]
 @pytest.mark.parametrize("balance", [True, False])
 def test_the_balance_is_in_the_logs(tmp_path: Path, balance: bool) -> None:
     """With losses alone, as means over the steps since the last, also for callbacks that come before ours."""
-    made = callback(balance=balance)
+    run = tmp_path / "monitored"
+    made = callback(balance=balance, monitor=run if balance else None)
     trainer = small_trainer(tmp_path, made, logging_steps=2, save_strategy="no", eval_strategy="steps", eval_steps=2)
     listener = Listener()
     trainer.callback_handler.callbacks.insert(0, listener)
@@ -113,6 +115,8 @@ def test_the_balance_is_in_the_logs(tmp_path: Path, balance: bool) -> None:
     with_balance = [row for row in listener.told if "moe/copies" in row or "moe/max_mean" in row]
     if not balance:
         assert with_balance == []
+        with pytest.raises(ValueError, match=r"ProphetCallback\.monitor writes what an engine balances"):
+            callback(balance=False, monitor=run)
         return
     assert len(with_balance) == 2
     assert all("loss" in row for row in with_balance)
@@ -120,6 +124,8 @@ def test_the_balance_is_in_the_logs(tmp_path: Path, balance: bool) -> None:
     assert [row["moe/max_mean"] for row in with_balance] == pytest.approx([sum(pair) / 2 for pair in by_step])
     assert [row["moe/copies"] for row in with_balance] == [0.0, 0.0]  # there is no other rank
     assert logged(trainer, "moe/max_mean") == [row["moe/max_mean"] for row in with_balance]
+    # a loss is logged after its step, so it is in the next line
+    assert [row.get("loss") for row in read_steps(run).rows] == [None, None, with_balance[0]["loss"], None]
 
 
 class ForgetsTheModel(Trainer):  # type: ignore[misc]

@@ -25,9 +25,11 @@ from prophet.monitor.read import Tail, read_steps
 from prophet.monitor.routing import Routing
 from prophet.monitor.rows import detail_period, hottest, measured_gain, ratios, step_row
 from prophet.monitor.sinks import JsonLines, WandB, heat_map, images, scalars
+from prophet.monitor.summary import make_report
 from prophet.monitor.view import chosen_layers, course
 from prophet.monitor.writer import WAITING
 from prophet.ranks.threads import ThreadCollective
+from prophet.report import render_report
 from prophet.traces import read_trace
 from tests.helpers.support import FixedPlanner, TinyModel, everywhere, next_id_loss, on_threads
 
@@ -185,6 +187,24 @@ def test_nothing_measured_is_no_gain() -> None:
 def test_details_are_rarer_in_large_models() -> None:
     assert detail_period(4, 4, 16) == 1
     assert detail_period(60, 64, 256) > 10
+
+
+def test_a_loss_is_drawn_beside_the_balance(tmp_path: Path) -> None:
+    write(tmp_path, 8)
+    file = tmp_path / "steps.jsonl"
+    header, *lines = file.read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for i, loss in ((2, 3.5), (5, -0.25)):  # logged every few steps, and negative as a reward's may be
+        rows[i]["loss"] = loss
+    rows[7]["loss"] = "low"
+    file.write_text("\n".join([header, *map(json.dumps, rows), ""]))
+    steps = read_steps(tmp_path)
+    assert steps.left_out.why == "loss: expected a number, got 'low'"
+    made = make_report(steps, name="x")
+    np.testing.assert_array_equal(made.after.loss, [np.nan, 3.5, 3.5, -0.25])  # of the steps with details: 0, 2, 4, 6
+    assert ">loss<" in render_report(made)
+    write(tmp_path, 3)
+    assert ">loss<" not in render_report(make_report(read_steps(tmp_path), name="x"))
 
 
 def test_pictures() -> None:

@@ -6,13 +6,14 @@ import json
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from prophet.scheduler.schedules import block_wise
 from prophet.scheduler.simulate import simulate
 from prophet.scheduler.timeline import Recorder, Span, to_trace, write_trace
 from tests.helpers.schedules import uniform_durations
-from tests.helpers.timelines import read_timeline
+from tests.helpers.timelines import events_by_track, read_timeline
 
 SPANS = [
     Span(10.0, 10.5, 0, "compute", "FEC(0)"),
@@ -48,6 +49,26 @@ def test_measured_and_simulated_lie_side_by_side(tmp_path: Path) -> None:
     pids = {e["pid"] for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"}
     assert len(pids) == 4
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_spans_that_cross_are_on_tracks_of_their_own() -> None:
+    """As transfers do, which are several at a time; what is nested or apart shares one."""
+    rng = np.random.default_rng(0)
+    starts_s = rng.uniform(1e5, 1e5 + 1e-2, 200)  # seconds since a host was started: rounding must not make any cross
+    spans = [
+        Span(s, s + d, int(r), "weights", "x")
+        for s, d, r in zip(starts_s, rng.exponential(2e-4, 200), starts_s * 1e6 % 2, strict=True)
+    ]
+    spans += [Span(1.0, 2.0, 2, "weights", "a"), Span(1.25, 1.5, 2, "weights", "b"), Span(2.0, 3.0, 2, "weights", "c")]
+    document = to_trace({"": spans})
+    tracks = events_by_track(document)
+    assert {track: len(events) for track, events in tracks.items()} == {
+        (f"rank {rank}", "weights"): sum(s.rank == rank for s in spans) for rank in range(3)
+    }
+    assert len({e["tid"] for e in tracks["rank 0", "weights"]}) > 1
+    assert len({e["tid"] for e in tracks["rank 2", "weights"]}) == 1
+    with pytest.raises(AssertionError, match="crosses"):
+        events_by_track({"traceEvents": [{**e, "tid": 1} if e["ph"] == "X" else e for e in document["traceEvents"]]})
 
 
 def test_empty_and_single_groups(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_a_wrong_value_or_name_is_one_sentence(draw: Draw) -> None:
         (lambda: prophet.convert(MODEL, experts=3), "experts must be a string or a sequence of strings, got 3"),
         (lambda: prophet.monitor(None, "run"), "monitor(): engine must be a prophet.Engine, got None"),
         (lambda: prophet.monitor(ENGINE), "monitor(): missing a required argument: 'run'"),
+        (lambda: prophet.monitor(ENGINE, "run", timeline=5), "timeline must be a sequence of integers, got 5"),
         (lambda: ControllerConfig(every_steps="5"), "ControllerConfig.every_steps must be an integer, got '5'"),
         (lambda: Windows(fnec_s="1"), "Windows.fnec_s must be a number, got '1'"),
     ],
