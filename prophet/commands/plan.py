@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prophet.commands.arguments import (
     add_json,
     add_machine,
+    add_model,
     add_planner,
     add_slots,
     known_names,
     machine,
+    model_sizes,
     planner_names,
     positive,
 )
-from prophet.errors import UsageError
+from prophet.errors import SpecError, TraceError, UsageError
 
 if TYPE_CHECKING:
     from prophet.machine.named import Machine
     from prophet.machine.sizes import ModelSizes
-    from prophet.spec import PlanContext
+    from prophet.planner.base import Planner
     from prophet.traces.npz import RoutingTrace
     from prophet.traces.replay import Replay
 
 _DEFAULT_PLANNERS = ("static", "top2", "top3", "pro-prophet", "prophet")
 _MOST_ITERATIONS = 25  # of a trace that are judged, evenly spread: medians no longer move with more
+_ASSUMED_MODEL = "Mixtral-8x7B"  # where neither options nor the trace say the sizes
+_ALL = "all sizes"
+_UNSAID = {  # what `ModelSizes` then takes
+    "top_k": "top 1",
+    "activation": "swiglu",
+    "sequence": "sequences of 4096 tokens",
+    "vocabulary": "no output head",
+}
 
 
 def add(commands: Any) -> None:
@@ -39,7 +52,8 @@ def add(commands: Any) -> None:
         description=(
             "Replay routing traces and compare planners. Each iteration's replicas are placed from the iteration\n"
             "before, each step's tokens are split by their exact counts, and the performance model predicts the time\n"
-            "of one MoE layer. The balance (busiest rank over mean) and the replicas are exact; times are predictions."
+            "of one MoE layer and of a step. The balance (busiest rank over mean) and the replicas are exact; times\n"
+            "are predictions."
         ),
         epilog=(
             "A trace is an npz archive without pickle: counts, integers [steps, layers, ranks, experts]; iteration,\n"
@@ -47,8 +61,8 @@ def add(commands: Any) -> None:
             "too, as a file or as the folder that holds one file per rank: .csv with the columns\n"
             "step,layer,rank,expert,count or SGLang's layer_id,expert_id,count; .jsonl, Megatron-LM's router trace;\n"
             ".safetensors, TensorRT-LLM's expert statistic; .json, sums over ranks. docs/plan.md has the list.\n\n"
-            "A topology file must have as many ranks as the trace. Without :MODEL the layer's sizes come from dim\n"
-            "and hidden in the trace's metadata.\n\n"
+            "Sizes are taken from the options, then from --model, then from the trace's metadata. A topology file\n"
+            "must have as many ranks as a group. --experts also says how many a log has that does not say.\n\n"
             f"{known_names()}"
         ),
     )
@@ -57,50 +71,35 @@ def add(commands: Any) -> None:
     add_planner(parser, _DEFAULT_PLANNERS)
     add_machine(parser)
     add_slots(parser)
-    argument(
-        "--experts",
-        type=_experts,
-        default=(None, None),
-        metavar="N[/RANKS]",
-        help="experts of a log that does not say (default: as seen), and ranks of a group, if it has more or none",
-    )
+    argument("--ranks", type=positive, metavar="R", help="ranks of the job (default: as recorded)")
+    argument("--ep", type=positive, metavar="R", help="ranks of one expert-parallel group (default: all)")
+    argument("--dp", type=positive, metavar="N", help="groups that train the same experts (default: as recorded)")
+    argument("--tokens", type=positive, metavar="N", help="tokens per rank and step (default: as recorded)")
     argument("--html", type=Path, metavar="FILE", help="write a page with figures")
     add_json(parser)
+    add_model(parser)
     parser.set_defaults(run=run)
-
-
-def _experts(text: str) -> tuple[int | None, int | None]:
-    """ "64" or "64/8": experts, and ranks of a group."""
-    experts, _, ranks = text.partition("/")
-    return positive(experts), positive(ranks) if ranks else None
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay every trace with every planner, and print the comparison."""
     from prophet.planner import get_planner
-    from prophet.traces.importers import read_any
 
     names = list(dict.fromkeys(["static", *planner_names(arguments.planner, _DEFAULT_PLANNERS)]))
     if arguments.html:
         _check_page(arguments.html, names)
     where = machine(arguments.machine)
-    answers, reports = [], []
+    answers = []
     for file in arguments.traces:
-        experts, ranks = arguments.experts
-        trace = read_any(file, experts=experts, ranks=ranks)
-        if experts not in (None, trace.experts):
-            raise UsageError(f"--experts {experts}: {file} says itself that it has {trace.experts} experts")
-        answer, results, pairs = _replay(file, trace, arguments.slots, where, [get_planner(n) for n in names])
-        answers.append(answer)
-        iterations = [int(trace.iteration[now.start]) for _, now in pairs]
-        reports.append((answer, iterations, results))
+        planners = [get_planner(n) for n in names]
+        answers.append(_answer(_job(arguments, file), where, arguments.slots, arguments.dp, planners))
     if arguments.json:
-        print(json.dumps(answers[0] if len(answers) == 1 else _together(answers), indent=2))
+        print(json.dumps(answers[0].answer if len(answers) == 1 else _together(answers), indent=2))
     else:
-        for answer in answers:
-            _print(answer)
+        for one in answers:
+            _print(one.answer)
     if arguments.html:
-        _write_html(arguments.html, reports)
+        _write_html(arguments.html, answers)
         if not arguments.json:
             print(f"Page: {arguments.html}")
     return 0
@@ -108,117 +107,280 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_page(file: Path, planners: list[str]) -> None:
     """Refuse before anything is replayed what `--html` cannot be, or cannot be drawn here."""
+    import tempfile
+
     from prophet.report import check_can_draw
 
     if len(planners) < 2:
         raise UsageError("--html: expected at least one planner besides static")
     if file.is_dir():
         raise UsageError(f"--html: expected a file, {file} is a folder")
+    there = next(folder for folder in file.absolute().parents if folder.exists())
+    try:
+        with file.open("r+b") if file.exists() else tempfile.NamedTemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UsageError(f"--html: expected a file that can be written, {file} cannot: {error.strerror}") from None
     check_can_draw()
 
 
-def _together(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def _together(answers: list[_Answer]) -> dict[str, Any]:
     """Several traces in one JSON document."""
-    return {
-        "slots_per_rank": answers[0]["slots_per_rank"],
-        "traces": [{k: a[k] for k in ("trace", "machine", "planners")} for a in answers],
-    }
+    common = {"slots_per_rank": answers[0].answer["slots_per_rank"]}
+    return common | {"traces": [{k: v for k, v in a.answer.items() if k not in common} for a in answers]}
 
 
-def _context(file: Path, trace: RoutingTrace, slots: int, where: Machine) -> tuple[PlanContext, int, str]:
-    """What the planners know, experts per token, and the name of the machine with its model."""
-    from prophet.spec import PlanContext, check_experts_per_rank
-    from prophet.traces.replay import routed_per_rank
-
-    if where.ranks not in (None, trace.ranks):
-        raise UsageError(
-            f"--machine: {where.name} has {where.ranks} ranks, {file} was recorded on {trace.ranks}: calibrate with "
-            f"--ranks {trace.ranks}, or name one of the machines that come in any size"
-        )
-    m = check_experts_per_rank(trace.experts, trace.ranks)
-    model = where.model or _model_of(file, trace)
-    top_k = _whole_meta(file, trace, "top_k") or model.top_k
-    topology = where.topology(trace.ranks)
-    context = PlanContext(
-        topology=topology,
-        shape=model.shape(where.element_bytes),
-        home=tuple(e // m for e in range(trace.experts)),
-        windows=model.windows(routed_per_rank(trace) / top_k, min(topology.flops_per_s)),
-        slots_per_rank=slots,
-    )
-    return context, top_k, where.label(model)
+# --------------------------------------------------------------------------------------------------- what is asked
 
 
-def _model_of(file: Path, trace: RoutingTrace) -> ModelSizes:
-    """The layer's sizes as the trace's metadata has them; the rest of the block is taken as attention of that size."""
-    from prophet.machine.sizes import ModelSizes
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """What a trace and the options say together. groups: that hold the same layers, one after the other in the trace.
 
-    dim, hidden = _whole_meta(file, trace, "dim"), _whole_meta(file, trace, "hidden")
-    if dim is None or hidden is None:
-        raise UsageError(f"{file}: its metadata has no dim and hidden; write --machine FILE:MODEL")
-    return ModelSizes(
-        name=f"{dim} x {hidden}",
-        dim=dim,
-        hidden=hidden,
-        activation="gelu",
-        bias=True,
-        sequence=1024,
-    )
+    pairs: (iteration before, iteration) that are judged.
+    """
+
+    file: Path
+    trace: RoutingTrace
+    groups: int
+    sizes: ModelSizes
+    top_k_said: bool
+    pairs: list[tuple[slice, slice]]
+
+    @property
+    def repeats(self) -> float:
+        """Layers with experts of the model, for each that was recorded."""
+        return self.sizes.blocks_with_experts * self.groups / self.trace.layers
+
+    @property
+    def microbatches(self) -> float:
+        """Of a step, mean over those judged."""
+        return float(sum(now.stop - now.start for _, now in self.pairs)) / len(self.pairs)
+
+    @property
+    def planned_from_itself(self) -> bool:
+        """What servers publish is often one dump."""
+        return self.pairs[0][0] == self.pairs[0][1]
 
 
-def _whole_meta(file: Path, trace: RoutingTrace, name: str) -> int | None:
-    value = trace.meta.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise UsageError(f"{file}: meta: {name}: expected a whole number of at least 1, got {value!r}")
+def _job(arguments: argparse.Namespace, file: Path) -> _Job:
+    """Read a trace; on the ranks, in the groups and with the tokens that are asked for."""
+    from prophet.machine.models import MODELS
+    from prophet.machine.recorded import recorded_sizes
+    from prophet.traces.importers import read_any
+    from prophet.traces.regroup import scaled
+    from prophet.traces.replay import choose_iterations
 
-
-def _replay(
-    file: Path, trace: RoutingTrace, slots: int, where: Machine, planners: list[Any]
-) -> tuple[dict[str, Any], list[Replay], list[tuple[slice, slice]]]:
-    from prophet.errors import SpecError
-    from prophet.traces.replay import choose_iterations, replay
-
+    trace = read_any(file, experts=arguments.experts, ranks=arguments.ep, job=arguments.ranks)
+    _check_experts(file, trace, arguments.experts)
+    said = recorded_sizes(trace.meta, str(file))
+    groups = trace.meta.get("groups", 1)
+    if not isinstance(groups, int) or not 1 <= groups <= trace.layers or trace.layers % groups:
+        raise UsageError(f"{file}: meta: groups: expected a divisor of its {trace.layers} layers")
+    if arguments.dp is not None and arguments.dp < groups:
+        raise UsageError(f"--dp {arguments.dp}: {file} has {groups} groups that train the same layers")
+    if said.get("experts", trace.experts) != trace.experts:
+        raise UsageError(f"{file}: meta: experts: expected the {trace.experts} of its counts, got {said['experts']}")
+    options = {n: v for n in ("dim", "hidden", "top_k", "layers", "heads") if (v := getattr(arguments, n)) is not None}
+    recorded = {"layers": trace.layers // groups, "experts": trace.experts}
     try:
-        only = list(trace.iteration_slices())  # what servers publish is often one dump
+        only = list(trace.iteration_slices())
         pairs = [(only[0], only[0])] if len(only) == 1 else choose_iterations(trace, _MOST_ITERATIONS)
         if not any(trace.counts[now].any() for _, now in pairs):
             raise SpecError("counts: expected tokens in the iterations that are judged, all of their counts are 0")
-        context, top_k, label = _context(file, trace, slots, where)
-    except SpecError as error:
+        base = MODELS[_ASSUMED_MODEL] if arguments.model else _without_model(recorded, said, options)
+        sizes = model_sizes(arguments, base)
+        if arguments.model:
+            _check_same(file, said, sizes, options)
+        elements = {"element_bytes": sizes.element_bytes or said.get("element_bytes")}
+        sizes = sizes.with_options({"experts": trace.experts} | elements)
+        if arguments.tokens is not None:
+            trace = scaled(trace, arguments.tokens * sizes.top_k)
+    except (SpecError, TraceError) as error:
         raise UsageError(f"{file}: {error}") from None
-    results = [replay(trace, planner, context, pairs) for planner in planners]
+    return _Job(
+        file=file,
+        trace=trace,
+        groups=groups,
+        sizes=sizes,
+        top_k_said=bool(arguments.model) or "top_k" in said | options,
+        pairs=pairs,
+    )
+
+
+def _check_experts(file: Path, trace: RoutingTrace, asked: int | None) -> None:
+    experts, ranks = trace.experts, trace.ranks
+    if asked not in (None, experts):
+        raise UsageError(f"--experts {asked}: {file} says itself that it has {experts} experts")
+    if experts % ranks:
+        common = math.gcd(experts, ranks)
+        ways = [f"--ep {common}"] if common > 1 else []
+        raise UsageError(
+            f"{file}: {experts} experts cannot be divided among {ranks} ranks, and every rank is home to as many: give "
+            f"{' or '.join([*ways, f'--ranks {common if common > 1 else experts}'])}, or for a log in which experts "
+            f"without tokens are missing --experts {-(-experts // ranks) * ranks}"
+        )
+
+
+def _without_model(recorded: dict[str, int], said: dict[str, Any], options: dict[str, int]) -> ModelSizes:
+    """The sizes where there is no `--model`.
+
+    recorded: what the counts show. said: by the trace's metadata, which wins over it. options: win over both.
+    """
+    from prophet.machine.models import MODELS
+    from prophet.machine.sizes import ModelSizes
+
+    known: dict[str, Any] = {**recorded, **said, **options}
+    if "layers" in options and said.get("moe_layers") == said.get("layers"):
+        known.pop("moe_layers", None)  # all of them have experts, as all of the trace's
+    if {"dim", "heads"} & options.keys():
+        known.pop("dense_params", None)  # a product of the recorded ones
+    if not {"dim", "hidden"} <= known.keys():
+        kept = ("layers", "moe_layers", "experts", "top_k", "sequence", "element_bytes")
+        return MODELS[_ASSUMED_MODEL].with_options({n: known.get(n) for n in kept} | {"assumed": (_ALL,)})
+    unsaid = [words for name, words in _UNSAID.items() if name not in known]
+    if known.get("moe_layers", known["layers"]) < known["layers"]:
+        unsaid.append("blocks without experts as wide as an expert")
+    return ModelSizes(**{"name": "unnamed", "assumed": tuple(unsaid), **known})
+
+
+def _check_same(file: Path, said: dict[str, Any], sizes: ModelSizes, options: dict[str, int]) -> None:
+    """Refuse a model that the trace's metadata contradicts, where no option decides."""
+    for name in ("dim", "hidden", "top_k"):
+        theirs = getattr(sizes, name)
+        if name not in options and said.get(name, theirs) != theirs:
+            raise UsageError(
+                f"--model: {sizes.name} has {name} {theirs}, {file} was recorded with {name} {said[name]}: leave "
+                f"--model out, or decide with --{name.replace('_', '-')}"
+            )
+
+
+def _model_line(sizes: ModelSizes) -> str:
+    if _ALL in sizes.assumed:
+        return f"The sizes of {sizes.name} are assumed: give --model."
+    assumed = f" Assumed: {', '.join(sizes.assumed)}." if sizes.assumed else ""
+    return f"Model: {sizes.name}, {sizes.dim} x {sizes.hidden}, {sizes.activation}.{assumed}"
+
+
+def _machine_line(where: Machine) -> str:
+    if where.ranks is not None:
+        return f"Machine: {where.name}, measured."
+    return (
+        f"Machine: {where.name}, by data sheets. Yours: prophet calibrate --out topology.toml, then --machine "
+        "topology.toml."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the answer
+
+
+class _Answer(NamedTuple):
+    """What `--json` prints of one trace, every planner's replay, and the numbers of the iterations judged."""
+
+    answer: dict[str, Any]
+    results: list[Replay]
+    iterations: list[int]
+
+
+def _answer(job: _Job, where: Machine, slots: int, dp: int | None, planners: list[Planner]) -> _Answer:
+    """Replay one trace with every planner."""
+    from prophet.commands.advice import advice
+    from prophet.machine.step import rest_of_step
+    from prophet.spec import PlanContext
+    from prophet.terminal import progress
+    from prophet.traces.replay import replay, routed_per_rank
+
+    trace, sizes = job.trace, job.sizes
+    if where.ranks not in (None, trace.ranks):
+        raise UsageError(
+            f"--machine: {where.name} has {where.ranks} ranks, {job.file} has {trace.ranks}: calibrate with --ranks "
+            f"{trace.ranks}, regroup the trace with --ranks {where.ranks}, or name a machine that comes in any size"
+        )
+    tokens = routed_per_rank(trace) / sizes.top_k
+    topology, element_bytes = where.topology(trace.ranks), sizes.element_bytes or where.element_bytes
+    windows = sizes.windows(tokens, min(topology.flops_per_s))
+    context = PlanContext(
+        topology=topology,
+        shape=sizes.shape(element_bytes),
+        home=tuple(e * trace.ranks // trace.experts for e in range(trace.experts)),
+        windows=windows,
+        slots_per_rank=slots,
+    )
+    n, copies = len(job.pairs), dp or job.groups
+    with progress(f"Replaying {job.file.name}", job.pairs * len(planners), n * len(planners)) as left:
+        results = [replay(trace, planner, context, itertools.islice(left, n)) for planner in planners]
+    rest = rest_of_step(sizes, topology, tokens=tokens, windows=windows, element_bytes=element_bytes, groups=copies)
     answer = {
         "trace": {
-            "file": str(file),
+            "file": str(job.file),
             "steps": trace.steps,
             "layers": trace.layers,
             "ranks": trace.ranks,
             "experts": trace.experts,
-            "top_k": top_k,
-            "iterations_judged": len(pairs),
-            "planned_from": "itself" if len(only) == 1 else "the iteration before",
+            "top_k": sizes.top_k,
+            "top_k_assumed": not job.top_k_said,
+            "groups": job.groups,
+            "tokens_per_rank": tokens,
+            "iterations_judged": n,
+            "planned_from": "itself" if job.planned_from_itself else "the iteration before",
         },
-        "machine": label,
+        "assumed": [_model_line(sizes), _machine_line(where)],
+        "machine": where.name,
+        "model": {name: value for name, value in asdict(sizes).items() if name != "assumed"},
         "slots_per_rank": slots,
-        "planners": [_as_json(r, results[0]) for r in results],
+        "step": {
+            "layers": sizes.layers,
+            "moe_layers": sizes.blocks_with_experts,
+            "microbatches": job.microbatches,
+            "dp": copies,
+            **asdict(rest),
+        },
+        "memory_bytes": getattr(where.source, "memory_bytes", None),
+        "replica_bytes": context.shape.replica_bytes,
+        "planners": _as_json(job, results, rest.seconds(job.microbatches), context.shape.replica_bytes),
     }
-    return answer, results, pairs
+    return _Answer(
+        answer | {"advice": advice(answer)}, results, [int(trace.iteration[now.start]) for _, now in job.pairs]
+    )
 
 
-def _as_json(result: Replay, static: Replay) -> dict[str, Any]:
-    return {
-        "planner": result.planner,
-        "max_mean_median": result.max_mean_median,
-        "max_mean_p95": result.max_mean_p95,
-        "copies_per_rank_mean": result.copies_per_rank,
-        "copies_on_fullest_rank": result.copies_on_fullest_rank,
-        "predicted_a2a_s": result.a2a_s,
-        "predicted_expert_s": result.expert_s,
-        "predicted_exposed_s": result.exposed_s,
-        "predicted_layer_s": result.layer_s,
-        "predicted_speed_up": static.layer_s / result.layer_s if result.layer_s > 0 else 1.0,
-    }
+def _as_json(job: _Job, results: list[Replay], rest_s: float, replica_bytes: int) -> list[dict[str, Any]]:
+    """Each planner's figures. Groups run side by side, and a step is as long as that of the slowest one."""
+    found: list[dict[str, Any]] = []
+    for r in results:
+        judged, groups = len(r.layers_s), job.groups
+        layers_s = r.layers_s.reshape(judged, groups, -1).sum(axis=2).max(axis=1).mean()
+        held = r.rank_copies.reshape(judged, groups, -1, job.trace.ranks).sum(axis=2).max()
+        replicas = math.ceil(job.repeats * int(held))
+        found.append(
+            {
+                "planner": r.planner,
+                "max_mean_median": r.max_mean_median,
+                "max_mean_p95": r.max_mean_p95,
+                "copies_per_rank_mean": r.copies_per_rank,
+                "copies_on_fullest_rank": r.copies_on_fullest_rank,
+                "predicted_a2a_s": r.a2a_s,
+                "predicted_expert_s": r.expert_s,
+                "predicted_exposed_s": r.exposed_s,
+                "predicted_layer_s": r.layer_s,
+                "predicted_speed_up": _ratio(results[0].layer_s, r.layer_s),
+                "predicted_step_s": job.repeats * float(layers_s) + rest_s,
+                "replicas_on_fullest_rank": replicas,
+                "replica_bytes_on_fullest_rank": replicas * replica_bytes,
+                "planning_s": job.repeats * r.place_s,
+                "splitting_s": job.repeats * r.split_s,
+            }
+        )
+    for row in found:
+        row["predicted_step_speed_up"] = _ratio(found[0]["predicted_step_s"], row["predicted_step_s"])
+    return found
+
+
+def _ratio(before_s: float, after_s: float) -> float:
+    return before_s / after_s if after_s > 0 else 1.0
+
+
+# ---------------------------------------------------------------------------------------------------- how it is shown
 
 
 def _describe(answer: dict[str, Any]) -> str:
@@ -227,68 +389,69 @@ def _describe(answer: dict[str, Any]) -> str:
     judged = f"{trace['iterations_judged']} iterations judged, each planned from the one before."
     if trace["planned_from"] == "itself":
         judged = "its only iteration judged, planned from itself: no more than this can be gained."
+    assumed = " (assumed)" if trace["top_k_assumed"] else ""
+    groups = f" in each of {trace['groups']} groups" if trace["groups"] > 1 else ""
     return (
-        f"{trace['layers']} layers, {trace['ranks']} ranks, {trace['experts']} experts, top {trace['top_k']}; {judged}"
+        f"{trace['layers'] // trace['groups']} layers, {trace['ranks']} ranks{groups}, {trace['experts']} experts, top "
+        f"{trace['top_k']}{assumed}, {trace['tokens_per_rank']:,.0f} tokens per rank; {judged}"
     )
 
 
-def _write_html(file: Path, reports: list[tuple[dict[str, Any], list[int], list[Replay]]]) -> None:
+def _write_html(file: Path, answers: list[_Answer]) -> None:
+    from prophet.commands.advice import sentences
     from prophet.report import Comparison, write_comparison
 
     pages = []
-    for answer, iterations, results in reports:
+    for a in answers:
+        slots = a.answer["slots_per_rank"]
         pages.append(
             Comparison(
-                name=Path(answer["trace"]["file"]).name,
-                subtitle=f"{_describe(answer)} Predicted for {answer['machine']}, at most "
-                f"{answer['slots_per_rank']} copies of a layer's experts on a rank.",
-                iterations=iterations,
-                results=results,
+                name=Path(a.answer["trace"]["file"]).name,
+                subtitle=f"{' '.join(a.answer['assumed'])} {_describe(a.answer)} At most {slots} copies of a layer's "
+                "experts on a rank.",
+                iterations=a.iterations,
+                results=a.results,
+                step_s=[p["predicted_step_s"] for p in a.answer["planners"]],
+                remarks=sentences(a.answer),
             )
         )
     write_comparison(file, pages)
 
 
 def _print(answer: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from prophet.commands.advice import milliseconds, sentences
+    from prophet.terminal import Column, console, print_table
 
-    rows = answer["planners"]
-    console = Console()
-    console.print(f"{answer['trace']['file']}: {_describe(answer)}", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("planner", no_wrap=True)
-    for column in (
-        "max/mean\nmedian",
-        "\np95",
-        "copies\nper rank",
-        "A2A\nms",
-        "experts\nms",
-        "exposed\nms",
-        "layer\nms",
-        "gain",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
-    for r in rows:
-        milliseconds = (f"{1e3 * r[f'predicted_{part}_s']:.3g}" for part in ("a2a", "expert", "exposed", "layer"))
-        table.add_row(
-            r["planner"],
-            f"{r['max_mean_median']:.3f}",
-            f"{r['max_mean_p95']:.3f}",
-            f"{r['copies_per_rank_mean']:.2f}",
-            *milliseconds,
-            f"{r['predicted_speed_up']:.2f}×",
-        )
-    console.print(table)
-    best = max(rows, key=lambda r: r["predicted_speed_up"])
-    if best["predicted_speed_up"] > 1.0:
-        gain = best["predicted_speed_up"]
-        verdict = f"{best['planner']!r} is predicted to make the MoE layers {gain:.2f} times as fast as no balancing."
-    else:
-        verdict = "No planner is predicted to gain anything here."
-    console.print(
-        f"{verdict} Times are predictions for {answer['machine']} (forward and backward of one layer, mean over "
-        "steps); balance and copies are exact.",
-        highlight=False,
-    )
+    to = console()
+    for line in answer["assumed"]:
+        to.print(line, highlight=False, markup=False)
+    to.print(f"{answer['trace']['file']}: {_describe(answer)}", highlight=False, markup=False)
+    columns = [
+        Column("planner", align="left"),
+        Column("max/mean\nmedian", 2),
+        Column("\np95", 6),
+        Column("copies\nper rank", 3),
+        Column("A2A\nms", 5),
+        Column("experts\nms", 5),
+        Column("exposed\nms", 5),
+        Column("layer\nms", 4),
+        Column("layer\ngain", 2),
+        Column("step\nms", 1),
+        Column("step\ngain"),
+    ]
+    rows = [
+        [
+            p["planner"],
+            f"{p['max_mean_median']:.3f}",
+            f"{p['max_mean_p95']:.3f}",
+            f"{p['copies_per_rank_mean']:.2f}",
+            *(milliseconds(p[f"predicted_{part}_s"]) for part in ("a2a", "expert", "exposed", "layer")),
+            f"{p['predicted_speed_up']:.2f}×",
+            milliseconds(p["predicted_step_s"]),
+            f"{p['predicted_step_speed_up']:.2f}×",
+        ]
+        for p in answer["planners"]
+    ]
+    print_table(columns, rows, to)
+    for line in sentences(answer):
+        to.print(line, highlight=False, markup=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prophet.demo.model import ModelConfig
 from prophet.demo.progress import Teller, shown_progress
-from prophet.demo.text import load_corpus
+from prophet.demo.text import VOCABULARY, load_corpus
 from prophet.demo.train import Listener, RunResult, TrainConfig, train
 from prophet.errors import SpecError
 from prophet.ranks.launch import run_ranks
@@ -125,7 +125,15 @@ def _listeners(config: LaunchConfig, seed: int, source: str, stack: contextlib.E
             "model": f"MoE-GPT demo, {model.blocks} blocks, dim {model.dim}, hidden {model.hidden}",
             "dim": model.dim,
             "hidden": model.hidden,
+            "experts": model.experts,
             "top_k": model.top_k,
+            "activation": "gelu",
+            "bias": True,
+            "dtype": "float32",
+            "layers": model.blocks,
+            "heads": model.heads,
+            "sequence": model.length,
+            "vocabulary": VOCABULARY,
             "tokens": config.train.sequences_per_rank * model.length,
             "source": f"prophet demo on the {source}",
         },

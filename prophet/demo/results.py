@@ -18,6 +18,7 @@ from prophet.planner import get_planner
 from prophet.report import Pairs, Report, Run, Table, max_mean, relative_difference
 from prophet.report.gain import CONFIDENCE
 from prophet.traces.npz import RoutingTrace
+from prophet.traces.regroup import scaled
 from prophet.traces.replay import choose_iterations, replay, routed_per_rank
 
 PREDICTED_ON = ("hpwnv:MoE-GPT-M", "h100-nvlink:Mixtral-8x7B", "ethernet-25g:Mixtral-8x7B")
@@ -217,14 +218,13 @@ def predict(counts: np.ndarray[Any, Any], top_k: int) -> list[Prediction]:
     trace = RoutingTrace(counts, np.arange(len(counts), dtype=np.int32))
     if trace.steps < 2 or not counts.any():
         return []
-    factor = max(1, round(PREDICTED_TOKENS * top_k / routed_per_rank(trace)))
-    scaled = RoutingTrace(trace.counts * factor, trace.iteration)
-    pairs = choose_iterations(scaled, 20)
+    trace = scaled(trace, PREDICTED_TOKENS * top_k)
+    pairs = choose_iterations(trace, 20)
     predictions = []
     for name in PREDICTED_ON:
-        routed = routed_per_rank(scaled)
+        routed = routed_per_rank(trace)
         context = get_preset(name).context(trace.ranks, trace.experts, routed_per_rank=routed, top_k=top_k)
-        static, balanced = (replay(scaled, get_planner(p), context, pairs).layer_s for p in ("static", "prophet"))
+        static, balanced = (replay(trace, get_planner(p), context, pairs).layer_s for p in ("static", "prophet"))
         rest_s = context.windows.fnec_s + context.windows.bnec_s
         found = Prediction(preset=name, static_layer_s=static, balanced_layer_s=balanced, rest_s=rest_s)
         predictions.append(found)

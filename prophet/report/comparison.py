@@ -43,25 +43,39 @@ _STATIC = "no balancing"
 class Comparison:
     """One trace on the page.
 
-    results: what each planner made of it, plain expert parallelism first. iterations: [I] as the trace numbers them.
-    subtitle: sizes and machine, one line.
+    results: what each planner made of it, plain expert parallelism first. step_s: predicted seconds of a step with
+    each. iterations: [I] as the trace numbers them. subtitle: sizes and machine, one line. remarks: gain, cost and
+    advice, a sentence or two each.
     """
 
     name: str
     subtitle: str
     iterations: Sequence[int]
     results: Sequence[Replay]
+    step_s: Sequence[float]
+    remarks: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if len(self.results) < 2:
             raise ReportError("a page on planning needs at least one planner besides plain expert parallelism")
         if any(len(r.copies) != len(self.iterations) for r in self.results):
             raise ReportError(f"expected {len(self.iterations)} iterations in every result")
+        if len(self.step_s) != len(self.results):
+            raise ReportError(f"expected the seconds of a step with each of {len(self.results)} planners")
 
     @property
     def best(self) -> Replay:
-        """The planner with the shortest predicted layer, other than plain expert parallelism; the first of several."""
-        return min(self.results[1:], key=lambda r: r.layer_s)
+        """The planner with the shortest predicted step, other than plain expert parallelism; the first of several."""
+        return self.results[self._best]
+
+    @property
+    def _best(self) -> int:
+        return min(range(1, len(self.results)), key=self.step_s.__getitem__)
+
+    def step_gain(self, i: int | None = None) -> float:
+        """How many times as fast a step is with planner `i`, or with the best."""
+        after_s = self.step_s[self._best if i is None else i]
+        return self.step_s[0] / after_s if after_s > 0 else 1.0
 
     def worst_layers(self) -> list[int]:
         """Up to six layers, those with the most unequal load before, in the model's order."""
@@ -165,9 +179,18 @@ def _numbers(report: Comparison) -> Table:
     static = report.results[0]
     return Table(
         title="All planners",
-        caption="Balance (busiest rank over the mean) and copies are exact for this trace; milliseconds and gain are "
-        "predictions for one layer in one step.",
-        columns=("planner", "max/mean median", "p95", "copies per rank", "layer ms", "gain"),
+        caption="Balance (busiest rank over the mean) and copies are exact for this trace; milliseconds and gains are "
+        "predictions, for one layer in one step and for the whole step.",
+        columns=(
+            "planner",
+            "max/mean median",
+            "p95",
+            "copies per rank",
+            "layer ms",
+            "layer gain",
+            "step ms",
+            "step gain",
+        ),
         rows=[
             (
                 r.planner if r is not static else _STATIC,
@@ -176,15 +199,16 @@ def _numbers(report: Comparison) -> Table:
                 f"{r.copies_per_rank:.2f}",
                 f"{1e3 * r.layer_s:.3g}",
                 f"{static.layer_s / r.layer_s if r.layer_s > 0 else 1.0:.2f}×",
+                f"{1e3 * report.step_s[i]:.3g}",
+                f"{report.step_gain(i):.2f}×",
             )
-            for r in report.results
+            for i, r in enumerate(report.results)
         ],
     )
 
 
 def _one(report: Comparison, label: str) -> str:
     static, best = report.results[0], report.best
-    gain = static.layer_s / best.layer_s if best.layer_s > 0 else 1.0
     shown = len(report.worst_layers())
     which = "" if shown == static.rank_load.shape[0] else f" The {shown} layers with the most unequal load are shown."
     figures = (
@@ -193,7 +217,7 @@ def _one(report: Comparison, label: str) -> str:
             f"{1e3 * static.layer_s:.3g} → {1e3 * best.layer_s:.3g} ms",
             "one layer in one step, predicted, without and with balancing",
         ),
-        (f"{gain:.2f}×", f"predicted gain of {best.planner}"),
+        (f"{report.step_gain():.2f}×", f"predicted gain of {best.planner}, of the whole step"),
         (f"{best.copies_per_rank:.2f}", "copies of a layer's experts on a rank (mean)"),
     )
     sections = (
@@ -218,7 +242,8 @@ def _one(report: Comparison, label: str) -> str:
     )
     return (
         f'<h2>{html.escape(report.name)}</h2><p class="soft">{html.escape(report.subtitle)}</p>'
-        f'{tiles(figures)}<div class="columns">{sections}</div>{table_html(_numbers(report))}'
+        f"{tiles(figures)}{''.join(f'<p>{html.escape(r)}</p>' for r in report.remarks)}"
+        f'<div class="columns">{sections}</div>{table_html(_numbers(report))}'
     )
 
 
@@ -237,8 +262,8 @@ def render_comparison(reports: Sequence[Comparison]) -> str:
                 "The balance and the copies are exact for the recorded routing. Times are predictions of the "
                 "performance model for the machine named above, not measurements; the command prophet calibrate "
                 "measures yours.",
-                "Only the MoE layer is timed. The rest of the model takes as long as before, so the whole step gains "
-                "less than the layer does.",
+                "The rest of the model takes as long as before, so the whole step gains less than the layer does. Its "
+                "time follows from the model's sizes.",
                 "Routing is taken as recorded: balancing changes where tokens are computed, never which expert "
                 "computes them.",
             )

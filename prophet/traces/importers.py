@@ -35,7 +35,7 @@ from prophet.files import read_bytes, read_json, shown
 from prophet.spec import IntArray
 from prophet.traces.lookalikes import looks_like
 from prophet.traces.npz import MAX_COUNT, MAX_TRACE_BYTES, RoutingTrace, read_trace
-from prophet.traces.table import NO_RANK, Records, grouped, layer_key, to_trace
+from prophet.traces.table import NO_RANK, Groups, Records, grouped, layer_key, to_trace
 
 STEPS, ROUTING = "steps.jsonl", "routing.npz"  # in the folder of a run that `prophet.monitor` wrote
 MAX_LINE_BYTES = 16 << 20
@@ -89,7 +89,7 @@ class _Log:
         if _RECORD_BYTES * len(self.step) + 16 * len(self.expert) > MAX_TRACE_BYTES:
             raise TraceError(f"{self.place}: expected records of at most {MAX_TRACE_BYTES} bytes")
 
-    def trace(self, meta: dict[str, Any], *, experts: int | None, ranks: int | None) -> RoutingTrace:
+    def trace(self, meta: dict[str, Any], *, experts: int | None, groups: Groups) -> RoutingTrace:
         """The trace of the records; several of a step, layer and rank are the step's microbatches."""
         step, layer, rank = (np.asarray(a) for a in (self.step, self.layer, self.rank))
         place = np.arange(len(step))
@@ -108,10 +108,12 @@ class _Log:
             count=np.asarray(self.count),
             complete=True,
         )
-        return to_trace(self.place, records, meta, experts=experts, ranks=ranks)
+        return to_trace(self.place, records, meta, experts=experts, groups=groups)
 
 
-def read_any(path: str | os.PathLike[str], *, experts: int | None = None, ranks: int | None = None) -> RoutingTrace:
+def read_any(
+    path: str | os.PathLike[str], *, experts: int | None = None, ranks: int | None = None, job: int | None = None
+) -> RoutingTrace:
     """Read a routing trace, or a log of another tool, whichever `path` is by its suffix.
 
     Args:
@@ -120,6 +122,7 @@ def read_any(path: str | os.PathLike[str], *, experts: int | None = None, ranks:
             up to a multiple of the ranks.
         ranks: of one expert-parallel group. A log of more is taken as several groups of consecutive ranks. The counts
             of a log that says no ranks are shared evenly among so many.
+        job: ranks of the whole job; what was recorded on another number is regrouped first.
 
     Raises:
         TraceError: for what cannot be read; it says what was expected, or what the file looks like.
@@ -128,13 +131,13 @@ def read_any(path: str | os.PathLike[str], *, experts: int | None = None, ranks:
     files = _of_folder(file) if file.is_dir() else [file]
     reader = _READERS.get(files[0].suffix.lower())
     if reader is not None:
-        return reader(file, files, experts, ranks)
+        return reader(file, files, experts, Groups(job=job, group=ranks))
     _refuse_known(file)
     trace = read_trace(file)
-    if ranks in (None, trace.ranks):
+    if ranks in (None, trace.ranks) and job in (None, trace.ranks):
         return trace
     counts, iteration = trace.counts.astype(np.int64), trace.iteration.astype(np.int64)
-    return grouped(file, counts, iteration, dict(trace.meta), ranks=ranks, says_rank=True)
+    return grouped(file, counts, iteration, dict(trace.meta), Groups(job=job, group=ranks), says_rank=True)
 
 
 def _of_run(path: Path) -> Path:
@@ -176,7 +179,7 @@ def _refuse_known(file: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ tables
 
 
-def _read_tables(place: Path, files: Sequence[Path], experts: int | None, ranks: int | None) -> RoutingTrace:
+def _read_tables(place: Path, files: Sequence[Path], experts: int | None, groups: Groups) -> RoutingTrace:
     """Tables of text. Rows of one cell add up, cells that never come are zero."""
     columns = {name: array("q") for name in _NAMES}  # a log has many rows
     dumps: dict[int, int] = {}
@@ -199,7 +202,7 @@ def _read_tables(place: Path, files: Sequence[Path], experts: int | None, ranks:
         step=step, microbatch=np.zeros_like(step), layer=layer, rank=rank_of,
         record=cells, expert=expert, count=count, complete=False,
     )  # fmt: skip
-    return to_trace(place, records, {"source": f"{place.name} (CSV)"}, experts=experts, ranks=ranks)
+    return to_trace(place, records, {"source": f"{place.name} (CSV)"}, experts=experts, groups=groups)
 
 
 def _by_time(file: Path) -> tuple[int, str, str]:
@@ -271,7 +274,7 @@ def _cell(text: str, name: str, where: str) -> int:
 # --------------------------------------------------------------------------------------- Megatron-LM's router trace
 
 
-def _read_megatron(place: Path, files: Sequence[Path], experts: int | None, ranks: int | None) -> RoutingTrace:
+def _read_megatron(place: Path, files: Sequence[Path], experts: int | None, groups: Groups) -> RoutingTrace:
     log, top_k = _Log(place), 0
     for file in files:
         with _lines(file) as lines:
@@ -279,7 +282,7 @@ def _read_megatron(place: Path, files: Sequence[Path], experts: int | None, rank
                 if line.strip():
                     top_k = max(top_k, _record(log, line, f"{file}: line {number}"))
     meta: dict[str, Any] = {"source": f"{place.name} (Megatron-LM router trace)"}
-    return log.trace(meta | ({"top_k": top_k} if top_k else {}), experts=experts, ranks=ranks)
+    return log.trace(meta | ({"top_k": top_k} if top_k else {}), experts=experts, groups=groups)
 
 
 def _record(log: _Log, line: str, where: str) -> int:
@@ -332,7 +335,7 @@ def _counts(record: dict[str, Any], where: str) -> tuple[IntArray, IntArray, int
 # ----------------------------------------------------------------------------------- TensorRT-LLM's expert statistic
 
 
-def _read_tensorrt(place: Path, files: Sequence[Path], experts: int | None, ranks: int | None) -> RoutingTrace:
+def _read_tensorrt(place: Path, files: Sequence[Path], experts: int | None, groups: Groups) -> RoutingTrace:
     """Safetensors: eight bytes with the length of a JSON header, the header, the arrays."""
     log, most = _Log(place), 0
     for file in files:
@@ -358,7 +361,9 @@ def _read_tensorrt(place: Path, files: Sequence[Path], experts: int | None, rank
             (held,) = np.nonzero(counts)
             most = max(most, len(counts))
             log.add(step, layer_key(0, 0, layer), int(found[1]), held, counts[held])
-    return log.trace({"source": f"{place.name} (TensorRT-LLM expert statistic)"}, experts=experts or most, ranks=ranks)
+    return log.trace(
+        {"source": f"{place.name} (TensorRT-LLM expert statistic)"}, experts=experts or most, groups=groups
+    )
 
 
 def _statistic(file: Path, name: str, about: Any, data: memoryview) -> tuple[int, int, IntArray]:
@@ -388,7 +393,7 @@ def _statistic(file: Path, name: str, about: Any, data: memoryview) -> tuple[int
 # ------------------------------------------------------------------------------------------- counts over all ranks
 
 
-def _read_totals(place: Path, files: Sequence[Path], experts: int | None, ranks: int | None) -> RoutingTrace:
+def _read_totals(place: Path, files: Sequence[Path], experts: int | None, groups: Groups) -> RoutingTrace:
     """JSON lists [steps, layers, experts] or [layers, experts], of a dump or of the weights that EPLB takes."""
     value = read_json(files[0], most_bytes=MAX_JSON_BYTES, expected="counts of experts", error=TraceError)
     name = "counts"
@@ -409,7 +414,7 @@ def _read_totals(place: Path, files: Sequence[Path], experts: int | None, ranks:
         raise TraceError(f"{place}: expected experts below {experts}, got {counts.shape[2]} of them")
     counts = np.pad(counts, ((0, 0), (0, 0), (0, max(more, 0))))[:, :, None]
     meta = {"source": f"{place.name} (counts over all ranks)"}
-    return grouped(place, counts, np.arange(len(counts)), meta, ranks=ranks, says_rank=False)
+    return grouped(place, counts, np.arange(len(counts)), meta, groups, says_rank=False)
 
 
 def _totals(value: object) -> IntArray | None:
@@ -423,7 +428,7 @@ def _totals(value: object) -> IntArray | None:
     return np.stack(found)
 
 
-_Reader = Callable[[Path, Sequence[Path], int | None, int | None], RoutingTrace]
+_Reader = Callable[[Path, Sequence[Path], int | None, Groups], RoutingTrace]
 _READERS: dict[str, _Reader] = {
     ".csv": _read_tables,
     ".tsv": _read_tables,

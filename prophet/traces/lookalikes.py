@@ -91,6 +91,7 @@ _KINDS = (
     _Kind(r"", rb"^version https://git-lfs", "a pointer of Git LFS, not the file", "fetch it with git lfs pull"),
     _Kind(r"", rb"^\s*<(?:!DOCTYPE|html)", "a page of a web site, not the file", "download the file itself"),
     _Kind(r"", rb"^PAR1", "a Parquet file", "write it as CSV: pandas.read_parquet(FILE).to_csv(...)"),
+    _Kind(r"\.parquet$", b"", "a Parquet file", "write it as CSV: pandas.read_parquet(FILE).to_csv(...)"),
     _Kind(r"", rb"^PK\x03\x04.{26}(?:\[Content_Types\]|xl/|mimetype)", "a workbook", "save the sheet as CSV"),
     _Kind(r"", rb"^(?:\x1f\x8b|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ)", "a compressed file", "unpack it first"),
     _Kind(r"\.(?:zip|tar)$", b"", "an archive of files", "unpack it, and pass the folder"),

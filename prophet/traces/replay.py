@@ -9,8 +9,9 @@ are judged, for every planner alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import numpy as np
 
@@ -26,23 +27,36 @@ from prophet.traces.npz import RoutingTrace
 class Replay:
     """What one planner made of a trace.
 
-    max_mean: [n] largest rank load over the mean, one entry per judged step and layer. copies_per_rank: mean replicas
-    of a layer on a rank; copies_on_fullest_rank: the most that any rank ever held of one layer. layer_s: mean
-    predicted seconds of one layer in one step, of which a2a_s, expert_s, exposed_trans_s and exposed_agg_s (what
-    nothing hides) are the parts. rank_load: [L, R] mean tokens that a rank computes in a step. copies: [I, L, E]
-    replicas of every expert in the judged iterations.
+    max_mean: [n] largest rank load over the mean, one entry per judged step and layer. layer_s: mean predicted seconds
+    of one layer in one step, of which a2a_s, expert_s, exposed_trans_s and exposed_agg_s (what nothing hides) are the
+    parts. layers_s: [I, L] the same of every layer and judged iteration, over all of its microbatches. rank_load:
+    [L, R] mean tokens that a rank computes in a step. copies: [I, L, E] replicas of every expert in the judged
+    iterations; rank_copies: [I, L, R] those on every rank. place_s, split_s: measured seconds of this process, of the
+    plans for one iteration and of the splits in it, all layers together.
     """
 
     planner: str
     max_mean: FloatArray
-    copies_per_rank: float
-    copies_on_fullest_rank: int
     a2a_s: float
     expert_s: float
     exposed_trans_s: float
     exposed_agg_s: float
+    layers_s: FloatArray
     rank_load: FloatArray
     copies: IntArray
+    rank_copies: IntArray
+    place_s: float
+    split_s: float
+
+    @property
+    def copies_per_rank(self) -> float:
+        """Mean replicas of a layer on a rank."""
+        return float(self.rank_copies.mean())
+
+    @property
+    def copies_on_fullest_rank(self) -> int:
+        """The most replicas of one layer that any rank ever held."""
+        return int(self.rank_copies.max())
 
     @property
     def exposed_s(self) -> float:
@@ -86,7 +100,7 @@ def predicted_load(trace: RoutingTrace, steps: slice, layer: int) -> IntArray:
     return load
 
 
-def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: Sequence[tuple[slice, slice]]) -> Replay:
+def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: Iterable[tuple[slice, slice]]) -> Replay:
     """Run `planner` over the iterations `pairs` (from `choose_iterations`) of all layers.
 
     Trans and Agg happen once per iteration: Trans is hidden under its first microbatch, Agg under its last.
@@ -97,21 +111,27 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: S
             f"{context.experts}"
         )
     max_mean: list[float] = []
-    copies: list[IntArray] = []
-    seconds = np.zeros(4)
+    placements: list[list[Placement]] = []
+    seconds: list[FloatArray] = []  # [L, parts] of every iteration
     rank_load = np.zeros((trace.layers, trace.ranks))
-    by_expert = np.zeros((len(pairs), trace.layers, trace.experts), dtype=np.int64)
     previous: list[Placement | None] = [None] * trace.layers
-    for i, (before, now) in enumerate(pairs):
+    place_s = split_s = 0.0
+    for before, now in pairs:
+        placements.append([])
+        seconds.append(np.zeros((trace.layers, 4)))
         for layer in range(trace.layers):
             here = replace(context, previous=previous[layer])
-            placement = planner.place(predicted_load(trace, before, layer), here)
+            load = predicted_load(trace, before, layer)
+            began = perf_counter()
+            placement = planner.place(load, here)
+            place_s += perf_counter() - began
             previous[layer] = placement
-            copies.append(placement.copies_per_rank())
-            by_expert[i, layer] = placement.holds.sum(axis=1) - 1
+            placements[-1].append(placement)
             for step in range(now.start, now.stop):
                 load = trace.load(step, layer)
+                began = perf_counter()
                 split = planner.split(load, placement, here)
+                split_s += perf_counter() - began
                 if planner.withdraws and step == now.start:
                     microbatches = now.stop - now.start
                     settled, cost = settled_cost(load, split, placement, here, microbatches=microbatches)
@@ -121,25 +141,27 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: S
                     cost = step_cost(split, placement, here)
                 max_mean.append(split.max_mean())
                 rank_load[layer] += split.rank_load()
-                seconds += (
+                seconds[-1][layer] += (
                     cost.a2a_s,
                     cost.expert_s,
                     cost.exposed_trans_s if step == now.start else 0.0,
                     cost.exposed_agg_s if step == now.stop - 1 else 0.0,
                 )
-    a2a_s, expert_s, exposed_trans_s, exposed_agg_s = (seconds / len(max_mean)).tolist()
-    table = np.stack(copies)
+    by_part = np.stack(seconds)
+    a2a_s, expert_s, exposed_trans_s, exposed_agg_s = (by_part.sum(axis=(0, 1)) / len(max_mean)).tolist()
     return Replay(
         planner=planner.name,
         max_mean=np.asarray(max_mean),
-        copies_per_rank=float(table.mean()),
-        copies_on_fullest_rank=int(table.max()),
         a2a_s=a2a_s,
         expert_s=expert_s,
         exposed_trans_s=exposed_trans_s,
         exposed_agg_s=exposed_agg_s,
+        layers_s=by_part.sum(axis=2),
         rank_load=rank_load * (trace.layers / len(max_mean)),
-        copies=by_expert,
+        copies=np.stack([[p.holds.sum(axis=1) - 1 for p in layers] for layers in placements]),
+        rank_copies=np.stack([[p.copies_per_rank() for p in layers] for layers in placements]),
+        place_s=place_s / len(placements),
+        split_s=split_s / len(placements),
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from prophet.errors import TraceError
 from prophet.spec import IntArray
 from prophet.traces.npz import MAX_TRACE_BYTES, RoutingTrace
+from prophet.traces.regroup import regrouped
 
 NO_RANK = -1  # of a record that sums over ranks, or does not say
 _FREE_BYTES = 1 << 28  # any log may make as large a table; of a larger one, one cell in _MOST_EMPTY is in the log
@@ -35,6 +36,17 @@ def layer_key(block: int, depth: int, layer: int) -> int:
 
 def _layer_number(key: int) -> int:
     return key & ((1 << _LAYER_BITS) - 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Which groups recorded ranks form. job: would-be ranks of the whole job; None: as recorded, see `regrouped`.
+
+    group: consecutive ranks of one expert-parallel group; None: all ranks are one.
+    """
+
+    job: int | None = None
+    group: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +67,12 @@ class Records:
 
 
 def to_trace(
-    file: Path, records: Records, meta: dict[str, Any], *, experts: int | None, ranks: int | None
+    file: Path, records: Records, meta: dict[str, Any], *, experts: int | None, groups: Groups
 ) -> RoutingTrace:
     """The trace of all records.
 
     experts: their number; None takes the highest that has tokens, rounded up to a multiple of the ranks.
-    ranks: of one expert-parallel group; see `grouped`. Raises `TraceError`, with `file`.
+    Raises `TraceError`, with `file`.
     """
     if not len(records.step):
         raise TraceError(f"{file}: expected at least one record, the log is empty")
@@ -69,7 +81,7 @@ def to_trace(
     of_layer, r, size = _ranks_of_layers(at_layer, records.rank)
     highest = int(records.expert.max(initial=-1))
     if experts is None:
-        multiple = ranks or size
+        multiple = groups.group or groups.job or size
         experts = max(-(-(highest + 1) // multiple), 1) * multiple
     if highest >= experts:
         raise TraceError(f"{file}: expected experts below {experts}, got expert {highest}")
@@ -86,39 +98,41 @@ def to_trace(
             )
     at = records.record
     np.add.at(counts, (t[at], at_layer[at], r[at], records.expert), records.count)
-    return grouped(file, counts, steps >> 31, meta, ranks=ranks, says_rank=bool((records.rank != NO_RANK).any()))
+    return grouped(file, counts, steps >> 31, meta, groups, says_rank=bool((records.rank != NO_RANK).any()))
 
 
 def grouped(
-    file: Path, counts: IntArray, iteration: IntArray, meta: dict[str, Any], *, ranks: int | None, says_rank: bool
+    file: Path, counts: IntArray, iteration: IntArray, meta: dict[str, Any], groups: Groups, *, says_rank: bool
 ) -> RoutingTrace:
-    """The trace of counts [T, L, R, E], with groups of `ranks` consecutive ranks.
+    """The trace of counts [T, L, R, E] in `groups`.
 
     Several groups that hold the same layers are balanced apart, so a layer of the second group is a layer more.
-    Counts that say no rank are shared evenly among `ranks`, which must then be given. Raises `TraceError`.
+    Counts that say no rank are shared evenly among the ranks, whose number must then be given. Raises `TraceError`.
     """
-    size = counts.shape[2]
     if not says_rank:
-        if ranks is None:
+        size = groups.job or groups.group
+        if size is None:
             raise TraceError(
                 f"{file}: ranks: its counts do not say which rank routed them. If files of all ranks lie in one "
-                f"folder, pass the folder; else say how many ranks there were: prophet plan --experts E/N, or "
+                f"folder, pass the folder; else say how many ranks there were: prophet plan --ep N, or "
                 f"read_any(..., ranks=N), shares the tokens evenly among N ranks"
             )
-        size = ranks
-        _room(file, (*counts.shape[:2], ranks, counts.shape[3]))
-        counts = _shared(counts, ranks)
-        meta = meta | {"source": f"{meta['source']}, shared evenly among {ranks} ranks"}
+        _room(file, (*counts.shape[:2], size, counts.shape[3]))
+        counts = _shared(counts, size)
+        meta = meta | {"source": f"{meta['source']}, shared evenly among {size} ranks"}
     else:
         _refuse_copies(file, counts)
-    if ranks is not None and size != ranks:
-        if size % ranks:
-            raise TraceError(f"{file}: ranks: expected a multiple of {ranks}, its layers have {size} ranks")
-        steps, layers, _, experts = counts.shape
-        apart = counts.reshape(steps, layers, size // ranks, ranks, experts)
-        counts = apart.swapaxes(1, 2).reshape(steps, -1, ranks, experts)
-        meta = meta | {"groups": size // ranks}
     try:
+        if groups.job not in (None, counts.shape[2]):
+            counts, iteration = regrouped(counts, iteration, groups.job)
+        steps, layers, size, experts = counts.shape
+        ranks = groups.group or size
+        if size % ranks:
+            raise TraceError(f"ranks: expected a multiple of {ranks}, its layers have {size} ranks")
+        if size != ranks:
+            apart = counts.reshape(steps, layers, size // ranks, ranks, experts)
+            counts = apart.swapaxes(1, 2).reshape(steps, -1, ranks, experts)
+            meta = meta | {"groups": size // ranks}
         return RoutingTrace(counts, iteration.astype(np.int32), meta)
     except TraceError as error:
         raise TraceError(f"{file}: {error}") from None

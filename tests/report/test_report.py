@@ -215,14 +215,16 @@ def results(layers: int = 3, ranks: int = 4, experts: int = 8, iterations: int =
         return Replay(
             planner=name,
             max_mean=1 + scale * rng.random(6),
-            copies_per_rank=scale,
-            copies_on_fullest_rank=1,
             a2a_s=scale * 1e-3,
             expert_s=scale * 2e-3,
             exposed_trans_s=1e-4,
             exposed_agg_s=0.0,
             rank_load=1 + scale * rng.integers(0, 99, (layers, ranks)).astype(np.float64),
             copies=rng.integers(0, 3, (iterations, layers, experts)),
+            layers_s=np.full((iterations, layers), scale * 3e-3 + 1e-4),
+            rank_copies=rng.integers(0, 3, (iterations, layers, ranks)),
+            place_s=1e-3,
+            split_s=1e-3,
         )
 
     return [one("static", 2.0), one("a&b", 1.0), one("worse", 3.0)]
@@ -230,7 +232,14 @@ def results(layers: int = 3, ranks: int = 4, experts: int = 8, iterations: int =
 
 def plan_report(**sizes: int) -> Comparison:
     found = results(**sizes)
-    return Comparison(name="<t>.npz", subtitle="sizes", iterations=range(len(found[0].copies)), results=found)
+    return Comparison(
+        name="<t>.npz",
+        subtitle="sizes",
+        iterations=range(len(found[0].copies)),
+        results=found,
+        step_s=[0.05, 0.04, 0.06],
+        remarks=["It costs <much>."],
+    )
 
 
 def test_the_plan_page_is_well_formed_and_says_what_it_shows() -> None:
@@ -243,6 +252,9 @@ def test_the_plan_page_is_well_formed_and_says_what_it_shows() -> None:
     assert page.count("<svg") == 6
     for words in ("Load by rank", "Where the time goes", "Which experts were copied", "&lt;t&gt;.npz", "no balancing"):
         assert words in page
+    assert "It costs &lt;much&gt;." in page
+    assert "<b>1.25×</b>" in page  # of the step, as a tile
+    assert "1.25×</td>" in page
     assert "<script" not in page
     assert not re.search(r"#010203|#040506|#070809|#0a0b0c|#0d0e0f|#101112", page)
 
@@ -269,5 +281,7 @@ def test_a_plan_page_needs_something_to_show() -> None:
         replace(good, results=good.results[:1])
     with pytest.raises(ReportError, match="expected 3 iterations"):
         replace(good, iterations=[1, 2, 3])
+    with pytest.raises(ReportError, match="a step with each of 3 planners"):
+        replace(good, step_s=[1.0])
     with pytest.raises(ReportError, match="at least one trace"):
         render_comparison([])

@@ -380,7 +380,7 @@ def test_sglangs_tables_have_their_rank_and_step_in_their_names(tmp_path: Path) 
 
 def test_counts_without_a_rank_are_shared_evenly_when_asked(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("layer_id,expert_id,count\n3,0,10\n3,1,7\n3,2,0\n3,3,1\n")
-    with pytest.raises(TraceError, match=r"t.csv: ranks: its counts do not say which rank .* --experts E/N"):
+    with pytest.raises(TraceError, match=r"t.csv: ranks: its counts do not say which rank .* --ep N"):
         read_any(tmp_path / "t.csv")
     trace = read_any(tmp_path / "t.csv", ranks=4)
     assert trace.counts.shape == (1, 1, 4, 4)

@@ -1,0 +1,113 @@
+"""What `prophet plan` says in words of its figures: the gain, what it costs, and one sentence of advice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_EVEN = 1.05  # busiest rank over the mean, from which on nothing is left to gain
+_WORTH = 1.01  # times as fast: below, a run would not show it
+_STATIC = "static"
+
+
+def sentences(answer: dict[str, Any]) -> list[str]:
+    """All that is said below the table: a sentence or two each."""
+    return [gain(answer), parts(answer), cost(answer), planning(answer), answer["advice"]]
+
+
+def best_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """The planner with the shortest predicted step; no balancing where none is shorter."""
+    best: dict[str, Any] = min(answer["planners"], key=lambda p: (p["predicted_step_s"], p["planner"] != _STATIC))
+    return best
+
+
+def gain(answer: dict[str, Any]) -> str:
+    """What balancing gains of a step."""
+    best = best_of(answer)
+    if answer["trace"]["ranks"] == 1:
+        return "One rank has nobody to share with: every gain is 1.00."
+    if best["planner"] == _STATIC:
+        return "No planner is predicted to gain anything here."
+    return (
+        f"{best['planner']!r} is predicted to make a step {best['predicted_step_speed_up']:.2f} times as fast as no "
+        f"balancing, and its MoE layers {best['predicted_speed_up']:.2f} times."
+    )
+
+
+def parts(answer: dict[str, Any]) -> str:
+    """What the predicted step without balancing is made of."""
+    step, static = answer["step"], answer["planners"][0]
+    rest = step["blocks_s"] + step["dense_s"] + step["head_s"]
+    several = "" if step["microbatches"] == 1 else f", {step['microbatches']:.3g} microbatches"
+    other = f" and {step['layers'] - step['moe_layers']} without experts" if step["layers"] > step["moe_layers"] else ""
+    layers_s = static["predicted_step_s"] - step["microbatches"] * rest - step["average_s"]
+    return (
+        f"A step without balancing{several}: {milliseconds(layers_s)} ms in {step['moe_layers']} MoE layers, "
+        f"{milliseconds(step['microbatches'] * (rest - step['head_s']))} in the rest of their blocks{other}, "
+        f"{milliseconds(step['microbatches'] * step['head_s'])} in the output head, "
+        f"{milliseconds(step['average_s'])} in the average of dense gradients."
+    )
+
+
+def cost(answer: dict[str, Any]) -> str:
+    """What the best planner costs in memory."""
+    best, memory = best_of(answer), answer["memory_bytes"]
+    if not best["replicas_on_fullest_rank"]:
+        return "It costs no memory: there are no replicas."
+    of = _bytes(memory) if memory else "memory"
+    return (
+        f"It costs at most {_bytes(best['replica_bytes_on_fullest_rank'])} of a rank's {of}: "
+        f"{best['replicas_on_fullest_rank']} replicas of {_bytes(answer['replica_bytes'])} each, with their gradients."
+    )
+
+
+def planning(answer: dict[str, Any]) -> str:
+    """What the planner takes of the host. The only measured line, so that a test of a page can leave it out."""
+    best = best_of(answer)
+    plan, split = (milliseconds(best[f"{what}_s"]) for what in ("planning", "splitting"))
+    return f"Measured on this machine: {plan} ms to plan beside a step, {split} ms to split in it; both are extra."
+
+
+def advice(answer: dict[str, Any]) -> str:
+    """What to do next, in one sentence."""
+    static, best, trace = answer["planners"][0], best_of(answer), answer["trace"]
+    memory, slots = answer["memory_bytes"], answer["slots_per_rank"]
+    if trace["ranks"] == 1:
+        return "The trace has one rank, so there is nothing to balance: record with ranks=8, or give --ranks 8."
+    if slots == 0:
+        return "Without room for replicas nothing can be gained: leave --slots out."
+    if memory and best["replica_bytes_on_fullest_rank"] > memory:
+        return (
+            f"The replicas do not fit into {_bytes(memory)}: give fewer --slots, and set replica_memory_bytes in "
+            "EngineConfig."
+        )
+    if best["predicted_step_speed_up"] >= _WORTH:
+        named = "" if best["planner"] == "prophet" else f", config=prophet.EngineConfig(planner={best['planner']!r})"
+        return (
+            f"To gain it, add to your loop: prophet.convert(model), then prophet.attach(model, optimizer{named}); "
+            "docs/engine.md has the rest."
+        )
+    if static["max_mean_median"] <= _EVEN:
+        return "Routing this even leaves nothing to gain: is the router trained?"
+    if best["predicted_speed_up"] >= _WORTH:
+        return (
+            "The MoE layers are too small a part of this step: try more tokens per rank (--tokens) or larger experts."
+        )
+    if static["predicted_a2a_s"] > static["predicted_expert_s"]:
+        share = static["predicted_a2a_s"] / static["predicted_layer_s"]
+        return (
+            f"The all-to-all takes {share:.0%} of a layer, and balancing cannot mend that: try groups within a node "
+            "(--ep), or a faster network (--machine)."
+        )
+    return "A replica takes longer to send than it saves: try more tokens per rank (--tokens) or fewer --slots."
+
+
+def milliseconds(seconds: float) -> str:
+    """Milliseconds in three digits, without an exponent."""
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
+def _bytes(n: float) -> str:
+    power = min(int(math.log2(max(n, 1))) // 10, 4)
+    return f"{n / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

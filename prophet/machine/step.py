@@ -1,0 +1,63 @@
+"""What a training step takes outside its MoE layers, which balancing does not change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prophet.machine.sizes import ModelSizes
+from prophet.spec import Topology, Windows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestOfStep:
+    """Seconds outside the MoE layers on the slowest rank, forward and backward.
+
+    blocks_s: what is beside the experts in blocks that have some, such as attention. dense_s: blocks without experts.
+    head_s: the output head. These three are of one microbatch. average_s: the average of gradients, once a step.
+    """
+
+    blocks_s: float
+    dense_s: float
+    head_s: float
+    average_s: float
+
+    def seconds(self, microbatches: float) -> float:
+        """Those of a whole step."""
+        return microbatches * (self.blocks_s + self.dense_s + self.head_s) + self.average_s
+
+
+def rest_of_step(
+    sizes: ModelSizes, topology: Topology, *, tokens: float, windows: Windows, element_bytes: int, groups: int = 1
+) -> RestOfStep:
+    """By the same rules as `ModelSizes.windows`: 2 flops per weight and token, causal attention, twice that backward.
+
+    Args:
+        sizes: Of the model; all of its layers are on every rank.
+        topology: Of one expert-parallel group.
+        tokens: Of a rank in a microbatch.
+        windows: Compute of one block with experts, outside of these.
+        element_bytes: Of a gradient.
+        groups: Expert-parallel groups that train the same experts on other tokens.
+    """
+    flops_per_s = min(topology.flops_per_s)
+    dense_blocks = sizes.layers - sizes.blocks_with_experts
+    width = sizes.heads * sizes.size_of_head if sizes.attention_dim is None else sizes.attention_dim
+    dense_params = sizes.attention + sizes.matrices * sizes.dim * (sizes.dense_hidden or sizes.hidden)
+    dense_flops = 2.0 * dense_params + 2.0 * sizes.sequence * width
+    head_params = sizes.vocabulary * sizes.dim
+    # a ring over all ranks for what all share, and one over the groups for the experts, on the slowest link there is
+    ranks = topology.ranks * groups
+    link = topology.inter if ranks > topology.ranks_per_node else topology.intra
+    shared = sizes.blocks_with_experts * sizes.met_by_every_token + dense_blocks * dense_params + 2 * head_params
+    experts = sizes.blocks_with_experts * sizes.experts // topology.ranks * _expert_params(sizes)
+    return RestOfStep(
+        blocks_s=sizes.blocks_with_experts * (windows.fnec_s + windows.bnec_s),
+        dense_s=3.0 * dense_blocks * tokens * dense_flops / flops_per_s,
+        head_s=3.0 * tokens * 2.0 * head_params / flops_per_s,
+        average_s=link.seconds(2.0 * element_bytes * shared * (ranks - 1) / ranks)
+        + link.seconds(2.0 * element_bytes * experts * (groups - 1) / groups),
+    )
+
+
+def _expert_params(sizes: ModelSizes) -> int:
+    return sizes.shape(1).expert_params
