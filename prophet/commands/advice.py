@@ -96,8 +96,8 @@ def advice(answer: dict[str, Any]) -> str:
     if static["predicted_a2a_s"] > static["predicted_expert_s"]:
         share = static["predicted_a2a_s"] / static["predicted_layer_s"]
         return (
-            f"The all-to-all takes {share:.0%} of a layer, and balancing cannot mend that: try groups within a node "
-            "(--ep), or a faster network (--machine)."
+            f"The all-to-all takes {share:.0%} of a layer, and balancing cannot mend that: try more tokens per rank "
+            "(--tokens), groups within a node (--ep) or a faster network (--machine)."
         )
     return "A replica takes longer to send than it saves: try more tokens per rank (--tokens) or fewer --slots."
 
@@ -105,6 +105,8 @@ def advice(answer: dict[str, Any]) -> str:
 def milliseconds(seconds: float) -> str:
     """Milliseconds in three digits, without an exponent."""
     ms = 1e3 * seconds
+    if 0 < ms < 0.001:
+        return "<0.001"
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 

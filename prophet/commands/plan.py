@@ -16,6 +16,7 @@ from prophet.commands.arguments import (
     add_model,
     add_planner,
     add_slots,
+    check_can_write,
     known_names,
     machine,
     model_sizes,
@@ -107,20 +108,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_page(file: Path, planners: list[str]) -> None:
     """Refuse before anything is replayed what `--html` cannot be, or cannot be drawn here."""
-    import tempfile
-
     from prophet.report import check_can_draw
 
     if len(planners) < 2:
         raise UsageError("--html: expected at least one planner besides static")
-    if file.is_dir():
-        raise UsageError(f"--html: expected a file, {file} is a folder")
-    there = next(folder for folder in file.absolute().parents if folder.exists())
-    try:
-        with file.open("r+b") if file.exists() else tempfile.NamedTemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise UsageError(f"--html: expected a file that can be written, {file} cannot: {error.strerror}") from None
+    check_can_write("--html", file)
     check_can_draw()
 
 

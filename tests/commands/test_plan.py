@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ import numpy as np
 import pytest
 
 from prophet.cli import BAD_INPUT, OK, main
+from prophet.commands.advice import milliseconds
 from prophet.machine.models import MODELS
 from prophet.machine.sizes import ModelSizes
 from prophet.machine.topology import write_topology
 from prophet.spec import Topology
 from prophet.traces.npz import RoutingTrace, write_trace
 
-ROOT = Path(__file__).parents[2]
-REAL_TRACE = ROOT / ".." / "shared" / "traces" / "smartmoe-gpt-32e-dev.npz"
+REAL_TRACE = Path(__file__).parents[2] / ".." / "shared" / "traces" / "smartmoe-gpt-32e-dev.npz"
 MEASURED = re.compile(r"^Measured on this machine: .*$", re.M)
 
 
@@ -305,6 +304,11 @@ def test_one_sentence_of_advice(
     assert "No planner is predicted to gain anything here." in shown or "times as fast" in shown or counts.shape[2] == 1
 
 
+def test_no_figure_has_an_exponent() -> None:
+    shown = [milliseconds(s) for s in (0.0, 1e-9, 1.23456e-6, 0.0123456, 0.99951, 12345.6)]
+    assert shown == ["0", "<0.001", "0.00123", "12.3", "1000", "12345600"]
+
+
 # ------------------------------------------------------------------------------------------------ pages and terminals
 
 
@@ -349,24 +353,6 @@ def test_figures_are_whole_in_narrow_terminals(
     assert all(name in missing for name in left_out)
     assert not {"planner", "step gain"} & set(missing.split(", "))
     assert re.search(r" prophet .*\d\.\d\d× ", shown)
-
-
-# --------------------------------------------------------------------------------------------------------- pages
-
-
-def test_the_guides_figures_are_what_its_commands_print(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    (make,) = re.findall(r"```python\n(.*?write_trace\(.*?)```", page, re.S)
-    exec(make, {})
-    blocks = re.findall(r"```console\n\$ prophet (plan .*?)\n(.*?)```", page, re.S)
-    assert blocks
-    for command, output in blocks:
-        assert main(shlex.split(command)) == OK
-        shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-        assert MEASURED.sub("", "\n".join(shown)) == MEASURED.sub("", output).rstrip()
 
 
 @pytest.mark.skipif(not REAL_TRACE.exists(), reason="the shared routing traces are not beside this checkout")
