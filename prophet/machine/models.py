@@ -8,7 +8,11 @@ section 4.2. MoE-GPT: Pro-Prophet, Table III, which prints no heads and no seque
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from prophet.errors import SpecError, no_such
+from prophet.machine.config_json import read_config
 from prophet.machine.sizes import ModelSizes
 
 
@@ -114,9 +118,15 @@ _MODELS = (
 MODELS: dict[str, ModelSizes] = {m.name: m for m in _MODELS}
 
 
-def model_named(name: str) -> ModelSizes:
-    """The sizes of the model of that name, in any spelling of capitals; `SpecError` for others."""
-    found = {known.lower(): sizes for known, sizes in MODELS.items()}.get(name.lower())
-    if found is None:
-        raise SpecError(no_such("model", name, list(MODELS)))
-    return found
+def model_named(text: str) -> ModelSizes:
+    """The sizes of a model: one of `MODELS`, in any capitals, or a Hugging Face `config.json` or its folder.
+
+    A name wins over a folder of that name. Raises `SpecError` for what is neither, and for a configuration that cannot
+    be read; it names the file, the field and what was expected.
+    """
+    found = {known.lower(): sizes for known, sizes in MODELS.items()}.get(text.lower())
+    if found is not None:
+        return found
+    if text.endswith(".json") or os.sep in text or Path(text).exists():
+        return read_config(text)
+    raise SpecError(f"{no_such('model', text, list(MODELS))}, or give a Hugging Face config.json or its folder")

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from prophet.errors import SpecError
 from prophet.spec import ACTIVATIONS, GATED, Activation, Bias, LayerShape, Windows
+
+
+class Parameters(NamedTuple):
+    """Weights of a model: all of them, and those of its routed experts."""
+
+    total: int
+    routed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +41,7 @@ class ModelSizes:
         dense_params: Weights outside the experts that a token meets in a block with experts; None: attention and
             shared experts.
         vocabulary: Rows of the embedding and of the output head; 0: neither counts.
+        tied: The head is the embedding.
         sequence: Tokens of one sequence.
         element_bytes: Bytes of a parameter, gradient or activation; None: what the machine usually has.
         assumed: What nobody said, in words, one item each.
@@ -60,6 +68,7 @@ class ModelSizes:
     attention_dim: int | None = None
     dense_params: int | None = None
     vocabulary: int = 0
+    tied: bool = False
     sequence: int = 4096
     element_bytes: int | None = None
     assumed: tuple[str, ...] = ()
@@ -112,6 +121,23 @@ class ModelSizes:
             return self.dense_params
         return self.attention + self.matrices * self.dim * self.shared_hidden
 
+    def parameters(self) -> Parameters:
+        """Weights of the whole model: embeddings, attention, feed-forward networks, experts and their routers.
+
+        Norms, and biases outside the experts, are left out.
+        """
+        sparse, feed_forward = self.blocks_with_experts, self.matrices * self.dim
+        dense = (self.layers - sparse) * (self.dense_hidden if self.experts else self.hidden)
+        routed = sparse * self.experts * self.shape(1).expert_params
+        total = (
+            (1 if self.tied else 2) * self.vocabulary * self.dim
+            + self.layers * self.attention
+            + feed_forward * (dense + sparse * self.shared_hidden)
+            + sparse * self.experts * self.dim
+            + routed
+        )
+        return Parameters(total, routed)
+
     def shape(self, element_bytes: int) -> LayerShape:
         """One MoE layer; `element_bytes` where the sizes do not say what an element takes."""
         n_bytes = self.element_bytes or element_bytes
@@ -132,8 +158,24 @@ class ModelSizes:
         return Windows(fnec_s=forward_s, bnec_s=2.0 * forward_s)
 
     def with_options(self, given: Mapping[str, Any]) -> ModelSizes:
-        """The same model with the sizes that are given and not None, which win; unknown names are an error."""
+        """The same model with the sizes that are given and not None, which win; unknown names are an error.
+
+        What followed from a size that changes follows from the new one: as large a share of the layers has experts, and
+        attention is that of four projections.
+        """
         known = {f.name for f in fields(self)}
         if unknown := sorted(given.keys() - known):
             raise SpecError(f"{self.name}: no sizes of a model: {', '.join(unknown)}")
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+        new = {name: value for name, value in given.items() if value is not None and value != getattr(self, name)}
+        said = []
+        if "layers" in new and "moe_layers" not in new and self.moe_layers:
+            new["moe_layers"] = max(1, round(new["layers"] * self.moe_layers / self.layers))
+            said.append(f"experts in {new['moe_layers']} of {new['layers']} layers: as many in a hundred as before")
+        if new.keys() & {"dim", "heads"}:
+            if "heads" in new and self.kv_heads and new["heads"] % self.kv_heads:
+                new.setdefault("kv_heads", new["heads"])
+                said.append(f"{new['kv_heads']} heads of keys and values: {self.kv_heads} do not divide the heads")
+            if self.attention_params is not None:
+                new |= {"attention_params": None, "attention_dim": None}
+                said.append("attention of four projections: its ranks are of other sizes")
+        return replace(self, **new, assumed=(*self.assumed, *said))
