@@ -6,7 +6,7 @@ import argparse
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prophet.errors import SpecError, TopologyError, UsageError, no_such
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prophet.machine.named import Machine
     from prophet.machine.sizes import ModelSizes
 
-DEFAULT_MACHINE = "h100-ib:Mixtral-8x7B"
+DEFAULT_MACHINE = "h100-ib"
 DEFAULT_SLOTS = 4
 _SIZES = {
     "--layers": "blocks of the model",
@@ -74,7 +74,7 @@ def add_machine(parser: Any) -> None:
     parser.add_argument(
         "--machine",
         default=DEFAULT_MACHINE,
-        metavar="MACHINE[:MODEL]",
+        metavar="MACHINE",
         help="a machine of the list below, or a topology file from `prophet calibrate` (default: %(default)s)",
     )
 
@@ -89,44 +89,56 @@ def machine(text: str) -> Machine:
         raise UsageError(f"--machine: {error}") from None
 
 
-def add_model(parser: Any) -> None:
-    """`--model` and the sizes that win over it."""
+def add_model(parser: Any, sizes: Iterable[str] = tuple(_SIZES)) -> Any:
+    """`--model`, and the sizes that win over it: all, or those that the command has a use for. Returns their group."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
         metavar="NAME|FILE",
         help="a model of the list below, or a Hugging Face config.json or its folder",
     )
-    for option, what in _SIZES.items():
-        group.add_argument(option, type=positive, metavar="N", help=what)
+    for option in sizes:
+        group.add_argument(option, type=positive, metavar="N", help=_SIZES[option])
+    return group
 
 
-def model_sizes(arguments: argparse.Namespace, base: ModelSizes) -> ModelSizes:
-    """The sizes of the job's model: what the options say, then `--model`, then `base`.
+def model_sizes(arguments: argparse.Namespace, base: ModelSizes | None) -> ModelSizes:
+    """The sizes of the job's model: what the options say, then `--model`, then `base`; None: there has to be a model.
 
     Raises:
-        UsageError: `--model` names nothing that can be read, or sizes contradict each other.
+        UsageError: `--model` names nothing that can be read or is not given, or sizes contradict each other.
     """
     from prophet.machine.models import model_named
 
     try:
         found = base if arguments.model is None else model_named(arguments.model)
+        if found is None:
+            raise UsageError("--model: expected a model by name, or a Hugging Face config.json or its folder")
         given = {option.strip("-").replace("-", "_") for option in _SIZES}
         return found.with_options({name: getattr(arguments, name, None) for name in given})
     except SpecError as error:
         raise UsageError(str(error) if arguments.model is None else f"--model: {error}") from None
 
 
-def known_names() -> str:
-    """The names that `--planner` and `--machine` take, for the end of a command's help."""
+def needs_experts(sizes: ModelSizes) -> ModelSizes:
+    """`sizes`, where it has experts; else `UsageError`."""
+    if not sizes.experts:
+        raise UsageError(f"{sizes.name} has no experts: give --experts and --top-k, or a --model that has some")
+    return sizes
+
+
+def known_names(*kinds: str) -> str:
+    """The names that options take, for the end of a command's help; `kinds`: of planners, machines, models."""
     from prophet.machine.models import MODELS
     from prophet.machine.presets import CLUSTERS
     from prophet.planner import PLANNER_NAMES
 
     lists = {"planners": PLANNER_NAMES, "machines": CLUSTERS, "models": MODELS}
+    shown = kinds or tuple(lists)
     return "\n".join(
         textwrap.fill(f"{what + ':':<11}{', '.join(names)}", 100, subsequent_indent=11 * " ", break_on_hyphens=False)
         for what, names in lists.items()
+        if what in shown
     )
 
 

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import statistics
 import tempfile
 from collections.abc import Iterable
@@ -14,7 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prophet.commands.arguments import add_json, check_can_write, machine, positive, say_torch_is_imported
+from prophet.commands.arguments import (
+    add_json,
+    add_model,
+    check_can_write,
+    known_names,
+    machine,
+    model_sizes,
+    needs_experts,
+    positive,
+    say_torch_is_imported,
+)
 from prophet.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +36,9 @@ _MOST = 1 << 16  # of an expert's dimensions
 _REPEATS = 25  # samples per size
 _RANKS = 2
 _EXPERT: dict[str, Any] = {"dim": 256, "hidden": 512, "activation": "gelu", "dtype": "float32"}
+_SIZES = ("--dim", "--hidden")
 _ACTIVATIONS, _DTYPES = ("gelu", "swiglu"), ("float32", "bfloat16", "float16")
+_DTYPE_OF_BYTES = {4: "float32", 2: "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +70,9 @@ def add(commands: Any) -> None:
         ),
         epilog=(
             "Takes about half a minute on two cores. Measure while nothing else runs. The file is TOML that you can\n"
-            "edit: replicas may use 1 GiB per rank (rank.free_bytes) unless you change it."
+            "edit: replicas may use 1 GiB per rank (rank.free_bytes) unless you change it. The expert is that of\n"
+            "--model, or one of 256 x 512.\n\n"
+            f"{known_names('models')}"
         ),
     )
     add_argument = parser.add_argument
@@ -79,14 +92,6 @@ def add(commands: Any) -> None:
         "may be repeated",
     )
     add_argument(
-        "--expert",
-        type=_expert,
-        default={},
-        metavar="DIMxHIDDEN[,ACTIVATION][,DTYPE]",
-        help=f"the expert to measure: its dimensions, {' or '.join(_ACTIVATIONS)}, and {', '.join(_DTYPES[:-1])} or "
-        f"{_DTYPES[-1]} (default: 256x512,gelu,float32)",
-    )
-    add_argument(
         "--rows",
         type=positive,
         nargs=2,
@@ -96,25 +101,24 @@ def add(commands: Any) -> None:
         "(default: 256 2048)",
     )
     add_json(parser)
+    model = add_model(parser, _SIZES)
+    for option, known in (("--activation", _ACTIVATIONS), ("--dtype", _DTYPES)):
+        what = f"of the expert: {', '.join(known)} (default: {_EXPERT[option.strip('-')]})"
+        model.add_argument(option, choices=known, metavar=option.strip("-").upper(), help=what)
     parser.set_defaults(run=run)
 
 
-def _expert(text: str) -> dict[str, Any]:
-    """The parts of an expert that `text` names, by field."""
-    found: dict[str, Any] = {}
-    for part in text.split(","):
-        size = re.fullmatch(r"(\d+)x(\d+)", part)
-        if size:
-            found |= {"dim": int(size[1]), "hidden": int(size[2])}
-        elif part in _ACTIVATIONS:
-            found["activation"] = part
-        elif part in _DTYPES:
-            found["dtype"] = part
-        else:
-            raise argparse.ArgumentTypeError(
-                f"expected DIMxHIDDEN, one of {', '.join(_ACTIVATIONS)} or one of {', '.join(_DTYPES)}, got {part!r}"
-            )
-    return found
+def _expert(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What is asked for of the expert, by field: the options' values, then the model's."""
+    from prophet.spec.feed_forward import GATED
+
+    found = {name: getattr(arguments, name) for name in _EXPERT}
+    if arguments.model is not None:
+        sizes = needs_experts(model_sizes(arguments, None))
+        found["dim"], found["hidden"] = sizes.dim, sizes.hidden
+        found["activation"] = found["activation"] or ("swiglu" if sizes.activation in GATED else "gelu")
+        found["dtype"] = found["dtype"] or _DTYPE_OF_BYTES.get(sizes.element_bytes or 0)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -127,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     if job.out and launch is None:
         check_can_write("--out", job.out)
     if arguments.files:
-        answer: dict[str, Any] | None = _from_files(arguments.files, job, arguments.expert, ranks)
+        answer: dict[str, Any] | None = _from_files(arguments.files, job, _expert(arguments), ranks)
     elif launch is not None:
         answer = _join(launch, job, ranks)
     else:
@@ -194,7 +198,8 @@ def _about(job: Job, ranks: int, device: str) -> dict[str, Any]:
 
 def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
     """The job that the arguments ask for, and the number of ranks it needs; None where any will do."""
-    expert, ranks, per_node, lines = {**_EXPERT, **arguments.expert}, arguments.ranks, None, None
+    asked, ranks, per_node, lines = _expert(arguments), arguments.ranks, None, None
+    expert = {**_EXPERT, **asked}
     low, high = arguments.rows
     if low >= high:
         raise UsageError(f"--rows: expected the smaller number first, got {low} {high}")
@@ -203,12 +208,12 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
     if arguments.machine:
         if not arguments.check or arguments.out:
             raise UsageError("--machine goes with --check, and without --out: the file is checked, nothing is fitted")
-        expert, ranks, per_node, lines = _checked(arguments.machine, arguments.expert, ranks)
+        expert, ranks, per_node, lines = _checked(arguments.machine, asked, ranks)
     elif not arguments.out and not arguments.check and not arguments.json:
         raise UsageError("expected --out FILE, --check or --json: the measurements would be thrown away")
-    if not (1 <= expert["dim"] <= _MOST and 1 <= expert["hidden"] <= _MOST):
+    if max(expert["dim"], expert["hidden"]) > _MOST:
         raise UsageError(
-            f"--expert: expected dimensions of an expert from 1 to {_MOST}, got {expert['dim']} x {expert['hidden']}"
+            f"--dim, --hidden: expected sizes of an expert up to {_MOST}, got {expert['dim']} x {expert['hidden']}"
         )
     job = Job(
         out=arguments.out.absolute() if arguments.out else None,

@@ -327,7 +327,7 @@ def _answer(job: _Job, where: Machine, slots: int, dp: int | None, planners: lis
             "dp": copies,
             **asdict(rest),
         },
-        "memory_bytes": getattr(where.source, "memory_bytes", None),
+        "memory_bytes": where.memory_bytes,
         "replica_bytes": context.shape.replica_bytes,
         "planners": _as_json(job, results, rest.seconds(job.microbatches), context.shape.replica_bytes),
     }

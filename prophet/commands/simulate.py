@@ -9,10 +9,13 @@ from typing import Any
 from prophet.commands.arguments import (
     add_json,
     add_machine,
+    add_model,
     add_planner,
     add_slots,
     known_names,
     machine,
+    model_sizes,
+    needs_experts,
     planner_names,
     positive,
 )
@@ -21,7 +24,7 @@ _PLANNERS = ("static", "pro-prophet", "prophet", "forced-balance")
 _RANKS = "8,64,512,4096"
 _GROUP = 64  # ranks of one expert-parallel group, at most
 _LAYERS, _EXPERTS_PER_RANK = 4, 2
-_MODEL = "Mixtral-8x7B"  # with a topology file that is named without a model
+_MODEL = "Mixtral-8x7B"  # where none is named
 _WIDTH = 110  # columns of the table where it goes to a file
 
 
@@ -39,7 +42,7 @@ def add(commands: Any) -> None:
         epilog=(
             f"Simulates {_LAYERS} MoE layers with {_EXPERTS_PER_RANK} experts per rank, in expert-parallel groups of "
             f"at most {_GROUP} ranks.\n"
-            f"A topology file is stretched to the number of ranks; without :MODEL it gets {_MODEL}.\n"
+            f"A topology file is stretched to the number of ranks; without --model it gets {_MODEL}.\n"
             "forced-balance, perfectly even routing, is always simulated: it is the ceiling.\n\n"
             f"{known_names()}"
         ),
@@ -48,6 +51,7 @@ def add(commands: Any) -> None:
     add("--ranks", type=_ranks, default=_ranks(_RANKS), metavar="N,N,...", help=f"sizes (default: {_RANKS})")
     add_planner(command, _PLANNERS)
     add_machine(command)
+    add_model(command, ())
     add_slots(command)
     add(
         "--skew",
@@ -85,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     from prophet.traces.extrapolate import BALANCED, MEASURED, Scenario, extrapolate
 
     where = machine(arguments.machine)
-    model = where.model or MODELS[_MODEL]
+    model = needs_experts(model_sizes(arguments, MODELS[_MODEL]))
     # as large as the largest case: nodes keep their size when it is cut
     topology = where.topology(max(arguments.ranks))
     context = PlanContext(

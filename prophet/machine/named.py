@@ -1,7 +1,4 @@
-"""Machines by name: what `--machine` takes in every command.
-
-`h100-ib` and `h100-ib:Mixtral-8x7B` name a preset, `my.toml` and `my.toml:Mixtral-8x7B` a topology file.
-"""
+"""Machines by name: what `--machine` takes in every command, a preset such as `h100-ib` or a topology file."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prophet.errors import SpecError, no_such
-from prophet.machine.models import MODELS
-from prophet.machine.presets import CLUSTERS, Cluster, get_preset
+from prophet.machine.presets import CLUSTERS, Cluster
 from prophet.machine.sizes import ModelSizes
 from prophet.machine.topology import read_topology
 from prophet.spec import Topology
@@ -21,14 +17,13 @@ _MEASURED_ELEMENT_BYTES = 4  # the precision that `prophet calibrate` measures u
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A preset's cluster, which comes in any size, or a measured topology, which has its own; and a model.
+    """A preset's cluster, which comes in any size, or a measured topology, which has its own.
 
-    model: None where a topology file was named without one. name: as tables and files show it.
+    name: as tables and files show it.
     """
 
     name: str
     source: Cluster | Topology
-    model: ModelSizes | None
 
     @property
     def element_bytes(self) -> int:
@@ -40,6 +35,22 @@ class Machine:
         """Ranks of a measured topology; None for a preset."""
         return self.source.ranks if isinstance(self.source, Topology) else None
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of a rank's device; None for a topology file, which does not say it."""
+        return self.source.memory_bytes if isinstance(self.source, Cluster) else None
+
+    @property
+    def assumed(self) -> str | None:
+        """What nobody measured, in words; None for a topology file."""
+        if not isinstance(self.source, Cluster):
+            return None
+        c = self.source
+        return (
+            f"{self.name} reaches {c.flops_efficiency:.0%} of its stated operations per second, and "
+            f"{c.intra_efficiency:.0%} and {c.inter_efficiency:.0%} of its bandwidths within and between nodes"
+        )
+
     def topology(self, ranks: int) -> Topology:
         """The preset cut to `ranks` ranks, or the measured topology, whose ranks the caller compares or stretches."""
         return self.source.topology(ranks) if isinstance(self.source, Cluster) else self.source
@@ -50,24 +61,17 @@ class Machine:
 
 
 def machine_named(text: str) -> Machine:
-    """The machine that `text` names: MACHINE, MACHINE:MODEL, FILE or FILE:MODEL.
+    """The machine that `text` names, a preset or a topology file.
 
-    A preset without a model has its usual one. Raises `SpecError` for a name that is not known, with the closest one,
-    and `TopologyError` for a file that cannot be read.
+    Raises `SpecError` for a name that is not known, with the closest one, and `TopologyError` for a file that cannot be
+    read.
     """
-    head, _, model = text.partition(":")
-    if head in CLUSTERS:
-        _check_model(model)
-        preset = get_preset(text)
-        return Machine(name=head, source=preset.cluster, model=preset.model)
-    file, _, model = (text, "", "") if ":" not in text or Path(text).exists() else text.rpartition(":")
-    if not (Path(file).exists() or file.endswith(".toml") or os.sep in file):
-        raise SpecError(f"{no_such('machine', head, list(CLUSTERS))}, or give the path of a topology file")
-    topology = read_topology(file)
-    _check_model(model)
-    return Machine(name=f"{topology.name} ({file})", source=topology, model=MODELS[model] if model else None)
-
-
-def _check_model(model: str) -> None:
-    if model and model not in MODELS:
-        raise SpecError(no_such("model", model, list(MODELS)))
+    if text in CLUSTERS:
+        return Machine(name=text, source=CLUSTERS[text])
+    head, _, model = text.rpartition(":")
+    if (head in CLUSTERS or head.endswith(".toml")) and not Path(text).exists():
+        raise SpecError(f"expected a machine alone, got {text!r}: write --machine {head} --model {model or 'NAME'}")
+    if not (Path(text).exists() or text.endswith(".toml") or os.sep in text):
+        raise SpecError(f"{no_such('machine', text, list(CLUSTERS))}, or give the path of a topology file")
+    topology = read_topology(text)
+    return Machine(name=f"{topology.name} ({text})", source=topology)

@@ -53,7 +53,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """A cluster and a model, under the name `cluster:model`."""
+    """A cluster and a model, under the name `cluster:model` that tests and benchmarks give the pair."""
 
     cluster: Cluster
     model: ModelSizes

@@ -78,7 +78,7 @@ def test_without_its_core_a_planner_says_what_to_run(
         (["simulate", "--ranks", "96"], "96 ranks cannot form groups of 64"),
         (["simulate", "--ranks", "8", "--planner", "forced"], "did you mean 'forced-balance'?"),
         (["simulate", "--ranks", "8", "--machine", "absent.toml"], "absent.toml: expected a topology file (TOML)"),
-        (["simulate", "--machine", "h100-ib:elephant"], "no model 'elephant'"),
+        (["simulate", "--model", "elephant"], "--model: there is no model 'elephant'"),
         (["plan", "TRACE", "--machine", "absent.toml"], "absent.toml: expected a topology file (TOML)"),
         (["plan", "TRACE", "--machine", "BROKEN"], "intra.bytes_per_s: expected a finite number, got 'fast'"),
         (["plan", "TRACE", "--machine", "TWO"], "has 2 ranks"),
@@ -102,9 +102,10 @@ def test_without_its_core_a_planner_says_what_to_run(
         (["calibrate", "--check", "--machine", "FOUR", "--ranks", "2"], "is for 4 ranks"),
         (["calibrate", "--check", "--rows", "64", "8"], "--rows: expected the smaller number first, got 64 8"),
         (["calibrate", "--check", "--ranks", "100000"], "--ranks: expected at most four ranks per core"),
-        (["calibrate", "--check", "--expert", "1000000x8"], "expected dimensions of an expert from 1 to 65536"),
+        (["calibrate", "--check", "--dim", "1000000"], "expected sizes of an expert up to 65536, got 1000000 x 512"),
+        (["calibrate", "--check", "--model", "LLaMA2-7B"], "LLaMA2-7B has no experts: give --experts"),
         (["plan", "TRACE", "--machine", "cray"], "no machine 'cray'"),
-        (["plan", "TRACE", "--machine", "h100-ib:elephant"], "no model 'elephant'"),
+        (["plan", "TRACE", "--machine", "h100-ib:DeepSeek-V3"], "write --machine h100-ib --model DeepSeek-V3"),
         (["plan", "EMPTY"], "counts: expected tokens in the iterations that are judged, all of their counts are 0"),
         (["calibrate", "--check", "--out", "FOLDER"], "--out: expected a file"),
         (
@@ -159,7 +160,7 @@ def test_bad_input_is_one_line(
         ["plan", "--planner", "prophet"],
         ["demo", "--steps", "0"],
         ["calibrate", "--ranks", "0"],
-        ["calibrate", "--expert", "8x8,relu"],
+        ["calibrate", "--activation", "relu"],
     ],
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,8 +186,8 @@ def test_a_word_means_one_thing_in_every_command_and_few_are_needed() -> None:
     assert all(1 < len(of) <= 20 for of in options.values()), options
     assert 20 < len(set().union(*options.values())) <= 40, options
     shared = options["plan"] & options["simulate"]
-    assert shared >= {"--planner", "--machine", "--slots", "--json"}
-    assert not set().union(*options.values()) & {"--preset", "--topology", "--policy", "--trace"}
+    assert shared >= {"--planner", "--machine", "--model", "--slots", "--json"}
+    assert not set().union(*options.values()) & {"--preset", "--topology", "--policy", "--trace", "--expert"}
 
 
 def test_every_command_has_json() -> None:

@@ -1,4 +1,4 @@
-"""Machines by name: presets and topology files, with and without a model."""
+"""Machines by name: presets and topology files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from prophet.errors import SpecError, TopologyError
 from prophet.machine.models import MODELS
 from prophet.machine.named import machine_named
-from prophet.machine.presets import PRESET_NAMES, get_preset
+from prophet.machine.presets import CLUSTERS
 from prophet.machine.topology import write_topology
 from prophet.spec import Topology
 
@@ -22,34 +22,28 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "m.toml"
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
-def test_a_preset_is_its_cluster_and_model(name: str) -> None:
-    found, preset = machine_named(name), get_preset(name)
-    assert found.model == preset.model
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_preset_comes_in_any_size_and_says_what_it_assumes(name: str) -> None:
+    found, cluster = machine_named(name), CLUSTERS[name]
     assert found.ranks is None
-    assert found.topology(16) == preset.cluster.topology(16)
-    assert found.element_bytes == preset.cluster.element_bytes
-    assert found.label(preset.model) == name
+    assert found.topology(16) == cluster.topology(16)
+    assert (found.element_bytes, found.memory_bytes) == (cluster.element_bytes, cluster.memory_bytes)
+    assert found.label(MODELS["DeepSeek-V3"]) == f"{name}:DeepSeek-V3"
+    assert found.assumed is not None
+    assert f"{name} reaches {cluster.flops_efficiency:.0%} of its stated operations" in found.assumed
 
 
-def test_a_cluster_alone_has_its_usual_model() -> None:
-    assert machine_named("h100-ib").model == get_preset("h100-ib").model
-
-
-def test_a_file_has_its_ranks_and_no_model_unless_one_is_named(file: Path) -> None:
-    alone, with_model = machine_named(str(file)), machine_named(f"{file}:MoE-GPT-S")
-    assert alone.model is None
-    assert with_model.model == MODELS["MoE-GPT-S"]
-    for found in (alone, with_model):
-        assert (found.name, found.ranks) == (f"here ({file})", 4)
-        assert found.topology(8) == MEASURED
-        assert found.element_bytes == 4
-    assert with_model.label(MODELS["MoE-GPT-S"]) == f"here ({file}), MoE-GPT-S"
+def test_a_file_has_its_ranks_and_assumes_nothing(file: Path) -> None:
+    found = machine_named(str(file))
+    assert (found.name, found.ranks) == (f"here ({file})", 4)
+    assert found.topology(8) == MEASURED
+    assert (found.element_bytes, found.memory_bytes, found.assumed) == (4, None, None)
+    assert found.label(MODELS["MoE-GPT-S"]) == f"here ({file}), MoE-GPT-S"
 
 
 def test_a_file_may_have_any_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
-    for name in ("machine", "a:b.toml"):
+    for name in ("machine", "a:b.toml", "h100-ib:Mixtral-8x7B"):
         file.rename(file.parent / name)
         assert machine_named(name).ranks == 4
         file = file.parent / name
@@ -62,8 +56,9 @@ def test_a_file_may_have_any_name(file: Path, monkeypatch: pytest.MonkeyPatch) -
             "h100-nvlin",
             r"no machine 'h100-nvlin'; did you mean 'h100-nvlink'.* or give the path of a topology file",
         ),
-        ("h100-ib:Mixtral", "no model 'Mixtral'; did you mean 'Mixtral-8x7B'"),
-        ("FILE:Mixtral", "no model 'Mixtral'; did you mean 'Mixtral-8x7B'"),
+        ("h100-ib:Mixtral-8x7B", "expected a machine alone.*: write --machine h100-ib --model Mixtral-8x7B"),
+        ("FILE:Mixtral", "expected a machine alone.*: write --machine .*m.toml --model Mixtral"),
+        ("none.toml:", "expected a machine alone.*: write --machine none.toml --model NAME"),
         ("", "no machine ''|expected a topology file"),
     ],
 )
@@ -73,6 +68,6 @@ def test_names_that_name_nothing(file: Path, text: str, words: str) -> None:
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    for text in ("none.toml", "none.toml:Mixtral-8x7B", "folder/none"):
-        with pytest.raises(TopologyError, match=f"{text.partition(':')[0]}: expected a topology file"):
+    for text in ("none.toml", "folder/none"):
+        with pytest.raises(TopologyError, match=f"{text}: expected a topology file"):
             machine_named(text)

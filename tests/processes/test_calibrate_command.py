@@ -11,7 +11,7 @@ from prophet.cli import FAILED, OK, main
 from prophet.machine.topology import read_fits, read_topology
 from tests.helpers.launch import as_launched
 
-SMALL = ["--expert", "16x32", "--rows", "16", "128"]
+SMALL = ["--dim", "16", "--hidden", "32", "--rows", "16", "128"]
 OPERATIONS = {"a2a_intra", "expert_forward", "expert_backward", "trans", "agg"}
 
 
@@ -20,8 +20,13 @@ def test_two_ranks_are_started_measured_and_checked(
 ) -> None:
     monkeypatch.setattr("prophet.commands.calibrate._REPEATS", 2)
     file = tmp_path / "sub" / "t.toml"
-    assert main(["calibrate", "--ranks", "2", "--out", str(file), "--check", "--json", *SMALL]) == OK
+    config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ["--model", str(tmp_path), "--dim", "16", "--dtype", "float32"]
+    assert main(["calibrate", "--ranks", "2", "--out", str(file), "--check", "--json", *model, *SMALL[4:]]) == OK
     answer = json.loads(capsys.readouterr().out)
+    assert [answer[name] for name in ("dim", "hidden", "activation", "dtype")] == [16, 32, "swiglu", "float32"]
     assert answer["file"] == str(file)
     assert {row["operation"] for row in answer["operations"]} == OPERATIONS
     assert all(row["mean_error"] is not None for row in answer["operations"] + answer["model"])
@@ -36,9 +41,9 @@ def test_two_ranks_are_started_measured_and_checked(
 
     # the file is checked with the expert it was made with, and nothing is written
     written = file.read_bytes()
-    assert main(["calibrate", "--check", "--machine", str(file), *SMALL[2:]]) == OK
+    assert main(["calibrate", "--check", "--machine", str(file), *SMALL[4:]]) == OK
     shown = capsys.readouterr().out
-    assert "an expert of 16 x 32" in shown
+    assert "an expert of 16 x 32 (swiglu, float32)" in shown
     assert all(operation in shown for operation in OPERATIONS)
     assert "%" in shown
     assert file.read_bytes() == written
