@@ -97,6 +97,7 @@ _MAY_IMPORT_A_PART = {
     "prophet.engine": "prophet.machine.topology",  # a configuration takes the path of a file
     "pipeline_balance.maps": "prophet.planner.core",  # one compiled module serves both halves
     "pipeline_balance.dynamics": "pipeline_balance.pipeline.added_loss",  # its layers have losses
+    "pipeline_balance.elastic": "prophet.commands.arguments",  # its command's options are those of the others
 }
 
 # Third-party packages a room may import. Rooms that are not listed may import torch, numpy and rich.
@@ -126,6 +127,9 @@ _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
 _PURE_MODULES = {
     "prophet.engine.history",
     "prophet.engine.replan",
+    "prophet.machine.sizes",
+    "prophet.machine.models",
+    "prophet.machine.config_json",
     "prophet.state.space",
     "prophet.state.layout",
     "prophet.state.route",

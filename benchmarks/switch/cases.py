@@ -12,9 +12,10 @@ import numpy as np
 
 from pipeline_balance.elastic.bound import Rates, demand_of, least_s
 from pipeline_balance.elastic.layouts import ModelDescription
-from pipeline_balance.elastic.models import llama, qwen_moe
+from pipeline_balance.elastic.models import description_of
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.switch import Plan, plan_switch
+from prophet.machine.sizes import ModelSizes
 
 LARGE_BYTES = 32_000_000
 """At the busiest port, from which on seconds are compared with the bound alone."""
@@ -43,11 +44,10 @@ class Case:
     def model(self) -> ModelDescription:
         """bf16 parameters, float32 master weights and two moments."""
         d = self.dim
+        sizes = ModelSizes(name="dense", layers=LAYERS, dim=d, hidden=2 * d, heads=8, vocabulary=VOCABULARY)
         if self.experts:
-            return qwen_moe("moe", layers=LAYERS, dim=d, hidden=d, heads=4, experts=EXPERTS, vocabulary=VOCABULARY)
-        return llama(
-            "dense", layers=LAYERS, dim=d, hidden=2 * d, heads=8, kv_heads=8, vocabulary=VOCABULARY, gated=True
-        )
+            sizes = replace(sizes, name="moe", hidden=d, heads=4, head_dim=128, experts=EXPERTS)
+        return description_of(sizes)
 
     def plan(self, hosts: int) -> Plan:
         """Layouts, order of ranks and route in a world of `hosts`, each a node."""

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline_balance.elastic.models import model_named, parameters_only
+from pipeline_balance.elastic.models import description_of
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.switch import STATED, predict
+from prophet.machine.models import model_named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,18 +91,16 @@ ROWS: tuple[PaperRow, ...] = (
 
 def predicted(row: PaperRow) -> dict[str, Any]:
     """The paper's seconds beside what is predicted here, in the chosen order of ranks and in the order as given."""
-    rates, per_node = STATED["a800"]
-    model = model_named(row.model)
+    machine = STATED["a800"]
+    model = description_of(model_named(row.model))
     if row.parameters_only:
-        model = parameters_only(model)
+        model = replace(model, entries=())
     before, after = Parallelism.parse(f"{row.before},zero1"), Parallelism.parse(f"{row.after},zero1")
-    given = predict(
-        model, before, replace(after, order=row.order), rates=rates, ranks_per_node=per_node, machine="a800", flat=True
-    )
+    given = predict(model, before, replace(after, order=row.order), machine=machine, flat=True)
     chosen = given
     if row.order is None:
         fewest = replace(after, order=FEWEST_BYTES)
-        chosen = predict(model, before, fewest, rates=rates, ranks_per_node=per_node, machine="a800", flat=True)
+        chosen = predict(model, before, fewest, machine=machine, flat=True)
     return {
         "table": row.table,
         "model": row.model,

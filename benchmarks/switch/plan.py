@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from pipeline_balance.elastic.bound import demand_of, least_direct_s, least_s
-from pipeline_balance.elastic.models import model_named
+from pipeline_balance.elastic.models import description_of
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.elastic.simulate import simulate
 from pipeline_balance.elastic.switch import STATED, plan_switch
+from prophet.machine.models import model_named
 
 RANKS = (64, 256, 1024, 4096, 8192)
 SWITCHES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -43,16 +44,15 @@ def measured(model: str, ranks: int, before: str, after: str, *, bounds: bool = 
 
     `bounds`: also simulate and solve for the bound, which planning does not need.
     """
-    rates, per_node = STATED["a800"]
-    model_named.cache_clear()
+    machine = STATED["a800"]
     began = time.perf_counter()
-    description = model_named(model)
+    description = description_of(model_named(model))
     description_s = time.perf_counter() - began
     planned = plan_switch(
         description,
         filled(before, ranks, ""),
         filled(after, ranks, ",orderfewest-bytes"),
-        ranks_per_node=per_node,
+        ranks_per_node=machine.ranks_per_node,
         ranks=ranks,
         flat=True,
     )
@@ -73,10 +73,10 @@ def measured(model: str, ranks: int, before: str, after: str, *, bounds: bool = 
     }
     if bounds:
         demand = demand_of(way.atoms, description.space.item_bytes)
-        moved = simulate(way, rates)
-        direct = least_direct_s(demand, way.nodes, rates)
+        moved = simulate(way, machine.rates)
+        direct = least_direct_s(demand, way.nodes, machine.rates)
         row |= {
-            "bound_s": least_s(demand, way.nodes, rates),
+            "bound_s": least_s(demand, way.nodes, machine.rates),
             "direct_bound_s": direct,
             "port_s": moved.port_s,
             "predicted_s": moved.seconds,

@@ -12,11 +12,12 @@ import numpy as np
 
 from pipeline_balance.elastic.bound import demand_of, least_s
 from pipeline_balance.elastic.layouts import layout_of
-from pipeline_balance.elastic.models import model_named
+from pipeline_balance.elastic.models import description_of
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.simulate import simulate
-from pipeline_balance.elastic.switch import machine_rates
+from pipeline_balance.elastic.switch import STATED
+from prophet.machine.models import model_named
 from prophet.state.route import route
 
 MODEL, RANKS, NODES, CHUNK = "llama2-7b", 8, 2, 256 << 20
@@ -27,7 +28,7 @@ COLOURS = {True: "#3182bd", False: "#9ecae1"}  # between nodes, within one
 
 def draw() -> str:
     """The whole picture, as SVG."""
-    model, (rates, *_) = model_named(MODEL), machine_rates("a800")
+    model, rates = description_of(model_named(MODEL)), STATED["a800"].rates
     nodes = np.arange(RANKS) * NODES // RANKS
     before = layout_of(model, BEFORE, ranks=RANKS)
     after = layout_of(model, ordered(model, before, AFTER, nodes=nodes), ranks=RANKS)

@@ -1,111 +1,101 @@
-"""Models by name, as descriptions: what `prophet switch --model` and the benchmark of plans take.
+"""Descriptions of models from their sizes: what `prophet switch` and the benchmark of plans lay out.
 
-Sizes are those of the published `config.json` files (LLaMA-2, Qwen3) and of GPT-3's paper, Table 2.1 (its vocabulary
-padded to 50,304). LLaMA-32B is DynaTran's; its sizes are LLaMA-30B's (60 layers, 6,656 wide, 52 heads). Training keeps
-bf16 parameters, float32 master weights and two moments: 14 bytes a parameter.
+Training keeps bf16 parameters, float32 master weights and two moments: 14 bytes a parameter.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
-from pipeline_balance.elastic.layouts import MIXED_ADAMW, Block, Entry, ModelDescription, Parameter
-from prophet.errors import SpecError, no_such
-
-
-def _column(
-    name: str, rows: int, columns: int, layer: int, units: int | None = None, repeated: bool = False
-) -> Parameter:
-    blocks = (Block(length=rows, units=units, repeated=repeated),)
-    return Parameter(name=name, shape=(rows, columns), layers=(layer,), dim=0, blocks=blocks)
+from pipeline_balance.elastic.layouts import MIXED_ADAMW, Block, ModelDescription, Parameter
+from pipeline_balance.elastic.parallelism import Parallelism, check_cut
+from prophet.machine.sizes import ModelSizes
+from prophet.spec.feed_forward import GATED
+from prophet.spec.placement import check_shared
 
 
-def _row(name: str, rows: int, columns: int, layer: int, units: int | None = None) -> Parameter:
-    return Parameter(
-        name=name, shape=(rows, columns), layers=(layer,), dim=1, blocks=(Block(length=columns, units=units),)
-    )
+def description_of(sizes: ModelSizes) -> ModelDescription:
+    """The model as a description: projections of attention, feed-forward networks, each block's experts stacked.
+
+    Blocks without experts come first. Biases and positions are left out. Attention that is not four projections is one
+    tensor, which tp does not cut.
+    """
+    dim, last = sizes.dim, sizes.layers - 1
+    inner: list[Parameter] = []
+    for n in range(sizes.layers):
+        at = f"layers.{n}"
+        norms = [_whole(f"{at}.{norm}", (dim,), n) for norm in ("input_norm", "post_norm")]
+        if n < sizes.layers - sizes.blocks_with_experts:
+            hidden, before = sizes.dense_hidden if sizes.experts else sizes.hidden, 2
+            more = _feed_forward(sizes, f"{at}.mlp", hidden, n)
+        else:
+            more, before = _with_experts(sizes, at, n), 1
+        # the order decides between equal routes, and pages have figures of this one
+        inner += [*_attention(sizes, f"{at}.attention", n), *more[:before], *norms, *more[before:]]
+    ends = []
+    if sizes.vocabulary:
+        places = [("embed", (0, last))] if sizes.tied else [("embed", (0,)), ("head", (last,))]
+        ends = [_cut(name, (sizes.vocabulary, dim), tuple(dict.fromkeys(where))) for name, where in places]
+    parameters = (*ends[:1], *inner, _whole("norm", (dim,), last), *ends[1:])
+    return ModelDescription(name=sizes.name, layers=sizes.layers, parameters=parameters, entries=MIXED_ADAMW)
 
 
-def _attention(prefix: str, layer: int, dim: int, heads: int, kv_heads: int, head_dim: int) -> list[Parameter]:
+def check_trainable(sizes: ModelSizes, layout: Parallelism) -> None:
+    """Raise `SpecError` unless a `Job` could train a model of these sizes in this layout: by the job's own checks."""
+    layout.check_trainable(experts=sizes.experts > 0)
+    layout.stage_map(sizes.layers)
+    check_shared(sizes.name, sizes.experts, layout.ep)
+    cut = {
+        "attention heads": sizes.heads,
+        "heads of keys and values": sizes.kv_heads or sizes.heads,
+        "rows of feed-forward networks": sizes.hidden,
+    }
+    check_cut(layout.tp, {f"{length} {what} of {sizes.name}": length for what, length in cut.items()})
+
+
+def _attention(sizes: ModelSizes, prefix: str, layer: int) -> list[Parameter]:
+    if sizes.attention_params is not None:
+        return [_whole(prefix, (sizes.attention_params,), layer)]
+    heads, kv_heads = sizes.heads, sizes.kv_heads or sizes.heads
+    query, key = heads * sizes.size_of_head, kv_heads * sizes.size_of_head
     return [
-        _column(f"{prefix}.q_proj", heads * head_dim, dim, layer, heads),
-        _column(f"{prefix}.k_proj", kv_heads * head_dim, dim, layer, kv_heads, True),
-        _column(f"{prefix}.v_proj", kv_heads * head_dim, dim, layer, kv_heads, True),
-        _row(f"{prefix}.o_proj", dim, heads * head_dim, layer, heads),
+        _cut(f"{prefix}.q_proj", (query, sizes.dim), (layer,), units=heads),
+        _cut(f"{prefix}.k_proj", (key, sizes.dim), (layer,), units=kv_heads, repeated=True),
+        _cut(f"{prefix}.v_proj", (key, sizes.dim), (layer,), units=kv_heads, repeated=True),
+        _cut(f"{prefix}.o_proj", (sizes.dim, query), (layer,), dim=1, units=heads),
     ]
+
+
+def _feed_forward(sizes: ModelSizes, prefix: str, hidden: int, layer: int) -> list[Parameter]:
+    up, down, gate = (
+        _cut(f"{prefix}.up", (hidden, sizes.dim), (layer,)),
+        _cut(f"{prefix}.down", (sizes.dim, hidden), (layer,), dim=1),
+        _cut(f"{prefix}.gate", (hidden, sizes.dim), (layer,)),
+    )
+    return [up, down, gate] if sizes.activation in GATED else [up, down]
+
+
+def _with_experts(sizes: ModelSizes, prefix: str, layer: int) -> list[Parameter]:
+    up = 2 if sizes.activation in GATED else 1
+    stacks = {"gate_up": (up * sizes.hidden, sizes.dim), "down": (sizes.dim, sizes.hidden)}
+    found = [_whole(f"{prefix}.router", (sizes.experts, sizes.dim), layer)]
+    for part, shape in stacks.items():
+        name = f"{prefix}.experts.{part}"
+        found.append(Parameter(name=name, shape=(sizes.experts, *shape), layers=(layer,), experts=True))
+    return found + (_feed_forward(sizes, f"{prefix}.shared", sizes.shared_hidden, layer) if sizes.shared_hidden else [])
+
+
+def _cut(
+    name: str,
+    shape: tuple[int, int],
+    layers: tuple[int, ...],
+    *,
+    dim: int = 0,
+    units: int | None = None,
+    repeated: bool = False,
+) -> Parameter:
+    """A matrix that tp cuts along `dim`."""
+    blocks = (Block(length=shape[dim], units=units, repeated=repeated),)
+    return Parameter(name=name, shape=shape, layers=layers, dim=dim, blocks=blocks)
 
 
 def _whole(name: str, shape: tuple[int, ...], layer: int) -> Parameter:
     return Parameter(name=name, shape=shape, layers=(layer,))
-
-
-def _around(layers: int, dim: int, vocabulary: int, inner: list[Parameter]) -> tuple[Parameter, ...]:
-    first, last = _column("embed", vocabulary, dim, 0), _column("head", vocabulary, dim, layers - 1)
-    return (first, *inner, _whole("norm", (dim,), layers - 1), last)
-
-
-def llama(
-    name: str, *, layers: int, dim: int, hidden: int, heads: int, kv_heads: int, vocabulary: int, gated: bool
-) -> ModelDescription:
-    """A dense decoder; without `gated`, a GPT's feed-forward part (biases and positions left out)."""
-    inner = []
-    for n in range(layers):
-        at = f"layers.{n}"
-        inner += _attention(f"{at}.attention", n, dim, heads, kv_heads, dim // heads)
-        inner += [_column(f"{at}.mlp.up", hidden, dim, n), _row(f"{at}.mlp.down", dim, hidden, n)]
-        inner += [_whole(f"{at}.{norm}", (dim,), n) for norm in ("input_norm", "post_norm")]
-        inner += [_column(f"{at}.mlp.gate", hidden, dim, n)] if gated else []
-    parameters = _around(layers, dim, vocabulary, inner)
-    return ModelDescription(name=name, layers=layers, parameters=parameters, entries=MIXED_ADAMW)
-
-
-def qwen_moe(
-    name: str, *, layers: int, dim: int, hidden: int, heads: int, experts: int, vocabulary: int = 151936
-) -> ModelDescription:
-    """A Qwen3 mixture of experts: 4 heads of keys and values, 128 a head, each layer's experts stacked."""
-    inner = []
-    for n in range(layers):
-        at = f"layers.{n}"
-        inner += _attention(f"{at}.attention", n, dim, heads, 4, 128)
-        inner += [_whole(f"{at}.router", (experts, dim), n)]
-        inner += [_whole(f"{at}.{norm}", (dim,), n) for norm in ("input_norm", "post_norm")]
-        for part, shape in (("gate_up", (experts, 2 * hidden, dim)), ("down", (experts, dim, hidden))):
-            inner.append(Parameter(name=f"{at}.experts.{part}", shape=shape, layers=(n,), experts=True))
-    parameters = _around(layers, dim, vocabulary, inner)
-    return ModelDescription(name=name, layers=layers, parameters=parameters, entries=MIXED_ADAMW)
-
-
-_LLAMA: dict[str, dict[str, int]] = {
-    "llama2-7b": {"layers": 32, "dim": 4096, "hidden": 11008, "heads": 32, "kv_heads": 32, "vocabulary": 32000},
-    "llama2-13b": {"layers": 40, "dim": 5120, "hidden": 13824, "heads": 40, "kv_heads": 40, "vocabulary": 32000},
-    "llama-32b": {"layers": 60, "dim": 6656, "hidden": 17920, "heads": 52, "kv_heads": 52, "vocabulary": 32000},
-    "llama2-70b": {"layers": 80, "dim": 8192, "hidden": 28672, "heads": 64, "kv_heads": 8, "vocabulary": 32000},
-}
-_GPT = {
-    "gpt3-1.3b": {"layers": 24, "dim": 2048, "hidden": 8192, "heads": 16, "kv_heads": 16, "vocabulary": 50304},
-    "gpt3-2.7b": {"layers": 32, "dim": 2560, "hidden": 10240, "heads": 32, "kv_heads": 32, "vocabulary": 50304},
-    "gpt3-6.7b": {"layers": 32, "dim": 4096, "hidden": 16384, "heads": 32, "kv_heads": 32, "vocabulary": 50304},
-}
-_QWEN = {
-    "qwen3-30b-a3b": {"layers": 48, "dim": 2048, "hidden": 768, "heads": 32, "experts": 128},
-    "qwen3-235b-a22b": {"layers": 94, "dim": 4096, "hidden": 1536, "heads": 64, "experts": 128},
-}
-NAMES = (*_LLAMA, *_GPT, *_QWEN)
-
-
-@cache
-def model_named(name: str) -> ModelDescription:
-    """The description of a model in `NAMES`; `SpecError` for others."""
-    if name in _LLAMA:
-        return llama(name, gated=True, **_LLAMA[name])
-    if name in _GPT:
-        return llama(name, gated=False, **_GPT[name])
-    if name in _QWEN:
-        return qwen_moe(name, **_QWEN[name])
-    raise SpecError(no_such("model", name, NAMES))
-
-
-def parameters_only(model: ModelDescription) -> ModelDescription:
-    """The same model without optimizer state."""
-    entries: tuple[Entry, ...] = ()
-    return ModelDescription(name=model.name, layers=model.layers, parameters=model.parameters, entries=entries)

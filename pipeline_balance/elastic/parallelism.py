@@ -8,7 +8,7 @@ dp * tp places, place q has ep index q mod ep and edp index q // ep. Experts wit
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -24,6 +24,13 @@ Axis = Literal["pp", "dp", "tp", "ep", "edp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 FEWEST_BYTES: Literal["fewest-bytes"] = "fewest-bytes"
 _SIZES = ("tp", "pp", "dp", "ep", "zero", "v", "slices")
+
+
+def check_cut(tp: int, lengths: Mapping[str, int]) -> None:
+    """Raise `SpecError` unless tp divides all that it has to cut; `lengths`: by what each is, in words."""
+    for what, length in lengths.items():
+        if length % tp:
+            raise SpecError(f"tp{tp} does not divide the {what}")
 
 
 class Place(NamedTuple):

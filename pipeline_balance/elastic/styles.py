@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from pipeline_balance.elastic.describe import How, Rule
+from pipeline_balance.elastic.parallelism import check_cut
 from prophet.errors import SpecError
 
 # transformers' words: how the module is cut, whether its output is gathered, whether its gradients are parts of a sum
@@ -46,10 +47,8 @@ def styles_of(root: nn.Module, tp: int) -> dict[str, Style]:
     if not plan:
         raise SpecError(f"tp{tp}: a {kind} has no tensor-parallel plan (transformers' tp_plan)")
     config: Any = getattr(root, "config", None)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if heads is not None and heads % tp:
-            raise SpecError(f"tp{tp} does not divide the {name} = {heads} of a {kind}")
+    heads = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    check_cut(tp, {f"{name} = {n} of a {kind}": n for name, n in heads.items() if n is not None})
     found: dict[str, Style] = {}
     for name, module in root.named_modules():
         if not any(p is not None for p in module._parameters.values()):
@@ -82,11 +81,10 @@ def _checked(name: str, module: nn.Module, style: Style, tp: int) -> Style:
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         return Style()  # torch would look for that row in every shard
     length = module.weight.shape[1 if style.how == "row" else 0]
-    if length % tp == 0:
-        return style
-    if style.gathered:
+    if style.gathered and length % tp:
         return Style()
-    raise SpecError(f"tp{tp} does not divide the {length} {'columns' if style.how == 'row' else 'rows'} of {name}")
+    check_cut(tp, {f"{length} {'columns' if style.how == 'row' else 'rows'} of {name}": length})
+    return style
 
 
 def _tie(root: nn.Module, styles: dict[str, Style], tp: int) -> None:

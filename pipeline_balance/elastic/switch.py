@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,30 @@ from prophet.state.route import Route, route
 MOST_CELLS = 20_000_000
 """Tensors times ranks up to which the peak of a switch in place is computed."""
 
-# DynaTran, Section 6.1: 8 cards a node, one 200 Gb/s port a card; NVLink 400 GB/s both ways together. Taken as stated.
-STATED = {"a800": (Rates(intra_bytes_per_s=200e9, inter_bytes_per_s=25e9), 8)}
+
+class Ports(NamedTuple):
+    """What a switch has to know of a machine. memory_bytes: of a rank's device; None: nobody says it.
+
+    assumed: what was not measured, in words; None: nothing.
+    """
+
+    rates: Rates
+    ranks_per_node: int
+    name: str
+    memory_bytes: int | None
+    assumed: str | None
+
+
+# DynaTran, Section 6.1: 8 cards of 80 GB a node, one 200 Gb/s port a card; NVLink 400 GB/s both ways together.
+STATED = {
+    "a800": Ports(
+        rates=Rates(intra_bytes_per_s=200e9, inter_bytes_per_s=25e9),
+        ranks_per_node=8,
+        name="a800",
+        memory_bytes=80_000_000_000,
+        assumed="a800 reaches all of its stated bandwidths",
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +66,7 @@ class Prediction:
     """What a switch is predicted to take; bytes are exact, seconds are the port model's.
 
     given_bytes: what would move if ranks kept their numbers. least_s, least_direct_s: the bounds of those names (None:
-    too large to say). *_peak_bytes: the fullest rank's, without buffers.
+    too large to say). *_peak_bytes: the fullest rank's, without buffers. memory_bytes: what a rank has; None: unknown.
     """
 
     model: str
@@ -62,12 +84,18 @@ class Prediction:
     after_bytes: int
     safe_peak_bytes: int
     in_place_peak_bytes: int | None
+    memory_bytes: int | None
     plan_s: float
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether either layout's training state has room on its fullest rank; None where its memory is not known."""
+        return None if self.memory_bytes is None else max(self.before_bytes, self.after_bytes) <= self.memory_bytes
 
     def as_json(self) -> dict[str, Any]:
         """All figures, flat."""
         found = asdict(self)
-        return {**{k: v for k, v in found.items() if k != "simulated"}, **found["simulated"]}
+        return {**{k: v for k, v in found.items() if k != "simulated"}, **found["simulated"], "fits": self.fits}
 
 
 def plan_switch(
@@ -114,14 +142,13 @@ def predict(
     before: Parallelism,
     after: Parallelism,
     *,
-    rates: Rates,
-    ranks_per_node: int,
-    machine: str = "",
+    machine: Ports,
     ranks: int | None = None,
     flat: bool = False,
 ) -> Prediction:
-    """What the switch takes on a machine of these rates; `ranks` is the world (None: as many as both layouts need)."""
-    planned = plan_switch(model, before, after, ranks_per_node=ranks_per_node, ranks=ranks, flat=flat)
+    """What the switch takes on this machine; `ranks` is the world (None: as many as both layouts need)."""
+    rates = machine.rates
+    planned = plan_switch(model, before, after, ranks_per_node=machine.ranks_per_node, ranks=ranks, flat=flat)
     way = planned.route
     given = way.wire_bytes
     if after.order == FEWEST_BYTES:
@@ -136,7 +163,7 @@ def predict(
         model=model.name,
         before=str(before),
         after=str(replace(after, order=None)),
-        machine=machine,
+        machine=machine.name,
         ranks=way.ranks,
         nodes=int(way.nodes.max()) + 1,
         wire_bytes=way.wire_bytes,
@@ -148,14 +175,15 @@ def predict(
         after_bytes=int(memory.after.max()),
         safe_peak_bytes=int(memory.safe_peak.max()),
         in_place_peak_bytes=peak,
+        memory_bytes=machine.memory_bytes,
         plan_s=planned.layouts_s + planned.order_s + planned.routes_s,
     )
 
 
-def machine_rates(text: str) -> tuple[Rates, int, str]:
-    """Rates, ranks per node and name of a machine: one in `STATED`, a preset of `prophet`, or a topology file."""
+def ports_of(text: str) -> Ports:
+    """The ports of a machine: one in `STATED`, a preset of `prophet`, or a topology file."""
     if text in STATED:
-        return *STATED[text], text
+        return STATED[text]
     from prophet.machine.named import machine_named
     from prophet.machine.presets import CLUSTERS
 
@@ -167,4 +195,10 @@ def machine_rates(text: str) -> tuple[Rates, int, str]:
         raise SpecError(no_such("machine", text, [*STATED, *CLUSTERS])) from error
     topology = machine.topology(machine.ranks or 8)
     per_node = topology.ranks_per_node if machine.ranks else 8
-    return Rates.of(topology.intra, topology.inter), per_node, machine.name
+    return Ports(
+        rates=Rates.of(topology.intra, topology.inter),
+        ranks_per_node=per_node,
+        name=machine.name,
+        memory_bytes=machine.memory_bytes,
+        assumed=machine.assumed,
+    )

@@ -6,7 +6,7 @@ from numbers import Integral
 from typing import Any, get_args
 
 from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import check_experts
+from pipeline_balance.elastic.experts import check_experts, has_experts
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.elastic.reshape import is_sharded
 from pipeline_balance.elastic.sharded import check_shardable
@@ -21,12 +21,8 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> dict[str, Ru
     """How tp cuts `model` in this layout. Raises `SpecError` unless a `Job` of `world` processes can train it there."""
     if not isinstance(layout, Parallelism):
         raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
-    if is_sharded(layout) and layout.pp > 1 and layout.zero > 1:
-        raise SpecError(
-            f"{layout}: a job cannot train pp{layout.pp} with zero{layout.zero} yet; expected pp x dp x tp or "
-            "pp x dp x ep with zero 0 or 1, or dp x tp with zero 2 or 3"
-        )
     check_experts(model.root, layout)
+    layout.check_trainable(experts=has_experts(model.root))
     last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
     if last >= world:
         raise SpecError(f"{layout} needs rank {last}, the world has {world} ranks")

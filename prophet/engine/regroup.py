@@ -14,6 +14,7 @@ from prophet.experts.bank import Bank
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.layer.moe import MoE, moe_layers
 from prophet.ranks.collective import Collective
+from prophet.spec.placement import check_shared
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -48,8 +49,7 @@ def check_regroupable(model: nn.Module, ranks: int) -> None:
             raise SpecError(f"{name}: only an engine updates balancing biases: expected bias_update_rate=0")
         if ranks > 1 and (not isinstance(bank, FeedForwardBank) or any(True for _ in bank.children())):
             raise SpecError(f"{name}: experts that are modules stay whole on every rank: expected ep1, got ep{ranks}")
-        if bank.total_experts % ranks:
-            raise SpecError(f"{name}: {bank.total_experts} experts cannot be shared by ep{ranks}")
+        check_shared(name, bank.total_experts, ranks)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:

@@ -31,6 +31,12 @@ def check_experts_per_rank(experts: int, ranks: int) -> int:
     return experts // ranks
 
 
+def check_shared(where: object, experts: int, ranks: int) -> None:
+    """Raise `SpecError` unless so many ranks can share the experts of `where`."""
+    if experts % ranks:
+        raise SpecError(f"{where}: {experts} experts cannot be shared by ep{ranks}")
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Placement(OfArrays):
     """Which ranks hold which experts during one step.

@@ -150,11 +150,11 @@ def test_a_batch_that_replicas_do_not_divide_is_weighted() -> None:
 
 def _refusals(rank: int, size: int) -> None:
     refused = {
-        "pp2,dp2,zero2": "pp2 with zero2",
-        "dp2,ep2": "ep2",
+        "pp2,dp2,zero2": "zero2 with pp2 cannot be trained",
+        "dp2,ep2": "cannot train ep2",
     }
     for text, words in refused.items():
-        with pytest.raises(SpecError, match=f"cannot train .*{words}"):
+        with pytest.raises(SpecError, match=words):
             start(text)
     with pytest.raises(SpecError, match="needs rank 4, the world has 4"):
         start("dp5")

@@ -17,9 +17,10 @@ from pipeline_balance.elastic.layouts import (
     Parameter,
     layout_of,
 )
-from pipeline_balance.elastic.models import NAMES, model_named
+from pipeline_balance.elastic.models import description_of
 from pipeline_balance.elastic.parallelism import Parallelism
 from prophet.errors import LayoutError
+from prophet.machine.models import MODELS
 from prophet.state.layout import flat_shard, zero_owners
 from prophet.state.route import route
 from prophet.state.space import TensorSpec
@@ -188,9 +189,9 @@ def test_owners_split_and_merge_in_place() -> None:
     assert zero_owners([], 3).tolist() == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in MODELS if n.startswith(("LLaMA", "GPT3", "Qwen3"))])
 def test_named_models_have_their_size(name: str) -> None:
-    model = model_named(name)
+    model = description_of(MODELS[name])
     elements = sum(math.prod(p.shape) for p in model.parameters)
     stated = float(name.split("-")[1][:-1])
     assert elements / 1e9 == pytest.approx(stated, rel=0.09)  # heads are not tied to embeddings

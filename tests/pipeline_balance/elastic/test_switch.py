@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import tomllib
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -20,12 +21,16 @@ from pipeline_balance.elastic.bound import Rates, demand_of, least_direct_s, lea
 from pipeline_balance.elastic.command import add
 from pipeline_balance.elastic.layouts import ModelDescription, layout_of
 from pipeline_balance.elastic.memory import memory_of
-from pipeline_balance.elastic.models import llama, model_named, parameters_only
+from pipeline_balance.elastic.models import check_trainable, description_of
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.simulate import simulate
-from pipeline_balance.elastic.switch import machine_rates, plan_switch, predict
+from pipeline_balance.elastic.switch import STATED, plan_switch, predict
 from prophet.errors import SpecError, UsageError
+from prophet.machine.models import MODELS, model_named
+from prophet.machine.sizes import ModelSizes
+from prophet.machine.topology import write_topology
+from prophet.spec import Topology
 from prophet.state.in_place import in_place
 from prophet.state.route import route
 from tests.helpers.pipeline_support import random_layout, random_space
@@ -34,14 +39,18 @@ RATES = Rates(intra_bytes_per_s=8.0, inter_bytes_per_s=2.0)
 
 
 def tiny() -> ModelDescription:
-    return llama("tiny", layers=4, dim=8, hidden=12, heads=4, kv_heads=2, vocabulary=10, gated=True)
+    return description_of(ModelSizes(name="tiny", layers=4, dim=8, hidden=12, heads=4, kv_heads=2, vocabulary=10))
+
+
+def described(name: str) -> ModelDescription:
+    return description_of(model_named(name))
 
 
 def gigabytes(model: str, before: str, after: str) -> tuple[int, int]:
     """What moves in the order as given, and in the chosen one; whole GB."""
     a, b = Parallelism.parse(f"{before},zero1"), Parallelism.parse(f"{after},zero1")
     fewest = replace(b, order=FEWEST_BYTES)
-    found = [plan_switch(model_named(model), a, x, ranks_per_node=8, flat=True).route.wire_bytes for x in (b, fewest)]
+    found = [plan_switch(described(model), a, x, ranks_per_node=8, flat=True).route.wire_bytes for x in (b, fewest)]
     return round(found[0] / 1e9), round(found[1] / 1e9)
 
 
@@ -112,10 +121,10 @@ def test_tensor_shards_that_fit_on_no_node_go_anywhere() -> None:
 
 def test_very_many_blocks_are_matched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = Parallelism.parse("tp4,pp4,dp4,zero1"), Parallelism.parse("tp4,pp8,dp4,zero1,orderfewest-bytes")
-    given_bytes = plan_switch(model_named("llama2-7b"), before, replace(after, order=None), ranks_per_node=8).route
-    best = plan_switch(model_named("llama2-7b"), before, after, ranks_per_node=8).route.wire_bytes
+    given_bytes = plan_switch(described("llama2-7b"), before, replace(after, order=None), ranks_per_node=8).route
+    best = plan_switch(described("llama2-7b"), before, after, ranks_per_node=8).route.wire_bytes
     monkeypatch.setattr(ordering, "LARGEST_EXACT", 0)
-    quick = plan_switch(model_named("llama2-7b"), before, after, ranks_per_node=8)
+    quick = plan_switch(described("llama2-7b"), before, after, ranks_per_node=8)
     assert sorted(quick.parallelism.rank_of_place) == list(range(128))
     assert best <= quick.route.wire_bytes <= best + (given_bytes.wire_bytes - best) / 2
 
@@ -149,7 +158,7 @@ def test_bounds_are_below_every_plan(seed: int, ranks: int) -> None:
 
 
 def test_a_rank_that_holds_all_alone_must_send_it_once() -> None:
-    model = parameters_only(tiny())
+    model = replace(tiny(), entries=())
     old, new = (layout_of(model, Parallelism(dp=n), ranks=4) for n in (1, 4))
     way = route(old, new, nodes=[0, 1, 2, 3])
     size = int(old.table.rank_bytes()[0])
@@ -164,9 +173,9 @@ def test_a_rank_that_holds_all_alone_must_send_it_once() -> None:
     [("tp8,pp8,dp2", "tp8,pp4,dp4"), ("tp4,pp8,dp4", "tp8,pp8,dp2"), ("tp4,pp4,dp4", "tp8,pp4,dp4")],
 )
 def test_routes_are_near_the_bound_and_windows_near_the_ports(before: str, after: str) -> None:
-    model = model_named("llama2-70b")
+    model = described("llama2-70b")
     a, b = (Parallelism.parse(f"{t},zero1") for t in (before, after))
-    found = predict(model, a, b, rates=machine_rates("a800")[0], ranks_per_node=8, flat=True)
+    found = predict(model, a, b, machine=STATED["a800"], flat=True)
     assert found.least_direct_s is not None
     assert found.simulated.port_s <= 1.15 * found.least_direct_s
     assert found.simulated.seconds <= 1.05 * found.simulated.port_s
@@ -200,7 +209,7 @@ def test_memory_is_counted_piece_by_piece(seed: int, ranks: int) -> None:
 
 def test_the_order_of_tensors_decides_the_peak_in_place() -> None:
     a, b = (Parallelism.parse(t) for t in ("tp4,pp4,dp4,zero1", "tp4,pp8,dp4,zero1"))
-    model = model_named("llama2-7b")
+    model = described("llama2-7b")
     old, new = (layout_of(model, p, ranks=128, flat=True) for p in (a, b))
     memory = memory_of(old, new)
     assert memory.safe_peak.max() > 1.4 * memory.larger.max()
@@ -217,7 +226,7 @@ def test_the_order_of_tensors_decides_the_peak_in_place() -> None:
     ],
 )
 def test_no_rank_has_much_more_than_the_larger_of_both_states(model: str, before: str, after: str) -> None:
-    old, new = (layout_of(model_named(model), Parallelism.parse(t), ranks=16) for t in (before, after))
+    old, new = (layout_of(described(model), Parallelism.parse(t), ranks=16) for t in (before, after))
     larger = memory_of(old, new).larger
     assert (in_place(old, new)[1] / larger).max() <= 1.02
 
@@ -235,12 +244,107 @@ def test_the_command_is_registered_and_prints(capsys: pytest.CaptureFixture[str]
     assert EntryPoint("switch", value, "prophet.commands").load() is add
     run("--model", "llama2-70b", "--from", "tp4,pp8,dp2", "--to", "tp8,pp16", "--machine", "a800")
     text = " ".join(capsys.readouterr().out.split())
-    assert "llama2-70b: tp4,pp8,dp2,zero1 -> tp8,pp16,zero1, 128 ranks on 16 nodes of a800." in text
+    first = "Assumed: bfloat16 parameters, float32 master weights and two moments: 14 bytes a parameter; a800 reaches"
+    assert text.startswith(first)
+    assert "To measure this machine: prophet calibrate --out topology.toml, then --machine topology.toml." in text
+    assert "Fits: 25.9 GB of 80 GB on the fullest rank" in text
+    assert "LLaMA2-70B: tp4,pp8,dp2,zero1 -> tp8,pp16,zero1, 128 ranks on 16 nodes of a800." in text
     assert "The order of ranks saves" in text
     run("--model", "llama2-7b", "--from", "tp2,dp4", "--to", "dp8", "--zero", "0", "--keep-order", "--json")
     found = json.loads(capsys.readouterr().out)
     assert found["wire_bytes"] == found["given_bytes"] == found["intra_bytes"]
+    assert (found["fits"], found["memory_bytes"]) == (False, 80_000_000_000)
+    assert found["assumed"][-1] == "a800 reaches all of its stated bandwidths"
     assert 0 < found["least_s"] <= found["seconds"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--from", "dp2", "--to", "tp2"), "Does not fit: 53.9 GB of 40 GB on the fullest rank."),
+        (("--from", "tp4", "--to", "tp2"), "Does not fit: 47.2 GB of 40 GB on the fullest rank."),
+        (
+            ("--from", "tp4", "--to", "pp4"),
+            'whole: 48.1 GB of 40 GB on the fullest rank; switch(mode="in-place") needs',
+        ),
+        (("--from", "tp8", "--to", "pp8"), "Fits: 25 GB of 40 GB on the fullest rank, before gradients"),
+    ],
+)
+def test_what_does_not_fit_is_said(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATED, "a800", STATED["a800"]._replace(memory_bytes=40_000_000_000))
+    run("--model", "llama2-7b", *arguments)
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_measured_machine_assumes_nothing_and_does_not_say_its_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "t.toml"
+    write_topology(file, Topology.uniform(4, ranks_per_node=2, name="here"))
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 100,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run("--model", str(tmp_path), "--layers", "2", "--from", "dp4,ep2", "--to", "dp4,ep4", "--machine", str(file))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Whether it fits is not known: a topology file does not say what memory a rank has." in text
+    assert "max_position_embeddings is not there" in text
+    assert "calibrate" not in text
+    assert "4 ranks on 2 nodes" in text
+
+
+@pytest.mark.parametrize("sizes", MODELS.values(), ids=lambda m: m.name)
+def test_a_description_has_the_weights_that_its_sizes_count(sizes: ModelSizes) -> None:
+    sizes = sizes.with_options({"layers": 3})
+    model, biases = description_of(sizes), sizes.bias and sizes.experts
+    many = sum(math.prod(p.shape) for p in model.parameters)
+    norms = sizes.dim * (2 * sizes.layers + 1)
+    left_out = sizes.blocks_with_experts * sizes.experts * (sizes.hidden + sizes.dim) if biases else 0
+    assert many == sizes.parameters().total + norms - left_out
+    assert sum(math.prod(p.shape) for p in model.parameters if p.experts) == sizes.parameters().routed - left_out
+
+
+def test_dense_layers_shared_experts_and_tied_heads_are_described() -> None:
+    sizes = MODELS["DeepSeek-V3"].with_options({"layers": 4, "moe_layers": 2, "tied": True})
+    model = description_of(sizes)
+    names = {p.name for p in model.parameters}
+    assert {"layers.1.mlp.gate", "layers.2.shared.up", "layers.2.experts.down", "layers.3.attention"} <= names
+    assert not names & {"layers.1.router", "layers.2.mlp.up", "head"}
+    assert next(p.layers for p in model.parameters if p.name == "embed") == (0, 3)
+    assert sum(math.prod(p.shape) for p in model.parameters) == sizes.parameters().total + 9 * sizes.dim
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "words"),
+    [
+        ("LLaMA2-70B", "tp7", "tp7 does not divide the 64 attention heads of LLaMA2-70B"),
+        ("LLaMA2-70B", "tp16", "tp16 does not divide the 8 heads of keys and values"),
+        ("GPT3-1.3B", "tp3", "tp3 does not divide the 16 attention heads"),
+        ("LLaMA2-7B", "pp33", "33 chunks need at least as many layers, the model has 32"),
+        ("LLaMA2-7B", "pp2,dp2,zero2", "zero2 with pp2 cannot be trained"),
+        ("LLaMA2-7B", "dp2,ep2", "ep2 with a model that has no experts cannot be trained"),
+        ("LLaMA2-7B", "tp2,slices2", "slices2 with tp2 cannot be trained"),
+        ("Mixtral-8x7B", "tp2", "tp2 with experts cannot be trained"),
+        ("Mixtral-8x7B", "dp16,ep16", "Mixtral-8x7B: 8 experts cannot be shared by ep16"),
+        ("Mixtral-8x7B", "dp2,zero3", "zero3 with experts cannot be trained"),
+    ],
+)
+def test_layouts_that_a_job_refuses_are_refused(model: str, layout: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        check_trainable(MODELS[model], Parallelism.parse(layout))
+    for option, other in (("--from", "--to"), ("--to", "--from")):
+        with pytest.raises(UsageError, match=f"{option}: .*{words}"):
+            run("--model", model, option, layout, other, "dp2")
 
 
 @pytest.mark.parametrize(
@@ -250,6 +354,11 @@ def test_the_command_is_registered_and_prints(capsys: pytest.CaptureFixture[str]
         (("--from", "dp2", "--to", "pp3,ep2"), "--to: .*ep must divide"),
         (("--from", "dp2", "--to", "pp99"), "99 chunks need at least as many layers"),
         (("--from", "dp2", "--to", "dp1", "--machine", "a80"), "no machine 'a80'; did you mean 'a800'"),
+        (
+            ("--from", "dp2", "--to", "dp1", "--machine", "h100-ib:LLaMA2-7B"),
+            "write --machine h100-ib --model LLaMA2-7B",
+        ),
+        (("--from", "dp2", "--to", "dp1", "--machine", "none.toml"), "--machine: none.toml: expected a topology file"),
         (("--from", "dp2", "--to", "dp1", "--model", "llama2-70"), "no model 'llama2-70'; did you mean"),
     ],
 )
