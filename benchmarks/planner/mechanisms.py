@@ -49,7 +49,7 @@ MECHANISMS = (
         "        if (growing_) first_s = base_.total;\n        Placement spared(problem_, limit_R_, room_);",
     ),
     _without("first plan: spares", "plan.cpp", "Int SPARES = 8;", "Int SPARES = 0;"),
-    _without("first plan: growth", "plan.cpp", "if (try_s_ <= FRESH_S) attempt(first, placed_s, true);", ""),
+    _without("first plan: growth", "plan.cpp", "                attempt(first, placed_s, true);", ""),
     _without("first plan: tries", "plan.cpp", "double left_s = BURST *", "double left_s = 0.0 * BURST *"),
     _without("replicas that gain little", "plan.cpp", "double GAINED = 0.01;", "double GAINED = 0.0;"),
     _without("placement in force kept by a margin", "plan.cpp", "double KEPT = 0.002;", "double KEPT = 0.0;"),

@@ -12,7 +12,8 @@ constexpr double SPARES_COST = 0.02;  // share of the step that they may cost: t
 
 // Assumed seconds of one slow core; they only fix how often there is a try. A call that tries nothing takes CALL_S.
 constexpr double TRY_S = 2e-5, TRY_PAIR_S = 2e-7, TRY_WORK_S = 3e-9, TRY_SPLIT_S = 2e-8;
-constexpr double FRESH_S = 1e-3;  // a first plan grows from none, too, where a try takes no longer
+constexpr double LONG_S = 1e-3;  // a try of many ranks and experts takes longer, so that a mean call affords none
+constexpr double FIRST = 0.1;    // share of the step for which a first plan may try then
 constexpr double CALL_S = 2e-5, CALL_PAIR_S = 1e-8, BURST = 8.0;  // a first plan may try for so many mean calls
 
 constexpr Int CHOSEN = 64;   // experts that a try is about
@@ -126,7 +127,7 @@ class Planning {
         level_loads(problem_, first, room_);
         double first_s = quick_s(first);
         if (keeps && first_s >= cost.total * (1.0 - margin)) return go_on(now);
-        first_s = plan_anew(first, first_s);
+        first_s = plan_anew(first, first_s, !given || now.replicas > 0);
         if (now.replicas > 0) {
             double now_s = full_s(now);
             if (first_s == UNKNOWN) first_s = full_s(first);
@@ -188,7 +189,9 @@ class Planning {
     }
 
     // Makes the best first plan of several, from one that levels loads; returns the seconds of its step, or UNKNOWN.
-    double plan_anew(Placement& first, double first_s) {
+    // `jumped`: there was no plan, or routing has left it; else no plan has paid so far, and long tries are made as if
+    // there were one.
+    double plan_anew(Placement& first, double first_s, bool jumped) {
         Scope scope(room_);
         Placement spared(problem_, limit_R_, room_);
         for (Int copies = 1; copies <= SPARES; copies *= 2) {
@@ -202,9 +205,12 @@ class Planning {
         if (first_s > most_s_) first.copy_from(Placement(problem_, limit_R_, room_));
         double placed_s = UNKNOWN;
         if (growing_) {
-            if (try_s_ <= FRESH_S) attempt(first, placed_s, true);
-            double left_s = BURST * (call_s_ + std::min(try_s_, budget_s_)) - try_s_;
-            for (; left_s >= try_s_; left_s -= try_s_) attempt(first, placed_s);
+            double left_s = BURST * (call_s_ + std::min(try_s_, budget_s_));
+            if (try_s_ > LONG_S && jumped) left_s = std::max(left_s, FIRST * base_.total);
+            if (try_s_ <= LONG_S || left_s >= try_s_ || draws_.affords(try_s_, budget_s_)) {
+                attempt(first, placed_s, true);
+            }
+            for (left_s -= try_s_; left_s >= try_s_; left_s -= try_s_) attempt(first, placed_s);
         }
         return placed_s;
     }
