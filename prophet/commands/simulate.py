@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prophet.commands.arguments import (
     add_json,
@@ -12,6 +19,7 @@ from prophet.commands.arguments import (
     add_model,
     add_planner,
     add_slots,
+    check_can_write,
     known_names,
     machine,
     model_sizes,
@@ -19,13 +27,22 @@ from prophet.commands.arguments import (
     planner_names,
     positive,
 )
+from prophet.errors import UsageError
+
+if TYPE_CHECKING:
+    from prophet.machine.named import Machine
+    from prophet.machine.sizes import ModelSizes
+    from prophet.traces.extrapolate import Extrapolated, Scenario
 
 _PLANNERS = ("static", "pro-prophet", "prophet", "forced-balance")
-_RANKS = "8,64,512,4096"
+_STATIC = "static"
+_RANKS = "8,64,512"
 _GROUP = 64  # ranks of one expert-parallel group, at most
-_LAYERS, _EXPERTS_PER_RANK = 4, 2
-_MODEL = "Mixtral-8x7B"  # where none is named
-_WIDTH = 110  # columns of the table where it goes to a file
+_MODEL = "Mixtral-8x7B"
+_WORTH = 1.01  # times as fast: below, a run would not show it
+_EVEN = 1.05  # busiest rank over the mean, from which on nothing is left to gain
+_MOST_RANKS = 1 << 16
+_MANY_LAYERS, _WORKERS = 200, 3  # of all groups and planners; each process holds one group's splits
 
 
 def add(commands: Any) -> None:
@@ -35,15 +52,14 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help="how long would a step take on 8 to 4096 ranks?",
         description=(
-            "Simulate a training step on more ranks than you have, by planner: the scheduler's own lists of\n"
-            "operations under the performance model of a machine. The error bar comes from steps that were both\n"
-            "simulated and measured. Those ran on few hosts, so for more ranks it is a lower bound of the error."
+            "Simulate a training step on more ranks than you have, by planner. A run of many steps is planned as a\n"
+            "real one is, and its last step is played: the scheduler's own lists of operations under the performance\n"
+            "model of a machine. The error bar comes from steps that were both simulated and measured. Those ran on\n"
+            "few hosts, so for more ranks it is a lower bound of the error."
         ),
         epilog=(
-            f"Simulates {_LAYERS} MoE layers with {_EXPERTS_PER_RANK} experts per rank, in expert-parallel groups of "
-            f"at most {_GROUP} ranks.\n"
-            f"A topology file is stretched to the number of ranks; without --model it gets {_MODEL}.\n"
-            "forced-balance, perfectly even routing, is always simulated: it is the ceiling.\n\n"
+            f"Without --model it is {_MODEL}. A topology file is stretched to the number of ranks.\n"
+            "forced-balance, perfectly even routing, is always simulated, and so is static.\n\n"
             f"{known_names()}"
         ),
     )
@@ -51,16 +67,34 @@ def add(commands: Any) -> None:
     add("--ranks", type=_ranks, default=_ranks(_RANKS), metavar="N,N,...", help=f"sizes (default: {_RANKS})")
     add_planner(command, _PLANNERS)
     add_machine(command)
-    add_model(command, ())
-    add_slots(command)
-    add(
+    add_model(command)
+    job = command.add_argument_group("job")
+    job.add_argument(
+        "--ep",
+        type=positive,
+        metavar="N",
+        help=f"ranks of an expert-parallel group (default: as many as divide ranks and experts, at most {_GROUP})",
+    )
+    job.add_argument("--dp", type=positive, metavar="N", help="groups side by side (default: as many as there is room)")
+    job.add_argument("--pp", type=positive, default=1, metavar="N", help="pipeline stages (default: %(default)s)")
+    job.add_argument(
+        "--microbatches", type=positive, metavar="N", help="of a step (default: 4 for every stage, 1 without stages)"
+    )
+    job.add_argument(
+        "--tokens", type=positive, default=4096, metavar="N", help="per rank and microbatch (default: %(default)s)"
+    )
+    job.add_argument(
+        "--steps", type=positive, default=300, metavar="N", help="of the run; the last is judged (default: %(default)s)"
+    )
+    job.add_argument(
         "--skew",
         type=_skew,
         default=0.5,
         metavar="S",
         help="expert popularity falls as place^-S, from 0 (even) up (default: %(default)s)",
     )
-    add("--tokens", type=positive, default=4096, metavar="N", help="tokens per rank and step (default: %(default)s)")
+    add_slots(command)
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with figures")
     add_json(command)
     command.set_defaults(run=run)
 
@@ -70,8 +104,8 @@ def _ranks(text: str) -> list[int]:
         values = [positive(word) for word in text.split(",") if word]
     except ValueError:
         values = []
-    if not values or max(values) > 1 << 16:
-        raise argparse.ArgumentTypeError(f"expected numbers of ranks from 1 to {1 << 16}, got {text!r}")
+    if not values or max(values) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected numbers of ranks from 1 to {_MOST_RANKS}, got {text!r}")
     return values
 
 
@@ -84,48 +118,154 @@ def _skew(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate every planner at every size, and print the comparison."""
-    from prophet.machine.models import MODELS
-    from prophet.spec import PlanContext
-    from prophet.traces.extrapolate import BALANCED, MEASURED, Scenario, extrapolate
+    from prophet.machine.models import model_named
+    from prophet.terminal import progress
+    from prophet.traces.extrapolate import BALANCED, MEASURED, extrapolate
 
     where = machine(arguments.machine)
-    model = needs_experts(model_sizes(arguments, MODELS[_MODEL]))
-    # as large as the largest case: nodes keep their size when it is cut
-    topology = where.topology(max(arguments.ranks))
-    context = PlanContext(
-        topology=topology,
-        shape=model.shape(where.element_bytes),
-        home=tuple(e // _EXPERTS_PER_RANK for e in range(topology.ranks * _EXPERTS_PER_RANK)),
-        windows=model.windows(arguments.tokens, sum(topology.flops_per_s) / topology.ranks),
-        slots_per_rank=arguments.slots,
-    )
-    scenario = Scenario(
-        context=context,
-        layers=_LAYERS,
-        routed_per_rank=arguments.tokens * model.top_k,
-        skew=arguments.skew,
-        dense_bytes=model.met_by_every_token * _LAYERS * where.element_bytes,
-    )
-    names = list(dict.fromkeys([*planner_names(arguments.planner, _PLANNERS, [BALANCED]), BALANCED]))
-    rows = []
-    for ranks in arguments.ranks:
-        found = {name: extrapolate(scenario, name, ranks, min(ranks, _GROUP), MEASURED) for name in names}
-        ceiling_s = found[BALANCED].step_s
-        rows += [r.as_dict() | {"fraction_of_forced_balance": ceiling_s / r.step_s} for r in found.values()]
+    sizes = needs_experts(model_sizes(arguments, model_named(_MODEL)))
+    asked = planner_names(arguments.planner, _PLANNERS, [BALANCED])
+    names = list(dict.fromkeys([_STATIC, *(name for name in asked if name != BALANCED), BALANCED]))
+    if arguments.html:
+        from prophet.report import check_can_draw
+
+        check_can_write("--html", arguments.html)
+        check_can_draw()
+    jobs = [_scenario(arguments, where, sizes, ranks) for ranks in arguments.ranks]
+    total = sum(len(names) * job.samples_of for job in jobs)
+    rows: list[dict[str, Any]] = []
+    layers = len(names) * sum(job.samples_of * job.layers for job in jobs)
+    with progress("Simulating", range(total), total) as steps, _processes(layers) as over:
+        for job in jobs:
+            found = [extrapolate(job, name, MEASURED, over=over, done=lambda: next(steps)) for name in names]
+            rows += _rows(job, found)
+        next(steps, None)  # the line of progress ends with its last item
     answer = {
-        "machine": topology.name,
-        "model": model.name,
-        "layers": scenario.layers,
-        "schedule": scenario.schedule,
+        "machine": where.name,
+        "model": sizes.name,
+        "assumed": _assumed(arguments, where, sizes),
+        "layers": jobs[0].layers,
+        "experts": sizes.experts,
+        "steps": jobs[0].steps,
+        "microbatches": jobs[0].microbatches,
+        "tokens_per_microbatch": arguments.tokens,
+        "schedule": jobs[0].schedule,
         "skew": arguments.skew,
+        "slots_per_rank": arguments.slots,
+        "replica_bytes": jobs[0].context.shape.replica_bytes,
+        "memory_bytes": where.memory_bytes,
         "error": {"mean_absolute": MEASURED.mean, "errors": list(MEASURED.errors), "source": MEASURED.source},
         "rows": rows,
     }
+    answer["advice"] = _advice(answer)
     if arguments.json:
         print(json.dumps(answer, indent=2))
     else:
         _print(answer)
+    if arguments.html:
+        from prophet.report.simulated import write_simulated
+
+        write_simulated(arguments.html, answer, [*_head(answer), *_sizes(answer), *_tail(answer)])
+        if not arguments.json:
+            print(f"Page: {arguments.html}")
     return 0
+
+
+@contextmanager
+def _processes(layers: int) -> Iterator[Any]:
+    """`map`, or that of a few processes where so many layers are worth starting them."""
+    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _WORKERS)
+    if layers < _MANY_LAYERS or workers < 2:
+        yield map
+        return
+    # spawned: a line of progress is a thread, and a process with threads must not be forked
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield pool.map
+
+
+# --- the job ---
+
+
+def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, ranks: int) -> Scenario:
+    """The job on so many ranks; `UsageError` where they do not form its groups and stages."""
+    from prophet.spec import PlanContext
+    from prophet.traces.extrapolate import Scenario, stretched
+
+    stages, experts, layers = arguments.pp, sizes.experts, sizes.blocks_with_experts
+    if stages > layers:
+        raise UsageError(f"--pp: expected at most the {layers} layers with experts, got {stages}")
+    if ranks % stages:
+        raise UsageError(f"--ranks: expected a multiple of the {stages} pipeline stages, got {ranks}")
+    group = arguments.ep or _largest_group(ranks // stages, experts, arguments.dp)
+    if experts % group:
+        raise UsageError(f"--ep: expected a divisor of the {experts} experts, got {group}")
+    groups = arguments.dp or max(1, ranks // (group * stages))
+    if group * groups * stages != ranks:
+        product = f"--ep {group} x --dp {groups} x --pp {stages}" if arguments.dp else f"--ep {group} x --pp {stages}"
+        raise UsageError(f"--ranks: expected {'' if arguments.dp else 'a multiple of '}{product}, got {ranks}")
+    topology = stretched(where.topology(group), group)
+    rate = sum(topology.flops_per_s) / group
+    microbatches = arguments.microbatches or (4 * stages if stages > 1 else 1)
+    context = PlanContext(
+        topology=topology,
+        shape=sizes.shape(where.element_bytes),
+        home=tuple(e * group // experts for e in range(experts)),
+        windows=sizes.windows(arguments.tokens, rate),
+        slots_per_rank=arguments.slots,
+    )
+    dense = sizes.with_options({"dense_params": _dense_block(sizes)})  # a block without experts
+    dense_layers = sizes.layers - layers
+    return Scenario(
+        context=context,
+        layers=layers,
+        routed_per_rank=arguments.tokens * sizes.top_k,
+        groups=groups,
+        stages=stages,
+        microbatches=microbatches,
+        steps=arguments.steps,
+        skew=arguments.skew,
+        dense_s=dense_layers * dense.windows(arguments.tokens, rate).fnec_s,
+        dense_bytes=(sizes.met_by_every_token * layers + _dense_block(sizes) * dense_layers)
+        * (sizes.element_bytes or where.element_bytes),
+    )
+
+
+def _dense_block(sizes: ModelSizes) -> int:
+    """Weights of a block without experts."""
+    return sizes.attention + sizes.matrices * sizes.dim * (sizes.dense_hidden or sizes.hidden)
+
+
+def _largest_group(ranks: int, experts: int, groups: int | None) -> int:
+    """The largest group of at most 64 ranks that the ranks and the experts can be shared out to."""
+    if groups is not None and ranks % groups == 0 and experts % (ranks // groups) == 0:
+        return ranks // groups
+    return max(p for p in range(1, min(ranks, _GROUP) + 1) if ranks % p == 0 and experts % p == 0)
+
+
+def _rows(job: Scenario, found: list[Extrapolated]) -> list[dict[str, Any]]:
+    """A row for every planner, each beside no balancing and even routing."""
+    static_s, even_s = found[0].step_s, found[-1].step_s
+    return [
+        r.as_dict()
+        | {
+            "groups": job.groups,
+            "stages": job.stages,
+            "gain": static_s / r.step_s,
+            "fraction_of_even_routing": even_s / r.step_s,
+        }
+        for r in found
+    ]
+
+
+# --- words ---
+
+
+def _assumed(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes) -> list[str]:
+    """What nobody measured or said, an item each."""
+    model = f"the sizes of {sizes.name}" if arguments.model is None else None
+    measured = where.ranks is not None
+    reaches = None if measured else getattr(where, "assumed", None) or f"what {where.name} reaches of its data sheet"
+    return [item for item in (model, *sizes.assumed, reaches, "the routing (--skew)") if item]
 
 
 def _ms(seconds: float) -> str:
@@ -134,49 +274,144 @@ def _ms(seconds: float) -> str:
     return f"{ms:.0f}" if ms >= 1e3 else f"{ms:.4g}"
 
 
-def _print(answer: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _bytes(n: float) -> str:
+    power = min(int(math.log2(max(n, 1))) // 10, 4)
+    return f"{n / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
-    console = Console()
-    if not console.is_terminal:  # a file has room
-        console = Console(width=max(console.width, _WIDTH))
-    console.print(
-        f"{answer['layers']} layers of {answer['model']} on {answer['machine']}, schedule {answer['schedule']}; every "
-        f"figure is simulated.",
-        highlight=False,
+
+def _head(answer: dict[str, Any]) -> list[str]:
+    """What is said first."""
+    assumed = answer["assumed"]
+    several = "" if answer["microbatches"] == 1 else f" in each of {answer['microbatches']} microbatches"
+    return [
+        f"{answer['layers']} layers of {answer['experts']} experts ({answer['model']}) on {answer['machine']}, "
+        f"{answer['tokens_per_microbatch']} tokens a rank{several}; step {answer['steps']} of a run. Every figure is "
+        "simulated.",
+        f"Assumed: {'; '.join(assumed)}. To measure this machine: prophet calibrate --out topology.toml",
+    ]
+
+
+def _sizes(answer: dict[str, Any]) -> list[str]:
+    """How many groups of which size there are, for each number of ranks."""
+    lines = []
+    for ranks, row in {r["ranks"]: r for r in answer["rows"]}.items():
+        stages = "" if row["stages"] == 1 else f" in each of {row['stages']} stages"
+        lines.append(
+            f"{ranks} ranks: {_count(row['groups'], 'group')} of {_count(row['group'], 'rank')}{stages}, "
+            f"{_count(answer['experts'] // row['group'], 'expert')} of a layer on a rank."
+        )
+    return lines
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _tail(answer: dict[str, Any]) -> list[str]:
+    """Gain, cost and advice, and how sure that is."""
+    lines = []
+    for ranks in dict.fromkeys(r["ranks"] for r in answer["rows"]):
+        best = _best(answer, ranks)
+        if best["gain"] < _WORTH:
+            lines.append(f"{ranks} ranks: no planner gains 1 % or more.")
+            continue
+        lines.append(
+            f"{ranks} ranks: {best['planner']} makes a step {best['gain']:.2f} times as fast as static. It costs "
+            f"{_bytes(best['replica_bytes'])} on the fullest rank for replicas, and {_ms(best['plan_s'])} ms of "
+            f"planning a step, {_ms(best['exposed_s']['plan'])} of them exposed."
+        )
+    error = answer["error"]
+    above = "Above 1 of even routing: replicas also keep tokens on their own ranks, which even routing does not."
+    return [
+        *lines,
+        answer["advice"],
+        *([above] if any(r["fraction_of_even_routing"] > 1 for r in answer["rows"]) else []),
+        f"Error bar: simulated against measured steps of {error['source']}, mean {100 * error['mean_absolute']:.1f} %, "
+        f"at most {100 * max(map(abs, error['errors'])):.1f} %. Nothing was measured at these sizes.",
+    ]
+
+
+def _best(answer: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The planner with the shortest step; no balancing where none is shorter."""
+    rows = [r for r in answer["rows"] if r["ranks"] == ranks]
+    best: dict[str, Any] = min(rows[:-1], key=lambda r: (r["step_s"], r["planner"] != _STATIC))
+    return best
+
+
+def _advice(answer: dict[str, Any]) -> str:
+    """What to do next, in one sentence; of the largest number of ranks."""
+    ranks = max(r["ranks"] for r in answer["rows"])
+    best, memory = _best(answer, ranks), answer["memory_bytes"]
+    static = next(r for r in answer["rows"] if r["ranks"] == ranks)
+    if static["group"] == 1:
+        return f"Groups of one rank have nothing to balance: choose --ranks or --experts so that {_GROUP} divides both."
+    if answer["slots_per_rank"] == 0:
+        return "Without room for replicas nothing can be gained: leave --slots out."
+    if best["gain"] >= _WORTH and memory and best["replica_bytes"] > memory // 4:
+        return (
+            f"Replicas take {_bytes(best['replica_bytes'])} of a rank's {_bytes(memory)}: give fewer --slots, and "
+            "replica_memory_bytes in EngineConfig."
+        )
+    if best["gain"] >= _WORTH:
+        named = "" if best["planner"] == "prophet" else f", config=prophet.EngineConfig(planner={best['planner']!r})"
+        return (
+            f"To gain it, add to your loop: prophet.convert(model), then prophet.attach(model, optimizer{named}); "
+            "docs/engine.md has the rest."
+        )
+    if static["max_mean"] <= _EVEN:
+        return "Routing this even leaves nothing to gain: is the router trained?"
+    return (
+        f"Most of this step is {_MOST[static['limited_by']]}, and balancing does not change that: try more tokens "
+        "(--tokens), smaller groups (--ep) or a faster network (--machine)."
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("ranks", justify="right", no_wrap=True)
-    table.add_column("planner", no_wrap=True)
-    for column in (
-        "step\nms",
-        "error bar\nms",
-        "of\nceiling",
-        "max/\nmean",
-        "copies\nper rank",
-        "exposed\nms",
-        "idle\nms",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
-    for r in answer["rows"]:
-        table.add_row(
+
+
+_MOST = {  # of the step, as the table has it
+    "experts": "experts",
+    "all-to-all": "all-to-all",
+    "transfers": "exposed transfers",
+    "dense": "dense compute",
+    "average": "gradient average",
+    "host": "host",
+    "bubble": "pipeline bubble",
+}
+
+
+def _print(answer: dict[str, Any]) -> None:
+    from prophet.terminal import Column, console, print_table
+
+    to = console()
+    for line in [*_head(answer), *_sizes(answer)]:
+        to.print(line)
+    columns = (
+        Column("ranks"),
+        Column("planner", align="left"),
+        Column("step\nms"),
+        Column("gain", 1),
+        Column("of even\nrouting", 2),
+        Column("error bar\nms", 4),
+        Column("most of it", 3, "left"),
+        Column("max/\nmean", 5),
+        Column("copies\na rank", 6),
+        Column("exposed\nms", 7),
+        Column("idle\nms", 8),
+    )
+    rows = [
+        [
             str(r["ranks"]),
             r["planner"],
             _ms(r["step_s"]),
+            f"{r['gain']:.2f}",
+            f"{r['fraction_of_even_routing']:.3f}",
             f"{_ms(r['low_s'])}..{_ms(r['high_s'])}",
-            f"{r['fraction_of_forced_balance']:.3f}",
+            _MOST[r["limited_by"]],
             f"{r['max_mean']:.3f}",
             f"{r['copies_per_rank']:.1f}",
             _ms(sum(r["exposed_s"].values())),
             _ms(r["idle_s"]),
-        )
-    console.print(table)
-    error = answer["error"]
-    console.print(
-        f"Error bar: simulated against measured steps of {error['source']}, mean {100 * error['mean_absolute']:.1f} %, "
-        f"at most {100 * max(map(abs, error['errors'])):.1f} %. "
-        f"Nothing was measured at these sizes.",
-        highlight=False,
-    )
+        ]
+        for r in answer["rows"]
+    ]
+    print_table(columns, rows, to)
+    for line in _tail(answer):
+        to.print(line)

@@ -46,6 +46,11 @@ class Planner(Protocol):
         return False
 
     @property
+    def goes_on(self) -> bool:
+        """Whether `place` goes on from `context.previous`. Where it does not, earlier steps change nothing."""
+        return False
+
+    @property
     def needs_core(self) -> bool:
         """Whether it cannot plan without `prophet.planner.core`."""
         return False

@@ -143,6 +143,7 @@ class _Clock:
     busy: FloatArray  # when the stream for weights is free
     sums: dict[str, FloatArray]
     sent: dict[tuple[TransferKind, int, int], _Transfer] = field(default_factory=dict)
+    under_way: list[_Transfer] = field(default_factory=list)  # all but some that are over
     spans: list[Span] = field(default_factory=list)
 
     def span(self, name: str, stream: str, start: FloatArray, end: FloatArray) -> None:
@@ -165,7 +166,7 @@ class _Clock:
             return np.zeros_like(seconds)
         latest = self.now + seconds / (1.0 - taken)  # when the compute ends if all of it runs beside transfers
         beside = np.zeros_like(seconds)
-        for transfer in self.sent.values():
+        for transfer in self.under_way:
             beside += np.maximum(np.minimum(transfer.finish, latest) - np.maximum(transfer.start, self.now), 0.0)
         return taken * beside
 
@@ -180,7 +181,8 @@ class _Clock:
         before = self.meet()
         lost = np.minimum(seconds, np.maximum(self.busy - before, 0.0)) if self.shared_link else np.zeros_like(seconds)
         if self.shared_link:
-            for transfer in self.sent.values():
+            self.under_way = [transfer for transfer in self.under_way if transfer.finish.max() > before]
+            for transfer in self.under_way:
                 for times in (transfer.start, transfer.finish):
                     np.add(times, np.clip(times - before, 0.0, seconds), out=times)
             self.busy = self.busy + np.clip(self.busy - before, 0.0, seconds)
@@ -202,6 +204,7 @@ class _Clock:
         if seconds.any():
             self.busy = finish.copy()
         self.sent[key] = _Transfer(start, finish, f"{kind.capitalize()}({block},{chunk})")
+        self.under_way.append(self.sent[key])
 
     def launch_rest(self, block: int) -> None:
         """The counts are known: what was held back of a Trans that is under way follows."""
@@ -314,6 +317,8 @@ def transfer_by_chunk(
 ) -> FloatArray:
     """Seconds of every chunk of a Trans (or Agg) of `n_bytes` per expert on every rank, [C, R], each alone."""
     ranks = placement.ranks
+    if placement.is_static:
+        return np.zeros((len(cut) - 1, ranks))
     direct, first, second = (np.zeros((ranks, ranks)) for _ in range(3))
     mask = placement.replica_mask()
     for expert in np.flatnonzero(mask.any(axis=1)):

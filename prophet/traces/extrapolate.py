@@ -1,35 +1,47 @@
 """How long a step would take on more ranks than there are: the simulator on a stretched topology, with an error bar.
 
-The ranks form expert-parallel groups with different loads. The groups meet once, when dense gradients are averaged, so
-a step is as long as that of the slowest group. The error bar comes from steps that were both simulated and measured.
-Those ran on few hosts, so for more ranks it is a lower bound of the error.
+Ranks are numbered group by group, and groups stage by stage. Each expert-parallel group has loads of its own. They meet
+once a step, when gradients are averaged, so a step is as long as that of the slowest group. A run of many steps is
+planned as the engine plans it, and its last step is simulated. The error bar comes from steps that were both simulated
+and measured. Those ran on few hosts, so for more ranks it is a lower bound of the error.
 
-Shape legend: R ranks, P ranks of one expert-parallel group, G groups, L layers, E experts of a group.
+Shape legend: P ranks of one expert-parallel group, G groups, L layers, E experts of a group.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from prophet.errors import SpecError
 from prophet.files import is_number, read_json, shown
-from prophet.planner import get_planner
+from prophet.planner import Planner, get_planner
+from prophet.planner.base import EFFORT
+from prophet.planner.model.cost import step_cost
 from prophet.planner.model.withdraw import pays
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.schedules import runs_ahead, schedule_named
-from prophet.scheduler.simulate import SimulatedStep, predicted_durations, simulate
+from prophet.scheduler.simulate import SimulatedStep, StepDurations, predicted_durations, simulate
 from prophet.scheduler.windows import predicted_window_us
-from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, check_experts_per_rank
+from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
 
 MAX_FILE_BYTES = 1 << 24
 _SHOWN = 4  # errors in a message
 BALANCED = "forced-balance"  # not a planner: the routing itself is perfectly even
+# Assumed seconds of one slow core, a call's and those of one rank and expert: see
+# benchmarks/results/2026-11-25-planner-times.md.
+_PLAN_S, _PLAN_PAIR_S = 2e-5, 1e-8
+_SPLIT_S, _SPLIT_PAIR_S = 1e-5, 8e-9
+
+Part = Literal["experts", "all-to-all", "transfers", "dense", "average", "host", "bubble"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +69,7 @@ class ErrorBar:
 # static, pro-prophet and prophet of every profile of that page, and prophet-blocking of the first
 MEASURED = ErrorBar(
     errors=(-0.024, -0.049, -0.070, -0.063, 0.019, 0.033, -0.043, 0.031, -0.032, -0.136),
-    source="10 cases on 4 and 8 emulated hosts (benchmarks/results/2026-11-22-cluster-peers.md)",
+    source="10 cases of an older model on 4 and 8 emulated hosts (benchmarks/results/2026-11-22-cluster-peers.md)",
 )
 
 
@@ -83,32 +95,70 @@ def read_error_bar(path: str | os.PathLike[str]) -> ErrorBar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """What is trained. skew: expert e of a layer is chosen in proportion to (place in the order of popularity)^-skew.
+    """A job, and the routing that its steps have.
 
-    routed_per_rank: choices of one rank in a step. dense_bytes: gradients that all R ranks average. samples: groups of
-    expert parallelism that are simulated in place of all of them where there are more.
+    Args:
+        context: One expert-parallel group of P ranks, and a block with experts.
+        layers: Blocks with experts, of all pipeline stages together.
+        routed_per_rank: Choices of one rank in a microbatch.
+        groups: Expert-parallel groups side by side, which train the same experts on other tokens.
+        stages: Pipeline stages, each of P x G ranks.
+        microbatches: Passes of a step; the gradients of all are averaged once.
+        steps: Steps of the run; the last one is simulated, and each is planned from the one before.
+        skew: Expert e of a layer is chosen in proportion to (place in the order of popularity)^-skew.
+        dense_s: Forward seconds of one microbatch outside of the blocks with experts, of all stages together.
+        dense_bytes: Gradients that are not those of experts, of all stages together.
+        schedule: One of `prophet.scheduler.schedules.NAMES`.
+        samples: Groups that are simulated in place of all of them where there are more.
+        seed: Of the loads.
+
+    Raises:
+        SpecError: A number is out of its range.
     """
 
     context: PlanContext
     layers: int
     routed_per_rank: int
+    groups: int = 1
+    stages: int = 1
+    microbatches: int = 1
+    steps: int = 300
     skew: float = 0.5
+    dense_s: float = 0.0
     dense_bytes: int = 0
     schedule: str = "block-wise"
     samples: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "routed_per_rank", "samples"):
+        for name in ("layers", "routed_per_rank", "groups", "stages", "microbatches", "steps", "samples"):
             if getattr(self, name) < 1:
                 raise SpecError(f"Scenario.{name} must be at least 1, got {getattr(self, name)}")
+        if self.stages > self.layers:
+            raise SpecError(f"Scenario.stages: expected at most the {self.layers} layers, got {self.stages}")
         if not (self.skew >= 0 and np.isfinite(self.skew)):
             raise SpecError(f"Scenario.skew must not be negative, got {self.skew!r}")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job."""
+        return self.context.ranks * self.groups * self.stages
+
+    @property
+    def samples_of(self) -> int:
+        """Groups that are simulated."""
+        return min(self.groups, self.samples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extrapolated:
-    """Seconds of a step with one planner on R ranks; max_mean is the mean over layers and groups."""
+    """Seconds of a step with one planner; max_mean is the mean over layers and groups.
+
+    parts_s: what the slowest group's step consists of. In every layer the busiest rank counts, so the sum may lie above
+    step_s; "transfers" is the mean over ranks of what Trans and Agg lengthen a step by. exposed_s, idle_s: means over
+    ranks, by operation, of the microbatch with transfers. replica_bytes: of all layers on the fullest rank, parameters
+    and gradients. plan_s: host seconds of planning all layers of a stage, most of them beside the step.
+    """
 
     ranks: int
     group: int
@@ -116,14 +166,22 @@ class Extrapolated:
     step_s: float
     low_s: float
     high_s: float
+    parts_s: dict[Part, float]
     exposed_s: dict[str, float]
     idle_s: float
     max_mean: float
     copies_per_rank: float
+    replica_bytes: int
+    plan_s: float
+
+    @property
+    def limited_by(self) -> Part:
+        """The largest part."""
+        return max(PARTS, key=lambda part: self.parts_s[part])
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name, as `--json` prints them."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """The fields by name, and `limited_by`, as `--json` prints them."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"limited_by": self.limited_by}
 
 
 def stretched(topology: Topology, ranks: int) -> Topology:
@@ -140,32 +198,9 @@ def stretched(topology: Topology, ranks: int) -> Topology:
     )
 
 
-def resized(context: PlanContext, ranks: int) -> PlanContext:
-    """The context with another number of ranks, and as many experts on each."""
-    m = check_experts_per_rank(context.experts, context.ranks)
-    return replace(
-        context,
-        topology=stretched(context.topology, ranks),
-        home=tuple(e // m for e in range(m * ranks)),
-        budget_bytes=None,
-        previous=None,
-    )
-
-
-def loads(scenario: Scenario, ranks: int, experts: int, group: int) -> list[tuple[IntArray, IntArray]]:
-    """By layer: the load of the step before, and that of this step; [P, E] each."""
-    found = []
-    for layer in range(scenario.layers):
-        rng = np.random.default_rng([scenario.seed, group, layer])
-        popularity = rng.permutation(np.arange(1, experts + 1, dtype=np.float64) ** -scenario.skew)
-        popularity /= popularity.sum()
-        before, now = (rng.multinomial(scenario.routed_per_rank, popularity, size=ranks) for _ in range(2))
-        found.append((before.astype(np.int64), now.astype(np.int64)))
-    return found
-
-
-def even_load(scenario: Scenario, ranks: int, experts: int) -> IntArray:
+def even_load(scenario: Scenario) -> IntArray:
     """Every expert chosen equally often, to within one; [P, E]."""
+    ranks, experts = scenario.context.ranks, scenario.context.experts
     load = np.full((ranks, experts), scenario.routed_per_rank // experts, dtype=np.int64)
     rest = scenario.routed_per_rank % experts
     for r in range(ranks):
@@ -173,78 +208,188 @@ def even_load(scenario: Scenario, ranks: int, experts: int) -> IntArray:
     return load
 
 
-def extrapolate(scenario: Scenario, planner: str, ranks: int, group: int, error: ErrorBar) -> Extrapolated:
-    """One step of R ranks in groups of P; `SpecError` if they do not divide.
+def load_of(scenario: Scenario, group: int, layer: int, step: int) -> IntArray:
+    """What a group's ranks choose in a layer of a step, from 1: popular experts stay popular, counts differ; [P, E]."""
+    ranks, experts = scenario.context.ranks, scenario.context.experts
+    order = np.random.default_rng([scenario.seed, group, layer])
+    popularity = order.permutation(np.arange(1, experts + 1, dtype=np.float64) ** -scenario.skew)
+    popularity /= popularity.sum()
+    rng = np.random.default_rng([scenario.seed, group, layer, step])
+    return rng.multinomial(scenario.routed_per_rank, popularity, size=ranks).astype(np.int64)
 
-    planner: its name, or "forced-balance".
+
+def placed(scenario: Scenario, planner: Planner, context: PlanContext, group: int, layer: int) -> Placement:
+    """The placement of the run's last step: planned after every step, from its load and the placement then in force."""
+    placement = None
+    first = 1 if planner.goes_on else max(1, scenario.steps - 1)
+    for step in range(first, scenario.steps):
+        placement = planner.place(
+            load_of(scenario, group, layer, step), replace(context, previous=placement) if placement else context
+        )
+    return context.homes_only() if placement is None else placement
+
+
+def extrapolate(
+    scenario: Scenario,
+    planner: str,
+    error: ErrorBar,
+    *,
+    over: Callable[[Callable[[int], list[_Stage]], Iterable[int]], Iterable[list[_Stage]]] = map,
+    done: Callable[[], object] = lambda: None,
+) -> Extrapolated:
+    """The last step of the run.
+
+    Args:
+        scenario: The job.
+        planner: Its name, or "forced-balance".
+        error: How far simulated steps are from measured ones.
+        over: Applies a function to the groups that are simulated; that of a pool of processes does it at once.
+        done: Called after each of `scenario.samples_of` groups.
     """
-    if group < 1 or ranks % group:
-        raise SpecError(f"{ranks} ranks cannot form groups of {group}: expected a multiple of the group's size")
-    context = resized(scenario.context, group)
-    groups = ranks // group
-    slowest = context.topology.inter if ranks > context.topology.ranks_per_node else context.topology.intra
-    update_s = slowest.seconds(2.0 * scenario.dense_bytes * (ranks - 1) / ranks)
-    steps, balances, copies = [], [], []
-    for at in range(min(groups, scenario.samples)):
-        step, balance, held = _group_step(scenario, planner, context, at, update_s)
-        steps.append(step)
-        balances.append(balance)
-        copies.append(held)
-    worst = max(steps, key=lambda s: s.makespan_s)
-    low, high = error.around(worst.makespan_s)
+    found = []
+    for stages in over(partial(_group, scenario, planner), range(scenario.samples_of)):
+        found += stages
+        done()
+    worst = max(found, key=lambda stage: stage.step_s)
+    low_s, high_s = error.around(worst.step_s)
     return Extrapolated(
-        ranks=ranks,
-        group=group,
+        ranks=scenario.ranks,
+        group=scenario.context.ranks,
         planner=planner,
-        step_s=worst.makespan_s,
-        low_s=low,
-        high_s=high,
-        exposed_s=worst.exposed_s,
-        idle_s=float(worst.idle_s.mean()),
-        max_mean=float(np.mean(balances)),
-        copies_per_rank=float(np.mean(copies)),
+        step_s=worst.step_s,
+        low_s=low_s,
+        high_s=high_s,
+        parts_s=worst.parts_s,
+        exposed_s=worst.simulated.exposed_s,
+        idle_s=float(worst.simulated.idle_s.mean()),
+        max_mean=float(np.mean([m for stage in found for m in stage.max_mean_L])),
+        copies_per_rank=float(np.mean([stage.copies_R.mean() for stage in found])),
+        replica_bytes=max(int(stage.copies_R.max()) for stage in found) * scenario.context.shape.replica_bytes,
+        plan_s=worst.plan_s,
     )
 
 
-def _group_step(
-    scenario: Scenario, name: str, context: PlanContext, group: int, update_s: float
-) -> tuple[SimulatedStep, float, float]:
-    """(the step, mean max/mean of its layers, replicas per rank over all layers) of one group."""
-    ranks, experts = context.ranks, context.experts
+def _group(scenario: Scenario, planner: str, group: int) -> list[_Stage]:
+    """All pipeline stages of a group."""
+    average_s = _average_seconds(scenario)
+    return [_stage(scenario, planner, group, layers, average_s) for layers in _stages(scenario)]
+
+
+def _stages(scenario: Scenario) -> list[range]:
+    """The layers of every pipeline stage."""
+    cuts = [scenario.layers * stage // scenario.stages for stage in range(scenario.stages + 1)]
+    return [range(a, b) for a, b in pairwise(cuts)]
+
+
+def _average_seconds(scenario: Scenario) -> float:
+    """Averaging a stage's gradients: a ring over all its ranks, and for each expert one over the groups."""
+    context, groups = scenario.context, scenario.groups
+    topology, ranks = context.topology, context.ranks * groups
+    link = topology.inter if ranks > topology.ranks_per_node else topology.intra
+    expert_bytes = scenario.layers * context.experts / context.ranks * context.shape.expert_grad_bytes
+    shared_s = link.seconds(2.0 * scenario.dense_bytes / scenario.stages * (ranks - 1) / ranks)
+    return shared_s + link.seconds(2.0 * expert_bytes / scenario.stages * (groups - 1) / groups)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class _Stage:
+    """What one group makes of a stage's layers; copies_R: replicas on every rank, of all layers."""
+
+    step_s: float
+    parts_s: dict[Part, float]
+    simulated: SimulatedStep
+    max_mean_L: list[float]
+    copies_R: IntArray
+    plan_s: float
+
+
+def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: float) -> _Stage:
     planner = get_planner("static" if name == BALANCED else name)
+    context = scenario.context
     first = replace(context, windows=replace(context.windows, experts=False))
-    contexts: Sequence[PlanContext] = [first, *[context] * (scenario.layers - 1)]
-    placements: list[Placement] = []
-    splits: list[Split] = []
-    present: list[IntArray] = []
-    for here, (before, now) in zip(contexts, loads(scenario, ranks, experts, group), strict=True):
-        even = even_load(scenario, ranks, experts) if name == BALANCED else None
-        placement = planner.place(before if even is None else even, here)
-        load = now if even is None else even
+    contexts = [first if layer == layers[0] else context for layer in layers]
+    placements, splits = [], []
+    for layer, here in zip(layers, contexts, strict=True):
+        even = name == BALANCED
+        load = even_load(scenario) if even else load_of(scenario, group, layer, scenario.steps)
+        placement = here.homes_only() if even else placed(scenario, planner, here, group, layer)
         placements.append(placement)
-        present.append(load)
         splits.append(Split.to_homes(load, placement) if placement.is_static else planner.split(load, placement, here))
-    schedule = schedule_named(scenario.schedule, scenario.layers)
+    schedule = schedule_named(scenario.schedule, len(layers))
     weights = predicted_window_us(contexts, [s.rank_load() for s in splits])
     forms = []
     for i, (here, placement) in enumerate(zip(contexts, placements, strict=True)):
         chooser = FormChooser()
         forms.append(chooser.form_under(schedule, i, placement, here, weights))
-        # what has been sent of a Trans by then is not played: it ran beside compute
-        trans, agg = chooser.prepare(placement, here)
-        withdraws = planner.withdraws and not placement.is_static
-        if withdraws and not pays(present[i], splits[i], here, trans, agg, ahead=runs_ahead(schedule, i)):
-            placements[i] = context.homes_only()
-            splits[i] = Split.to_homes(present[i], placements[i])
+        if planner.withdraws and not placement.is_static:
+            trans, agg = chooser.prepare(placement, here)
+            load, ahead = splits[i].tokens.sum(axis=2), runs_ahead(schedule, i)
+            # what has been sent of a Trans by then is not played: it ran beside compute
+            if not pays(load, splits[i], here, trans, agg, ahead=ahead, microbatches=scenario.microbatches):
+                placements[i] = context.homes_only()
+                splits[i] = Split.to_homes(load, placements[i])
+    plan_s, wait_s = _host_seconds(planner, contexts[-1], splits[-1])
+    dense_s = scenario.dense_s / scenario.stages
     durations = predicted_durations(
         placements,
         splits,
         contexts,
         forms=forms,
         # what comes before the first block is like what comes before the others; the last block's rest is the head
-        start_s=context.windows.fnec_s,
-        end_s=context.windows.bnec_s,
-        update_s=update_s,
+        start_s=context.windows.fnec_s + dense_s,
+        end_s=context.windows.bnec_s + 2.0 * dense_s,
+        plan_s=plan_s,
+        counts_s=wait_s,
     )
-    held = sum(len(p.replicas()) for p in placements) / ranks
-    return simulate(schedule, durations), float(np.mean([s.max_mean() for s in splits])), held
+    simulated = simulate(schedule, durations)
+    others, bubbles = scenario.microbatches - 1, scenario.stages - 1
+    # Trans, Agg and planning belong to a step, not to its microbatches
+    alone_s = simulate(schedule, _without_transfers(durations)).makespan_s if others + bubbles else 0.0
+    parts_s = _parts(durations, simulated, scenario.microbatches)
+    parts_s |= {"average": average_s, "bubble": bubbles * alone_s}
+    return _Stage(
+        step_s=simulated.makespan_s + (others + bubbles) * alone_s + average_s,
+        parts_s=parts_s,
+        simulated=simulated,
+        max_mean_L=[s.max_mean() for s in splits],
+        copies_R=np.sum([p.copies_per_rank() for p in placements], axis=0),
+        plan_s=plan_s * len(layers),
+    )
+
+
+def _host_seconds(planner: Planner, context: PlanContext, split: Split) -> tuple[float, float]:
+    """A layer's host seconds: to plan beside the step, and to exchange counts and split, for which the step waits.
+
+    Published planners are taken to be as fast as ours.
+    """
+    ranks, experts, topology = context.ranks, context.experts, context.topology
+    link = topology.inter if topology.nodes > 1 else topology.intra
+    counts_s = link.seconds(8.0 * experts * (ranks - 1))
+    if not planner.replicates:
+        return 0.0, counts_s
+    pairs = ranks * experts
+    plan_s = _PLAN_S + _PLAN_PAIR_S * pairs
+    if planner.goes_on:
+        load = split.tokens.sum(axis=2)
+        homes = context.homes_only()
+        plan_s += EFFORT * step_cost(Split.to_homes(load, homes), homes, context).total_s
+    return plan_s, counts_s + _SPLIT_S + _SPLIT_PAIR_S * pairs
+
+
+def _without_transfers(durations: StepDurations) -> StepDurations:
+    nothing = {name: np.zeros_like(getattr(durations, name)) for name in ("trans_s", "agg_s", "plan_s")}
+    return replace(durations, **nothing)
+
+
+def _parts(durations: StepDurations, simulated: SimulatedStep, microbatches: int) -> dict[Part, float]:
+    """What a step's microbatches consist of; in every layer the busiest rank counts."""
+    d = durations
+    dense_R = d.fnec_s.sum(axis=0) + d.bnec_s.sum(axis=0) + d.start_s + d.end_s
+    felt_R = simulated.exposed_trans_s + simulated.exposed_agg_s + simulated.slowed_s + simulated.shared_s
+    return {
+        "experts": microbatches * float((d.fec_s + d.bec_s).max(axis=1).sum()),
+        "all-to-all": microbatches * float(d.a2a_s.max(axis=2).sum()),
+        "transfers": float(felt_R.mean()),
+        "dense": microbatches * float(dense_R.max()),
+        "host": microbatches * d.blocks * d.counts_s + float(simulated.exposed_plan_s.mean()),
+    }

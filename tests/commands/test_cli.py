@@ -75,7 +75,7 @@ def test_without_its_core_a_planner_says_what_to_run(
         (["plan", "TRACE", "--html", "FOLDER"], "is a folder"),
         (["plan", "TRACE", "--experts", "7"], "--experts 7: "),
         (["plan", "ODD"], "meta: top_k: expected a whole number from 1 to 16777216, got 'two'"),
-        (["simulate", "--ranks", "96"], "96 ranks cannot form groups of 64"),
+        (["simulate", "--ranks", "96", "--ep", "5"], "expected a divisor of the 8 experts, got 5"),
         (["simulate", "--ranks", "8", "--planner", "forced"], "did you mean 'forced-balance'?"),
         (["simulate", "--ranks", "8", "--machine", "absent.toml"], "absent.toml: expected a topology file (TOML)"),
         (["simulate", "--model", "elephant"], "--model: there is no model 'elephant'"),

@@ -63,7 +63,7 @@ def test_predictions_and_the_live_view_need_no_torch(trace: Path) -> None:
     found = loaded_by(
         {
             "plan": ["plan", str(trace)],
-            "simulate": ["simulate", "--ranks", "8"],
+            "simulate": ["simulate", "--ranks", "8", "--layers", "2", "--steps", "2"],
             "switch": ["switch", "--model", "llama2-70b", "--from", "tp4,pp2,dp2", "--to", "tp4,pp4,dp1"],
             "watch": ["watch", str(trace.parent), "--once"],
         }

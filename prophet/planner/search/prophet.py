@@ -53,6 +53,11 @@ class ProphetPlanner(Planner):
         return True
 
     @property
+    def goes_on(self) -> bool:
+        """True: a later call changes little of the placement in force."""
+        return True
+
+    @property
     def needs_core(self) -> bool:
         """True: both plan and split are compiled."""
         return True

@@ -1,0 +1,116 @@
+"""The HTML page of `prophet simulate`: what a step consists of, by planner and number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from prophet.report.page import (
+    AFTER,
+    BEFORE,
+    FAINT,
+    FOURTH,
+    INK,
+    THIRD,
+    Table,
+    draw_figure,
+    page,
+    remarks,
+    section,
+    table_html,
+    tiles,
+    write_page,
+)
+
+_COLOURS = {
+    "experts": AFTER,
+    "all-to-all": THIRD,
+    "transfers": BEFORE,
+    "dense": FOURTH,
+    "average": INK,
+    "host": BEFORE,
+    "bubble": FAINT,
+}
+
+
+def _parts(rows: Sequence[dict[str, Any]], ranks: int) -> str:
+    """A bar for every planner."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        y = np.arange(len(rows))
+        left = np.zeros(len(rows))
+        for part, colour in _COLOURS.items():
+            seconds = np.array([1e3 * row["parts_s"][part] for row in rows])
+            if seconds.any():
+                axes.barh(y, seconds, 0.62, left=left, color=colour, label=part)
+            left += seconds
+        for i, row in enumerate(rows):
+            axes.text(1.01 * left[i], i, f"{1e3 * row['step_s']:.4g}", va="center", fontsize=8)
+        axes.set_yticks(y, [row["planner"] for row in rows])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(0, 1.15 * float(left.max()))
+        axes.set_xlabel("simulated ms of a step")
+        figure.legend(loc="outside upper center", ncols=3)
+
+    return draw_figure(draw, height_in=1.5 + 0.26 * len(rows), label=f"{ranks} ranks: where the time goes")
+
+
+def render_simulated(answer: dict[str, Any], sentences: Sequence[str]) -> str:
+    """The page as one string of HTML, of what `prophet simulate --json` prints.
+
+    Args:
+        answer: The answer.
+        sentences: What the command says beside its table.
+
+    Raises:
+        ReportError: matplotlib is missing.
+    """
+    by_ranks: dict[int, list[dict[str, Any]]] = {}
+    for row in answer["rows"]:
+        by_ranks.setdefault(row["ranks"], []).append(row)
+    figures = [
+        (f"{max(row['gain'] for row in rows[:-1]):.2f}x", f"a step on {ranks} ranks, over no balancing")
+        for ranks, rows in by_ranks.items()
+    ]
+    sections = "".join(
+        section(
+            f"{ranks} ranks",
+            "Parts of a step, in every layer of the busiest rank. Ranks do not wait for each other in all of them, so "
+            "that the figure behind a bar, the step, may be smaller than the bar.",
+            _parts(rows, ranks),
+        )
+        for ranks, rows in by_ranks.items()
+    )
+    numbers = Table(
+        title="All planners",
+        caption="Milliseconds are of one step; the error bar is that of steps both simulated and measured.",
+        columns=("planner", "ranks", "step ms", "error bar", "gain", "of even routing", "most of it", "max/mean"),
+        rows=[
+            (
+                row["planner"],
+                str(row["ranks"]),
+                f"{1e3 * row['step_s']:.4g}",
+                f"{1e3 * row['low_s']:.4g} to {1e3 * row['high_s']:.4g}",
+                f"{row['gain']:.2f}",
+                f"{row['fraction_of_even_routing']:.3f}",
+                row["limited_by"],
+                f"{row['max_mean']:.3f}",
+            )
+            for row in answer["rows"]
+        ],
+    )
+    return page(
+        "How long would a step take?",
+        f"{answer['model']} on {answer['machine']}, simulated.",
+        f'{tiles(figures)}<div class="columns">{sections}</div>{table_html(numbers)}{remarks(sentences)}',
+    )
+
+
+def write_simulated(path: str | os.PathLike[str], answer: dict[str, Any], sentences: Sequence[str]) -> None:
+    """Write the page into the file `path`; `ReportError` when matplotlib is missing."""
+    write_page(path, render_simulated(answer, sentences))
