@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="the job's (default: nccl with GPUs, else gloo)")
     parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where the job will write its checkpoints")
-    parser.add_argument("--topology", type=Path, metavar="FILE", help="the topology file of the job")
+    parser.add_argument("--machine", type=Path, metavar="FILE", help="the topology file of the job")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         from prophet.ranks.launch import launched
 
         installed, launch = versions(), None if _findings(meeting) else launched()
-        asked = Asked(backend=arguments.backend, checkpoints=arguments.checkpoints, topology=arguments.topology)
+        asked = Asked(backend=arguments.backend, checkpoints=arguments.checkpoints, topology=arguments.machine)
         local_ranks = launch.local_ranks or 1 if launch else 1
         checks, backend = look_alone(asked, environment, installed, local_ranks, _ALONE_S)
         meeting += port(environment)

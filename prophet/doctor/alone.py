@@ -57,7 +57,7 @@ def look_alone(
 def topology(file: Path | None) -> list[Check]:
     """Whether the planner knows how fast this machine's links are."""
     if file is None:
-        return [unseen("topology", "no file was given (--topology FILE)")]
+        return [unseen("topology", "no file was given (--machine FILE)")]
     try:
         found = read_topology(file)
     except (TopologyError, OSError) as error:

@@ -178,4 +178,4 @@ class ModelSizes:
             if self.attention_params is not None:
                 new |= {"attention_params": None, "attention_dim": None}
                 said.append("attention of four projections: its ranks are of other sizes")
-        return replace(self, **new, assumed=(*self.assumed, *said))
+        return replace(self, **new | {"assumed": (*new.get("assumed", self.assumed), *said)})

@@ -169,7 +169,7 @@ def test_the_report_for_people_has_versions_and_what_mends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/sys/prophet")
-    assert main(["doctor", "--topology", "absent.toml"]) == FAILED
+    assert main(["doctor", "--machine", "absent.toml"]) == FAILED
     shown = capsys.readouterr().out
     for part in ("torch", "ok core", "-- checkpoints: no folder was given", "!! topology: absent.toml", "!! Triton's"):
         assert part in shown
