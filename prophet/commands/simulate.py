@@ -203,7 +203,8 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
     if group * groups * stages != ranks:
         product = f"--ep {group} x --dp {groups} x --pp {stages}" if arguments.dp else f"--ep {group} x --pp {stages}"
         raise UsageError(f"--ranks: expected {'' if arguments.dp else 'a multiple of '}{product}, got {ranks}")
-    topology = stretched(where.topology(group), group)
+    whole = where.topology(ranks)
+    topology = stretched(whole, group)
     rate = sum(topology.flops_per_s) / group
     microbatches = arguments.microbatches or (4 * stages if stages > 1 else 1)
     context = PlanContext(
@@ -224,6 +225,7 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
         microbatches=microbatches,
         steps=arguments.steps,
         skew=arguments.skew,
+        ranks_per_node=whole.ranks_per_node,
         dense_s=dense_layers * dense.windows(arguments.tokens, rate).fnec_s,
         dense_bytes=(sizes.met_by_every_token * layers + _dense_block(sizes) * dense_layers)
         * (sizes.element_bytes or where.element_bytes),
@@ -342,9 +344,9 @@ def _advice(answer: dict[str, Any]) -> str:
     """What to do next, in one sentence; of the largest number of ranks."""
     ranks = max(r["ranks"] for r in answer["rows"])
     best, memory = _best(answer, ranks), answer["memory_bytes"]
-    static = next(r for r in answer["rows"] if r["ranks"] == ranks)
+    static, experts = next(r for r in answer["rows"] if r["ranks"] == ranks), answer["experts"]
     if static["group"] == 1:
-        return f"Groups of one rank have nothing to balance: choose --ranks or --experts so that {_GROUP} divides both."
+        return f"Groups of one rank have nothing to balance: choose --ranks with a divisor of {experts} experts."
     if answer["slots_per_rank"] == 0:
         return "Without room for replicas nothing can be gained: leave --slots out."
     if best["gain"] >= _WORTH and memory and best["replica_bytes"] > memory // 4:

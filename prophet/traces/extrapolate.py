@@ -109,6 +109,7 @@ class Scenario:
         dense_s: Forward seconds of one microbatch outside of the blocks with experts, of all stages together.
         dense_bytes: Gradients that are not those of experts, of all stages together.
         schedule: One of `prophet.scheduler.schedules.NAMES`.
+        ranks_per_node: Of the machine, where a group is smaller than a node; 0: as the context has it.
         samples: Groups that are simulated in place of all of them where there are more.
         seed: Of the loads.
 
@@ -127,6 +128,7 @@ class Scenario:
     dense_s: float = 0.0
     dense_bytes: int = 0
     schedule: str = "block-wise"
+    ranks_per_node: int = 0
     samples: int = 4
     seed: int = 0
 
@@ -285,7 +287,8 @@ def _average_seconds(scenario: Scenario) -> float:
     """Averaging a stage's gradients: a ring over all its ranks, and for each expert one over the groups."""
     context, groups = scenario.context, scenario.groups
     topology, ranks = context.topology, context.ranks * groups
-    link = topology.inter if ranks > topology.ranks_per_node else topology.intra
+    alone = ranks <= (scenario.ranks_per_node or topology.ranks_per_node)
+    link = topology.intra if alone else topology.inter
     expert_bytes = scenario.layers * context.experts / context.ranks * context.shape.expert_grad_bytes
     shared_s = link.seconds(2.0 * scenario.dense_bytes / scenario.stages * (ranks - 1) / ranks)
     return shared_s + link.seconds(2.0 * expert_bytes / scenario.stages * (groups - 1) / groups)

@@ -144,6 +144,8 @@ def test_gradients_are_averaged() -> None:
     expert_bytes = 2 * 2 * CONTEXT.shape.expert_grad_bytes  # layers x experts of a rank
     assert average_s(groups=8) == pytest.approx(2 * expert_bytes * 7 / 8 / 1e10)
     assert average_s(groups=8, dense_bytes=10**9) == pytest.approx(average_s(groups=8) + 2 * 1e9 * 63 / 64 / 1e10)
+    in_a_node = average_s(groups=8, ranks_per_node=64)
+    assert in_a_node == pytest.approx(average_s(groups=8) / 10), "the link within the node is ten times as fast"
     assert average_s(groups=8, stages=2) == pytest.approx(average_s(groups=8) / 2), "a stage has half of the layers"
 
 
