@@ -25,8 +25,8 @@ def build() -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    router = {"num_experts_per_tok": 2, "norm_topk_prob": True, "output_router_logits": True}  # as in training
-    config = Qwen3MoeConfig(num_experts=16, router_aux_loss_coef=0.05, **router, **sizes, **heads)
+    router = {"num_experts_per_tok": 2, "norm_topk_prob": True, "output_router_logits": True}  # its loss counts
+    config = Qwen3MoeConfig(num_experts=16, router_aux_loss_coef=0.01, **router, **sizes, **heads)
     return Qwen3MoeForCausalLM(config)
 
 
@@ -64,7 +64,7 @@ def train() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text, model = read_text(), Qwen3MoeForCausalLM.from_pretrained("model").train()
     report = prophet.convert(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = prophet.attach(model, optimizer)
     wrapped = DistributedDataParallel(model)
     if rank == 0:
