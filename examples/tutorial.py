@@ -68,7 +68,7 @@ def train() -> None:
     engine = prophet.attach(model, optimizer)
     wrapped = DistributedDataParallel(model)
     if rank == 0:
-        print(report)
+        print(repr(report))
     with prophet.monitor(engine, "runs/tutorial"):
         for step in range(20, 40):
             ids = batch(text, step).chunk(ranks)[rank]

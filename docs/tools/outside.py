@@ -46,6 +46,8 @@ def turned(text: str, path: str, found: set[str]) -> str:
         there = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
         if not (ROOT / there).exists():
             return match[0]  # mkdocs says so
+        if (ROOT / there).is_dir() and not (ROOT / there / "README.md").is_file():
+            return opening[1:-2]  # the folder has no page
         found.add(there)
         return f"{opening}{posixpath.relpath(address(there), posixpath.dirname(address(path)))}{anchor})"
 

@@ -45,9 +45,8 @@ def gpus(environment: Mapping[str, str], seen: Seen, local_ranks: int) -> list[C
         return [finding("GPUs", f"{seen.by_machine} are here, and torch sees none", "`nvidia-smi` says what is wrong")]
     if 0 < seen.by_torch < local_ranks and told is None:  # else each rank may have been given GPUs of its own
         said = f"{local_ranks} ranks on this machine share {seen.by_torch}, and NCCL wants one for each"
-        return [
-            finding("GPUs", said, f"`torchrun --nproc-per-node {seen.by_torch}`, or `CUDA_VISIBLE_DEVICES=` for none")
-        ]
+        start = f"`torchrun --standalone --nproc-per-node {seen.by_torch}`"
+        return [finding("GPUs", said, f"{start}, or `CUDA_VISIBLE_DEVICES=` for none")]
     if not seen.by_torch:
         hidden = " (CUDA_VISIBLE_DEVICES hides them)" if told is not None and seen.by_machine else ""
         return [sound("GPUs", f"none{hidden}")]
