@@ -1,12 +1,17 @@
-"""What `prophet plan` says in words of its figures: the gain, what it costs, and one sentence of advice."""
+"""What predictions say in words: the gain, what it costs, and one sentence of advice.
+
+The sentences that `prophet plan` alone has are built from its answer; `prophet simulate` shares the others.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-_EVEN = 1.05  # busiest rank over the mean, from which on nothing is left to gain
-_WORTH = 1.01  # times as fast: below, a run would not show it
+EVEN = 1.05  # busiest rank over the mean, from which on nothing is left to gain
+WORTH = 1.01  # times as fast: below, a run would not show it
+NO_ROOM = "Without room for replicas nothing can be gained: leave --slots out."
+TOO_EVEN = "Routing this even leaves nothing to gain: is the router trained?"
 _STATIC = "static"
 
 
@@ -54,10 +59,10 @@ def cost(answer: dict[str, Any]) -> str:
     best, memory = best_of(answer), answer["memory_bytes"]
     if not best["replicas_on_fullest_rank"]:
         return "It costs no memory: there are no replicas."
-    of = _bytes(memory) if memory else "memory"
+    of = binary(memory) if memory else "memory"
     return (
-        f"It costs at most {_bytes(best['replica_bytes_on_fullest_rank'])} of a rank's {of}: "
-        f"{best['replicas_on_fullest_rank']} replicas of {_bytes(answer['replica_bytes'])} each, with their gradients."
+        f"It costs at most {binary(best['replica_bytes_on_fullest_rank'])} of a rank's {of}: "
+        f"{best['replicas_on_fullest_rank']} replicas of {binary(answer['replica_bytes'])} each, with their gradients."
     )
 
 
@@ -75,21 +80,17 @@ def advice(answer: dict[str, Any]) -> str:
     if trace["ranks"] == 1:
         return "The trace has one rank, so there is nothing to balance: record with ranks=8, or give --ranks 8."
     if slots == 0:
-        return "Without room for replicas nothing can be gained: leave --slots out."
+        return NO_ROOM
     if memory and best["replica_bytes_on_fullest_rank"] > memory:
         return (
-            f"The replicas do not fit into {_bytes(memory)}: give fewer --slots, and set replica_memory_bytes in "
+            f"The replicas do not fit into {binary(memory)}: give fewer --slots, and set replica_memory_bytes in "
             "EngineConfig."
         )
-    if best["predicted_step_speed_up"] >= _WORTH:
-        named = "" if best["planner"] == "prophet" else f", config=prophet.EngineConfig(planner={best['planner']!r})"
-        return (
-            f"To gain it, add to your loop: prophet.convert(model), then prophet.attach(model, optimizer{named}); "
-            "docs/engine.md has the rest."
-        )
-    if static["max_mean_median"] <= _EVEN:
-        return "Routing this even leaves nothing to gain: is the router trained?"
-    if best["predicted_speed_up"] >= _WORTH:
+    if best["predicted_step_speed_up"] >= WORTH:
+        return lines_to_add(best["planner"])
+    if static["max_mean_median"] <= EVEN:
+        return TOO_EVEN
+    if best["predicted_speed_up"] >= WORTH:
         return (
             "The MoE layers are too small a part of this step: try more tokens per rank (--tokens) or larger experts."
         )
@@ -102,6 +103,15 @@ def advice(answer: dict[str, Any]) -> str:
     return "A replica takes longer to send than it saves: try more tokens per rank (--tokens) or fewer --slots."
 
 
+def lines_to_add(planner: str) -> str:
+    """How a training loop gets what `planner` gains."""
+    named = "" if planner == "prophet" else f", config=prophet.EngineConfig(planner={planner!r})"
+    return (
+        f"To gain it, add to your loop: prophet.convert(model), then prophet.attach(model, optimizer{named}); "
+        "docs/engine.md has the rest."
+    )
+
+
 def milliseconds(seconds: float) -> str:
     """Milliseconds in three digits, without an exponent."""
     ms = 1e3 * seconds
@@ -110,6 +120,7 @@ def milliseconds(seconds: float) -> str:
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
-def _bytes(n: float) -> str:
+def binary(n: float) -> str:
+    """Bytes in the largest unit of 1024s that leaves at least 1."""
     power = min(int(math.log2(max(n, 1))) // 10, 4)
     return f"{n / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prophet.commands.advice import EVEN, NO_ROOM, TOO_EVEN, WORTH, binary, lines_to_add
 from prophet.commands.arguments import (
     add_json,
     add_machine,
@@ -39,8 +39,6 @@ _STATIC = "static"
 _RANKS = "8,64,512"
 _GROUP = 64  # ranks of one expert-parallel group, at most
 _MODEL = "Mixtral-8x7B"
-_WORTH = 1.01  # times as fast: below, a run would not show it
-_EVEN = 1.05  # busiest rank over the mean, from which on nothing is left to gain
 _MOST_RANKS = 1 << 16
 _MANY_LAYERS, _WORKERS = 200, 3  # of all groups and planners; each process holds one group's splits
 
@@ -265,20 +263,13 @@ def _rows(job: Scenario, found: list[Extrapolated]) -> list[dict[str, Any]]:
 def _assumed(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes) -> list[str]:
     """What nobody measured or said, an item each."""
     model = f"the sizes of {sizes.name}" if arguments.model is None else None
-    measured = where.ranks is not None
-    reaches = None if measured else getattr(where, "assumed", None) or f"what {where.name} reaches of its data sheet"
-    return [item for item in (model, *sizes.assumed, reaches, "the routing (--skew)") if item]
+    return [item for item in (model, *sizes.assumed, where.assumed, "the routing (--skew)") if item]
 
 
 def _ms(seconds: float) -> str:
     """Milliseconds in four digits, without an exponent."""
     ms = 1e3 * seconds
     return f"{ms:.0f}" if ms >= 1e3 else f"{ms:.4g}"
-
-
-def _bytes(n: float) -> str:
-    power = min(int(math.log2(max(n, 1))) // 10, 4)
-    return f"{n / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def _head(answer: dict[str, Any]) -> list[str]:
@@ -314,12 +305,12 @@ def _tail(answer: dict[str, Any]) -> list[str]:
     lines = []
     for ranks in dict.fromkeys(r["ranks"] for r in answer["rows"]):
         best = _best(answer, ranks)
-        if best["gain"] < _WORTH:
+        if best["gain"] < WORTH:
             lines.append(f"{ranks} ranks: no planner gains 1 % or more.")
             continue
         lines.append(
             f"{ranks} ranks: {best['planner']} makes a step {best['gain']:.2f} times as fast as static. It costs "
-            f"{_bytes(best['replica_bytes'])} on the fullest rank for replicas, and {_ms(best['plan_s'])} ms of "
+            f"{binary(best['replica_bytes'])} on the fullest rank for replicas, and {_ms(best['plan_s'])} ms of "
             f"planning a step, {_ms(best['exposed_s']['plan'])} of them exposed."
         )
     error = answer["error"]
@@ -348,20 +339,16 @@ def _advice(answer: dict[str, Any]) -> str:
     if static["group"] == 1:
         return f"Groups of one rank have nothing to balance: choose --ranks with a divisor of {experts} experts."
     if answer["slots_per_rank"] == 0:
-        return "Without room for replicas nothing can be gained: leave --slots out."
-    if best["gain"] >= _WORTH and memory and best["replica_bytes"] > memory // 4:
+        return NO_ROOM
+    if best["gain"] >= WORTH and memory and best["replica_bytes"] > memory // 4:
         return (
-            f"Replicas take {_bytes(best['replica_bytes'])} of a rank's {_bytes(memory)}: give fewer --slots, and "
+            f"Replicas take {binary(best['replica_bytes'])} of a rank's {binary(memory)}: give fewer --slots, and "
             "replica_memory_bytes in EngineConfig."
         )
-    if best["gain"] >= _WORTH:
-        named = "" if best["planner"] == "prophet" else f", config=prophet.EngineConfig(planner={best['planner']!r})"
-        return (
-            f"To gain it, add to your loop: prophet.convert(model), then prophet.attach(model, optimizer{named}); "
-            "docs/engine.md has the rest."
-        )
-    if static["max_mean"] <= _EVEN:
-        return "Routing this even leaves nothing to gain: is the router trained?"
+    if best["gain"] >= WORTH:
+        return lines_to_add(best["planner"])
+    if static["max_mean"] <= EVEN:
+        return TOO_EVEN
     return (
         f"Most of this step is {_MOST[static['limited_by']]}, and balancing does not change that: try more tokens "
         "(--tokens), smaller groups (--ep) or a faster network (--machine)."
