@@ -13,7 +13,7 @@ constexpr double SPARES_COST = 0.02;  // share of the step that they may cost: t
 // Assumed seconds of one slow core; they only fix how often there is a try. A call that tries nothing takes CALL_S.
 constexpr double TRY_S = 2e-5, TRY_PAIR_S = 2e-7, TRY_WORK_S = 3e-9, TRY_SPLIT_S = 2e-8;
 constexpr double LONG_S = 1e-3;  // a try of many ranks and experts takes longer, so that a mean call affords none
-constexpr double FIRST = 0.1;    // share of the step for which a first plan may try then
+constexpr double FIRST = 0.1;    // share of the step for which a first plan may try then, BURST times at most
 constexpr double CALL_S = 2e-5, CALL_PAIR_S = 1e-8, BURST = 8.0;  // a first plan may try for so many mean calls
 
 constexpr Int CHOSEN = 64;   // experts that a try is about
@@ -206,7 +206,7 @@ class Planning {
         double placed_s = UNKNOWN;
         if (growing_) {
             double left_s = BURST * (call_s_ + std::min(try_s_, budget_s_));
-            if (try_s_ > LONG_S && jumped) left_s = std::max(left_s, FIRST * base_.total);
+            if (try_s_ > LONG_S && jumped) left_s = std::max(left_s, std::min(FIRST * base_.total, BURST * try_s_));
             if (try_s_ <= LONG_S || left_s >= try_s_ || draws_.affords(try_s_, budget_s_)) {
                 attempt(first, placed_s, true);
             }
