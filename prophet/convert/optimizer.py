@@ -27,10 +27,8 @@ from prophet.kernels.grouped_ffn import ExpertWeights
 LATER = "build the optimizer after prophet.convert"
 
 
-def check_kind(optimizer: object) -> None:
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Raise `ConversionError` for an optimizer whose states cannot be moved, whatever its parameters are."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConversionError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     why = why_not_apart(optimizer)
     if why is not None:
         raise ConversionError(f"optimizer: {why}: {LATER}, and {APART}")
