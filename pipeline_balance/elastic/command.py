@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pipeline_balance.elastic.switch import Prediction
     from prophet.machine.sizes import ModelSizes
 
+MOST_RANKS = 1 << 16
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _SIZES = ("--layers", "--experts", "--dim", "--hidden", "--heads")
 _STATE = "bfloat16 parameters, float32 master weights and two moments: 14 bytes a parameter"
@@ -105,6 +106,8 @@ def _layout(option: str, text: str, zero: int, sizes: ModelSizes) -> Parallelism
     try:
         layout = Parallelism.parse(text)
         layout = layout if "zero" in text else replace(layout, zero=zero)
+        if layout.ranks > MOST_RANKS:
+            raise SpecError(f"expected a layout of at most {MOST_RANKS} ranks, got one of {layout.ranks}")
         check_trainable(sizes, layout)
     except SpecError as error:
         raise UsageError(f"{option}: {error}") from None

@@ -31,8 +31,8 @@ def gain(answer: dict[str, Any]) -> str:
     best = best_of(answer)
     if answer["trace"]["ranks"] == 1:
         return "One rank has nobody to share with: every gain is 1.00."
-    if best["planner"] == _STATIC:
-        return "No planner is predicted to gain anything here."
+    if best["predicted_step_speed_up"] < WORTH:
+        return "No planner is predicted to gain 1 % of a step here."
     return (
         f"{best['planner']!r} is predicted to make a step {best['predicted_step_speed_up']:.2f} times as fast as no "
         f"balancing, and its MoE layers {best['predicted_speed_up']:.2f} times."
@@ -50,7 +50,7 @@ def parts(answer: dict[str, Any]) -> str:
         f"A step without balancing{several}: {milliseconds(layers_s)} ms in {step['moe_layers']} MoE layers, "
         f"{milliseconds(step['microbatches'] * (rest - step['head_s']))} in the rest of their blocks{other}, "
         f"{milliseconds(step['microbatches'] * step['head_s'])} in the output head, "
-        f"{milliseconds(step['average_s'])} in the average of dense gradients."
+        f"{milliseconds(step['average_s'])} in the average of gradients."
     )
 
 

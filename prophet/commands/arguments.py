@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MACHINE = "h100-ib"
 DEFAULT_SLOTS = 4
+_MOST = (1 << 31) - 1
 _SIZES = {
     "--layers": "blocks of the model",
     "--experts": "routed experts of a layer",
@@ -32,16 +33,16 @@ _SIZES = {
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    if not 1 <= value <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {_MOST}, got {text}")
     return value
 
 
 def not_negative(text: str) -> int:
     """A whole number of at least 0."""
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text}")
+    if not 0 <= value <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {_MOST}, got {text}")
     return value
 
 
@@ -122,7 +123,7 @@ def model_sizes(arguments: argparse.Namespace, base: ModelSizes | None) -> Model
 
 def needs_experts(sizes: ModelSizes) -> ModelSizes:
     """`sizes`, where it has experts; else `UsageError`."""
-    if not sizes.experts:
+    if not sizes.blocks_with_experts:
         raise UsageError(f"{sizes.name} has no experts: give --experts and --top-k, or a --model that has some")
     return sizes
 

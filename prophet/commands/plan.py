@@ -20,6 +20,7 @@ from prophet.commands.arguments import (
     known_names,
     machine,
     model_sizes,
+    needs_experts,
     planner_names,
     positive,
 )
@@ -39,6 +40,7 @@ _ALL = "all sizes"
 _UNSAID = {  # what `ModelSizes` then takes
     "top_k": "top 1",
     "activation": "swiglu",
+    "heads": "attention of one head",
     "sequence": "sequences of 4096 tokens",
     "vocabulary": "no output head",
 }
@@ -167,7 +169,7 @@ def _job(arguments: argparse.Namespace, file: Path) -> _Job:
     _check_experts(file, trace, arguments.experts)
     said = recorded_sizes(trace.meta, str(file))
     groups = trace.meta.get("groups", 1)
-    if not isinstance(groups, int) or not 1 <= groups <= trace.layers or trace.layers % groups:
+    if type(groups) is not int or not 1 <= groups <= trace.layers or trace.layers % groups:
         raise UsageError(f"{file}: meta: groups: expected a divisor of its {trace.layers} layers")
     if arguments.dp is not None and arguments.dp < groups:
         raise UsageError(f"--dp {arguments.dp}: {file} has {groups} groups that train the same layers")
@@ -183,6 +185,7 @@ def _job(arguments: argparse.Namespace, file: Path) -> _Job:
         base = MODELS[_ASSUMED_MODEL] if arguments.model else _without_model(recorded, said, options)
         sizes = model_sizes(arguments, base)
         if arguments.model:
+            needs_experts(sizes)
             _check_same(file, said, sizes, options)
         elements = {"element_bytes": sizes.element_bytes or said.get("element_bytes")}
         sizes = sizes.with_options({"experts": trace.experts} | elements)
@@ -225,12 +228,15 @@ def _without_model(recorded: dict[str, int], said: dict[str, Any], options: dict
     known: dict[str, Any] = {**recorded, **said, **options}
     if "layers" in options and said.get("moe_layers") == said.get("layers"):
         known.pop("moe_layers", None)  # all of them have experts, as all of the trace's
-    if {"dim", "heads"} & options.keys():
-        known.pop("dense_params", None)  # a product of the recorded ones
+    kept = []
+    if {"dim", "heads"} & options.keys():  # what follows from the recorded width does not hold for another
+        for name in {"dense_params", "heads", "kv_heads", "head_dim"} - options.keys():
+            known.pop(name, None)
+        kept = [f"{name} {known[name]} as recorded" for name in ("sequence", "vocabulary") if name in said]
     if not {"dim", "hidden"} <= known.keys():
-        kept = ("layers", "moe_layers", "experts", "top_k", "sequence", "element_bytes")
-        return MODELS[_ASSUMED_MODEL].with_options({n: known.get(n) for n in kept} | {"assumed": (_ALL,)})
-    unsaid = [words for name, words in _UNSAID.items() if name not in known]
+        there = ("layers", "moe_layers", "experts", "top_k", "sequence", "element_bytes")
+        return MODELS[_ASSUMED_MODEL].with_options({n: known.get(n) for n in there} | {"assumed": (_ALL,)})
+    unsaid = [words for name, words in _UNSAID.items() if name not in known] + kept
     if known.get("moe_layers", known["layers"]) < known["layers"]:
         unsaid.append("blocks without experts as wide as an expert")
     return ModelSizes(**{"name": "unnamed", "assumed": tuple(unsaid), **known})
@@ -238,13 +244,14 @@ def _without_model(recorded: dict[str, int], said: dict[str, Any], options: dict
 
 def _check_same(file: Path, said: dict[str, Any], sizes: ModelSizes, options: dict[str, int]) -> None:
     """Refuse a model that the trace's metadata contradicts, where no option decides."""
-    for name in ("dim", "hidden", "top_k"):
-        theirs = getattr(sizes, name)
-        if name not in options and said.get(name, theirs) != theirs:
-            raise UsageError(
-                f"--model: {sizes.name} has {name} {theirs}, {file} was recorded with {name} {said[name]}: leave "
-                f"--model out, or decide with --{name.replace('_', '-')}"
-            )
+    theirs = {name: getattr(sizes, name) for name in ("dim", "hidden", "top_k") if name not in options}
+    if names := [name for name, size in theirs.items() if said.get(name, size) != size]:
+        model, recorded = (", ".join(f"{name} {of[name]}" for name in names) for of in (theirs, said))
+        decide = " ".join(f"--{name.replace('_', '-')} {theirs[name]}" for name in names)
+        raise UsageError(
+            f"--model: {sizes.name} has {model}, {file} was recorded with {recorded}: leave --model out, or decide, "
+            f"as with {decide}"
+        )
 
 
 def _model_line(sizes: ModelSizes) -> str:
@@ -254,9 +261,9 @@ def _model_line(sizes: ModelSizes) -> str:
     return f"Model: {sizes.name}, {sizes.dim} x {sizes.hidden}, {sizes.activation}.{assumed}"
 
 
-def _machine_line(where: Machine) -> str:
+def _machine_line(where: Machine, element_bytes: int) -> str:
     if where.ranks is not None:
-        return f"Machine: {where.name}, measured."
+        return f"Machine: {where.name}, measured; {element_bytes} bytes an element."
     return (
         f"Machine: {where.name}, by data sheets. Yours: prophet calibrate --out topology.toml, then --machine "
         "topology.toml."
@@ -301,7 +308,15 @@ def _answer(job: _Job, where: Machine, slots: int, dp: int | None, planners: lis
     n, copies = len(job.pairs), dp or job.groups
     with progress(f"Replaying {job.file.name}", job.pairs * len(planners), n * len(planners)) as left:
         results = [replay(trace, planner, context, itertools.islice(left, n)) for planner in planners]
-    rest = rest_of_step(sizes, topology, tokens=tokens, windows=windows, element_bytes=element_bytes, groups=copies)
+    rest = rest_of_step(
+        sizes,
+        topology,
+        tokens=tokens,
+        windows=windows,
+        element_bytes=element_bytes,
+        ranks_per_node=where.topology(trace.ranks * copies).ranks_per_node,
+        groups=copies,
+    )
     answer = {
         "trace": {
             "file": str(job.file),
@@ -316,7 +331,7 @@ def _answer(job: _Job, where: Machine, slots: int, dp: int | None, planners: lis
             "iterations_judged": n,
             "planned_from": "itself" if job.planned_from_itself else "the iteration before",
         },
-        "assumed": [_model_line(sizes), _machine_line(where)],
+        "assumed": [_model_line(sizes), _machine_line(where, element_bytes)],
         "machine": where.name,
         "model": {name: value for name, value in asdict(sizes).items() if name != "assumed"},
         "slots_per_rank": slots,

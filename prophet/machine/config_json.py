@@ -14,11 +14,10 @@ from typing import Any
 
 from prophet.errors import SpecError
 from prophet.files import is_number, read_json, shown
-from prophet.machine.sizes import ModelSizes
+from prophet.machine.sizes import MOST, ModelSizes
 from prophet.spec import ACTIVATION_PARTS, Activation, Bias
 
 MAX_CONFIG_BYTES = 1 << 22
-_MOST = 1 << 24  # of any size in it
 _MOST_LAYERS = 1 << 12
 _SEQUENCE = 4096  # tokens, where a model takes more
 _INSTEAD = "give --layers, --experts, --top-k, --dim, --hidden and --heads in place of --model"
@@ -92,7 +91,7 @@ class _Fields:
     def refused(self, name: str, expected: str) -> SpecError:
         return SpecError(f"{self.file}: {name}: expected {expected}, got {shown(self.get(name))}")
 
-    def whole(self, *names: str, least: int = 0, most: int = _MOST) -> int | None:
+    def whole(self, *names: str, least: int = 0, most: int = MOST) -> int | None:
         """The number under `names`, which may not differ; None where none of them has one."""
         there = {name: self._number(name, least, most) for name in names if self.get(name) is not None}
         (first, value), *others = there.items() or ((None, None),)
@@ -109,7 +108,7 @@ class _Fields:
             raise self.refused(name, f"a whole number from {least} to {most}")
         return int(value)
 
-    def needed(self, *names: str, most: int = _MOST) -> int:
+    def needed(self, *names: str, most: int = MOST) -> int:
         """The same, where there has to be one."""
         found = self.whole(*names, least=1, most=most)
         if found is None:
@@ -171,6 +170,8 @@ def _sizes(c: _Fields, family: Family, name: str, assumed: list[str]) -> ModelSi
     kv_heads = c.whole("num_key_value_heads", least=1) or heads
     if heads % kv_heads:
         raise c.refused("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    if dim % heads and c.get("head_dim") is None and c.get("kv_lora_rank") is None:
+        raise c.refused("num_attention_heads", f"a divisor of hidden_size = {dim}, where there is no head_dim")
     experts = c.whole("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
     sparse = _blocks_with_experts(c, layers) if experts else 0
     top_k, hidden, shared, dense = 1, width, 0, 0
@@ -216,12 +217,19 @@ def _sizes(c: _Fields, family: Family, name: str, assumed: list[str]) -> ModelSi
         heads=heads,
         kv_heads=kv_heads,
         vocabulary=c.whole("vocab_size") or 0,
-        tied=bool(family.tied if c.get("tie_word_embeddings") is None else c.get("tie_word_embeddings")),
+        tied=_tied(c, family),
         sequence=sequence,
         element_bytes=element_bytes,
         **_attention(c, family, layers, dim, heads, kv_heads, assumed),
         assumed=tuple(assumed),
     )
+
+
+def _tied(c: _Fields, family: Family) -> bool:
+    said = c.get("tie_word_embeddings")
+    if said is not None and not isinstance(said, bool):
+        raise c.refused("tie_word_embeddings", "true or false")
+    return family.tied if said is None else said
 
 
 def _blocks_with_experts(c: _Fields, layers: int) -> int:

@@ -7,13 +7,13 @@ from typing import Any
 
 from prophet.errors import SpecError
 from prophet.files import shown
+from prophet.machine.sizes import MOST
 from prophet.spec import ACTIVATIONS
 
-_MOST = 1 << 24
 _RANGES = {
-    **dict.fromkeys(("dim", "hidden", "experts", "top_k", "layers", "moe_layers"), (1, _MOST)),
-    **dict.fromkeys(("heads", "kv_heads", "head_dim", "sequence"), (1, _MOST)),
-    "vocabulary": (0, _MOST),
+    **dict.fromkeys(("dim", "hidden", "experts", "top_k", "layers", "moe_layers"), (1, MOST)),
+    **dict.fromkeys(("heads", "kv_heads", "head_dim", "sequence"), (1, MOST)),
+    "vocabulary": (0, MOST),
     "dense_params": (0, 1 << 48),
 }
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}

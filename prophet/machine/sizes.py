@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from prophet.errors import SpecError
 from prophet.spec import ACTIVATIONS, GATED, Activation, Bias, LayerShape, Windows
 
+MOST = 1 << 24
+"""Of any size; more is a slip, and its products leave the range of numbers."""
+
 
 class Parameters(NamedTuple):
     """Weights of a model: all of them, and those of its routed experts."""
@@ -75,8 +78,8 @@ class ModelSizes:
 
     def __post_init__(self) -> None:
         for name in ("dim", "hidden", "layers", "top_k", "heads", "sequence"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"{self.name}: {name}: expected at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise SpecError(f"{self.name}: {name}: expected from 1 to {MOST}, got {getattr(self, name)}")
         if self.activation not in ACTIVATIONS:
             raise SpecError(f"{self.name}: activation: expected one of {', '.join(ACTIVATIONS)}, got {self.activation}")
         if self.experts and self.top_k > self.experts:

@@ -27,7 +27,14 @@ class RestOfStep:
 
 
 def rest_of_step(
-    sizes: ModelSizes, topology: Topology, *, tokens: float, windows: Windows, element_bytes: int, groups: int = 1
+    sizes: ModelSizes,
+    topology: Topology,
+    *,
+    tokens: float,
+    windows: Windows,
+    element_bytes: int,
+    ranks_per_node: int,
+    groups: int = 1,
 ) -> RestOfStep:
     """By the same rules as `ModelSizes.windows`: 2 flops per weight and token, causal attention, twice that backward.
 
@@ -37,6 +44,7 @@ def rest_of_step(
         tokens: Of a rank in a microbatch.
         windows: Compute of one block with experts, outside of these.
         element_bytes: Of a gradient.
+        ranks_per_node: Of the machine, where a node may hold ranks of several groups.
         groups: Expert-parallel groups that train the same experts on other tokens.
     """
     flops_per_s = min(topology.flops_per_s)
@@ -47,8 +55,9 @@ def rest_of_step(
     head_params = sizes.vocabulary * sizes.dim
     # a ring over all ranks for what all share, and one over the groups for the experts, on the slowest link there is
     ranks = topology.ranks * groups
-    link = topology.inter if ranks > topology.ranks_per_node else topology.intra
-    shared = sizes.blocks_with_experts * sizes.met_by_every_token + dense_blocks * dense_params + 2 * head_params
+    link = topology.inter if ranks > ranks_per_node else topology.intra
+    shared = sizes.blocks_with_experts * sizes.met_by_every_token + dense_blocks * dense_params
+    shared += (1 if sizes.tied else 2) * head_params
     experts = sizes.blocks_with_experts * sizes.experts // topology.ranks * _expert_params(sizes)
     return RestOfStep(
         blocks_s=sizes.blocks_with_experts * (windows.fnec_s + windows.bnec_s),

@@ -87,7 +87,10 @@ def test_without_its_core_a_planner_says_what_to_run(
         (["plan", "TRACE", "--ranks", "32"], "32 of 4 recorded ones take 8 steps each, there are 3: record more steps"),
         (["plan", "TRACE", "--ep", "3"], "ranks: expected a multiple of 3, its layers have 4 ranks"),
         (["plan", "TRACE", "--ep", "2", "--dp", "1"], "has 2 groups that train the same layers"),
-        (["plan", "TRACE", "--tokens", "4000000000"], "tokens: expected 1 to 2147483647 choices of a rank"),
+        (
+            ["plan", "TRACE", "--top-k", "2", "--tokens", "2000000000"],
+            "tokens: expected 1 to 2147483647 choices of a rank",
+        ),
         (
             ["plan", "TRACE", "--html", "/proc/page.html"],
             "a file that can be written, /proc/page.html cannot: ",

@@ -135,7 +135,7 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--ranks", "9", "--pp", "2"], "--ranks: expected a multiple of the 2 pipeline stages, got 9"),
         (["--ranks", "24", "--ep", "16"], "--ranks: expected a multiple of --ep 16 x --pp 1, got 24"),
         (["--ranks", "16", "--ep", "4", "--dp", "2"], "--ranks: expected --ep 4 x --dp 2 x --pp 1, got 16"),
-        (["--ranks", "8,0"], "expected a whole number of at least 1, got 0"),
+        (["--ranks", "8,0"], "expected a whole number from 1 to 2147483647, got 0"),
         (["--ranks", "70000"], "expected numbers of ranks from 1 to 65536"),
         (["--skew", "9"], "expected a number from 0 to 8"),
         (["--html", "/"], "--html: expected a file, / is a folder"),
