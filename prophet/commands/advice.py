@@ -12,6 +12,7 @@ EVEN = 1.05  # busiest rank over the mean, from which on nothing is left to gain
 WORTH = 1.01  # times as fast: below, a run would not show it
 NO_ROOM = "Without room for replicas nothing can be gained: leave --slots out."
 TOO_EVEN = "Routing this even leaves nothing to gain: is the router trained?"
+TOO_DEAR = "A replica takes longer to send than it saves: try more tokens per rank (--tokens) or fewer --slots."
 _STATIC = "static"
 
 
@@ -100,7 +101,7 @@ def advice(answer: dict[str, Any]) -> str:
             f"The all-to-all takes {share:.0%} of a layer, and balancing cannot mend that: try more tokens per rank "
             "(--tokens), groups within a node (--ep) or a faster network (--machine)."
         )
-    return "A replica takes longer to send than it saves: try more tokens per rank (--tokens) or fewer --slots."
+    return TOO_DEAR
 
 
 def lines_to_add(planner: str) -> str:

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prophet.commands.advice import EVEN, NO_ROOM, TOO_EVEN, WORTH, binary, lines_to_add
+from prophet.commands.advice import EVEN, NO_ROOM, TOO_DEAR, TOO_EVEN, WORTH, binary, lines_to_add
 from prophet.commands.arguments import (
     add_json,
     add_machine,
@@ -39,7 +39,8 @@ _STATIC = "static"
 _RANKS = "8,64,512"
 _GROUP = 64  # ranks of one expert-parallel group, at most
 _MODEL = "Mixtral-8x7B"
-_MOST_RANKS = 1 << 16
+_MOST_RANKS, _MOST_LAYERS, _MOST_EXPERTS = 1 << 16, 10_000, 1 << 16
+_MOST_SPLIT_BYTES = 1 << 33  # a process holds the splits of a stage: int64 [layers, ranks, experts, ranks]
 _MANY_LAYERS, _WORKERS = 200, 3  # of all groups and planners; each process holds one group's splits
 
 
@@ -104,7 +105,7 @@ def _ranks(text: str) -> list[int]:
         values = []
     if not values or max(values) > _MOST_RANKS:
         raise argparse.ArgumentTypeError(f"expected numbers of ranks from 1 to {_MOST_RANKS}, got {text!r}")
-    return values
+    return list(dict.fromkeys(values))
 
 
 def _skew(text: str) -> float:
@@ -190,6 +191,9 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
     from prophet.traces.extrapolate import Scenario, stretched
 
     stages, experts, layers = arguments.pp, sizes.experts, sizes.blocks_with_experts
+    for option, n, most in (("--layers", layers, _MOST_LAYERS), ("--experts", experts, _MOST_EXPERTS)):
+        if n > most:
+            raise UsageError(f"{option}: expected at most {most} to simulate, got {n}")
     if stages > layers:
         raise UsageError(f"--pp: expected at most the {layers} layers with experts, got {stages}")
     if ranks % stages:
@@ -201,6 +205,12 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
     if group * groups * stages != ranks:
         product = f"--ep {group} x --dp {groups} x --pp {stages}" if arguments.dp else f"--ep {group} x --pp {stages}"
         raise UsageError(f"--ranks: expected {'' if arguments.dp else 'a multiple of '}{product}, got {ranks}")
+    split_bytes = 8 * -(-layers // stages) * experts * group**2
+    if split_bytes > _MOST_SPLIT_BYTES:
+        raise UsageError(
+            f"--ranks {ranks}: expected splits of at most {binary(_MOST_SPLIT_BYTES)} for {layers} layers of {experts} "
+            f"experts on groups of {group} ranks, got {binary(split_bytes)}: give a smaller --ep or fewer --layers"
+        )
     whole = where.topology(ranks)
     topology = stretched(whole, group)
     rate = sum(topology.flops_per_s) / group
@@ -308,10 +318,12 @@ def _tail(answer: dict[str, Any]) -> list[str]:
         if best["gain"] < WORTH:
             lines.append(f"{ranks} ranks: no planner gains 1 % or more.")
             continue
+        memory, takes = answer["memory_bytes"], f"{binary(best['replica_bytes'])} on the fullest rank for replicas"
+        fits = not memory or best["replica_bytes"] <= memory
         lines.append(
-            f"{ranks} ranks: {best['planner']} makes a step {best['gain']:.2f} times as fast as static. It costs "
-            f"{binary(best['replica_bytes'])} on the fullest rank for replicas, and {_ms(best['plan_s'])} ms of "
-            f"planning a step, {_ms(best['exposed_s']['plan'])} of them exposed."
+            f"{ranks} ranks: {best['planner']} {'makes' if fits else 'would make'} a step {best['gain']:.2f} times as "
+            f"fast as static. It costs {takes}{'' if fits else f', which do not fit into {binary(memory)}'}, and "
+            f"{_ms(best['plan_s'])} ms of planning a step, {_ms(best['exposed_s']['plan'])} of them exposed."
         )
     error = answer["error"]
     above = "Above 1 of even routing: replicas also keep tokens on their own ranks, which even routing does not."
@@ -326,8 +338,10 @@ def _tail(answer: dict[str, Any]) -> list[str]:
 
 def _best(answer: dict[str, Any], ranks: int) -> dict[str, Any]:
     """The planner with the shortest step; no balancing where none is shorter."""
-    rows = [r for r in answer["rows"] if r["ranks"] == ranks]
-    best: dict[str, Any] = min(rows[:-1], key=lambda r: (r["step_s"], r["planner"] != _STATIC))
+    from prophet.traces.extrapolate import BALANCED
+
+    rows = [r for r in answer["rows"] if r["ranks"] == ranks and r["planner"] != BALANCED]
+    best: dict[str, Any] = min(rows, key=lambda r: (r["step_s"], r["planner"] != _STATIC))
     return best
 
 
@@ -335,7 +349,8 @@ def _advice(answer: dict[str, Any]) -> str:
     """What to do next, in one sentence; of the largest number of ranks."""
     ranks = max(r["ranks"] for r in answer["rows"])
     best, memory = _best(answer, ranks), answer["memory_bytes"]
-    static, experts = next(r for r in answer["rows"] if r["ranks"] == ranks), answer["experts"]
+    static, *others, even = [r for r in answer["rows"] if r["ranks"] == ranks]
+    experts = answer["experts"]
     if static["group"] == 1:
         return f"Groups of one rank have nothing to balance: choose --ranks with a divisor of {experts} experts."
     if answer["slots_per_rank"] == 0:
@@ -349,10 +364,19 @@ def _advice(answer: dict[str, Any]) -> str:
         return lines_to_add(best["planner"])
     if static["max_mean"] <= EVEN:
         return TOO_EVEN
-    return (
-        f"Most of this step is {_MOST[static['limited_by']]}, and balancing does not change that: try more tokens "
-        "(--tokens), smaller groups (--ep) or a faster network (--machine)."
-    )
+    if even["gain"] < WORTH:
+        return (
+            f"Most of this step is {_MOST[static['limited_by']]}, and balancing does not change that: try more tokens "
+            "(--tokens), smaller groups (--ep) or a faster network (--machine)."
+        )
+    if not others:
+        return (
+            f"Even routing would make a step {even['gain']:.2f} times as fast: leave --planner out to see what "
+            "planners gain of that."
+        )
+    if answer["steps"] == 1:
+        return "In the first step of a run nothing has been planned yet: leave --steps out."
+    return TOO_DEAR
 
 
 _MOST = {  # of the step, as the table has it

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prophet.cli import main
+from prophet.commands.advice import TOO_DEAR, WORTH
 from prophet.machine.topology import write_topology
 from prophet.spec import Link, Topology
 from prophet.traces.extrapolate import BALANCED, PARTS
@@ -107,10 +109,39 @@ def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "is the router trained?" in even
     average = said(capsys, *large, "--layers", "1", "--ranks", "512", "--tokens", "16")
     assert "Most of this step is gradient average, and balancing does not change that" in average
-    assert "give fewer --slots, and replica_memory_bytes in EngineConfig." in said(capsys, *large)
+    full = said(capsys, *large)
+    assert re.search(r"would make a step 1\.\d+ times .* for replicas, which do not fit into 80 GiB, and", full)
+    assert "give fewer --slots, and replica_memory_bytes in EngineConfig." in full
     gains = said(capsys, *large, "--layers", "2")
+    assert "makes a step" in gains
     assert "times as fast as static. It costs" in gains
+    assert "do not fit" not in gains
     assert "To gain it, add to your loop: prophet.convert(model)" in gains
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ([], TOO_DEAR),
+        (["--planner", "static"], "leave --planner out"),
+        (["--steps", "1"], "nothing has been planned yet"),
+    ],
+)
+def test_why_nothing_is_gained_where_even_routing_would(
+    words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dear = ["--ranks", "8", "--layers", "2", "--machine", "ethernet-25g", "--tokens", "512", "--steps", "5"]
+    found = answer(capsys, *dear, *words)
+    assert found["rows"][-1]["planner"] == BALANCED
+    assert found["rows"][-1]["gain"] > 1.3
+    assert max(r["gain"] for r in found["rows"][:-1]) < WORTH
+    assert advice in found["advice"]
+
+
+def test_ranks_named_twice_are_simulated_once(capsys: pytest.CaptureFixture[str]) -> None:
+    twice, once = (answer(capsys, "--ranks", ranks, *FEW) for ranks in ("16,8,16", "16,8"))
+    assert twice == once
+    assert "forced-balance makes" not in said(capsys, "--ranks", "8,8", *FEW)
 
 
 def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +168,9 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--ranks", "16", "--ep", "4", "--dp", "2"], "--ranks: expected --ep 4 x --dp 2 x --pp 1, got 16"),
         (["--ranks", "8,0"], "expected a whole number from 1 to 2147483647, got 0"),
         (["--ranks", "70000"], "expected numbers of ranks from 1 to 65536"),
+        (["--layers", "1000000000"], "--layers: expected at most 10000 to simulate, got 1000000000"),
+        (["--experts", "1000000"], "--experts: expected at most 65536 to simulate, got 1000000"),
+        (["--ranks", "4096", "--ep", "4096", "--experts", "4096"], "expected splits of at most 8 GiB for 2 layers"),
         (["--skew", "9"], "expected a number from 0 to 8"),
         (["--html", "/"], "--html: expected a file, / is a folder"),
     ],
