@@ -237,7 +237,7 @@ def _without_model(recorded: dict[str, int], said: dict[str, Any], options: dict
         there = ("layers", "moe_layers", "experts", "top_k", "sequence", "element_bytes")
         return MODELS[_ASSUMED_MODEL].with_options({n: known.get(n) for n in there} | {"assumed": (_ALL,)})
     unsaid = [words for name, words in _UNSAID.items() if name not in known] + kept
-    if known.get("moe_layers", known["layers"]) < known["layers"]:
+    if known.get("moe_layers", known["layers"]) < known["layers"] and "dense_hidden" not in known:
         unsaid.append("blocks without experts as wide as an expert")
     return ModelSizes(**{"name": "unnamed", "assumed": tuple(unsaid), **known})
 

@@ -273,7 +273,8 @@ def _rows(job: Scenario, found: list[Extrapolated]) -> list[dict[str, Any]]:
 def _assumed(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes) -> list[str]:
     """What nobody measured or said, an item each."""
     model = f"the sizes of {sizes.name}" if arguments.model is None else None
-    return [item for item in (model, *sizes.assumed, where.assumed, "the routing (--skew)") if item]
+    of_machine = where.assumed or (None if sizes.element_bytes else f"{where.element_bytes} bytes an element")
+    return [item for item in (model, *sizes.assumed, of_machine, "the routing (--skew)") if item]
 
 
 def _ms(seconds: float) -> str:

@@ -24,6 +24,7 @@ from prophet.convert.seen import Hook, Pass, Seen
 from prophet.errors import ConversionError, TraceError
 from prophet.layer.moe import MoE
 from prophet.ranks.process_group import process_rank
+from prophet.spec import checked
 from prophet.traces import TraceWriter
 
 MOST_BYTES = 1 << 24  # of counts that wait on the device
@@ -35,8 +36,11 @@ _CONFIG = {
     "head_dim": "head_dim",
     "vocabulary": "vocab_size",
 }
+_DENSE_HIDDEN = ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size")
+_under_way: set[Path] = set()  # files that this process is recording
 
 
+@checked
 def record(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -69,20 +73,19 @@ def record(
 
     Raises:
         ConversionError: where no block is found, one cannot be read, or the blocks have different sizes.
-        TraceError: where the file cannot be written; at the end, for fewer passes than ranks. Nothing is written then.
-        ValueError: for a number of ranks that does not divide that of the experts.
+        TraceError: where the file cannot be written or is being recorded already; at the end, for fewer passes than
+            ranks. Nothing is written then.
+        ValueError: for a number of ranks that does not divide that of the experts, and arguments of the wrong kind.
     """
     patterns = [experts] if isinstance(experts, str) else experts
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks: expected a whole number of at least 1, got {ranks!r}")
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"expected a torch.nn.Module to record, got {type(model).__name__}")
+    if ranks < 1:
+        raise ValueError(f"ranks: expected a whole number of at least 1, got {ranks}")
+    if any(isinstance(m, MoE) for m in model.modules()):  # converted blocks too, which cannot be described
+        raise ConversionError(
+            "the model's MoE layers are prophet.MoE already: prophet.monitor(engine, folder) writes what they route"
+        )
     found, left = find_all(model, (*adapters, *standard_adapters()), patterns, 0, 1, _describe)
     if not found:
-        if any(isinstance(m, MoE) for m in model.modules()):
-            raise ConversionError(
-                "the model's MoE layers are prophet.MoE already: prophet.monitor(engine, folder) writes what they route"
-            )
         raise ConversionError(nothing_found(model, left))
     _check_one_size(model, found)
     total = found[0].spec.num_experts
@@ -137,6 +140,7 @@ class Recording:
     def __enter__(self) -> Self:
         if self._hooks or self.passes:
             raise RuntimeError(f"{self.path}: a recording is made once: call prophet.record again")
+        self.path = self.path.absolute()  # the working directory may be another one at the end
         # all processes count passes, so that all end with the same error if they are too few
         writes = process_rank() == 0
         if writes:
@@ -147,6 +151,7 @@ class Recording:
             self._take_down()
             if self._writer is not None:
                 self._writer.discard()
+                _under_way.discard(self._file)
             raise
         return self
 
@@ -155,6 +160,8 @@ class Recording:
     ) -> None:
         self._take_down()
         writer, problem = self._writer, self._problem()
+        if writer is not None:
+            _under_way.discard(self._file)
         try:
             if writer is not None and not problem:
                 self._look()
@@ -178,13 +185,18 @@ class Recording:
         if self.path.suffix.lower() != ".npz" or self.path.is_dir():
             kind = "a folder" if self.path.is_dir() else f"a name that ends in {self.path.suffix or 'no suffix'}"
             raise TraceError(f"{self.path}: expected a file whose name ends in .npz, got {kind}")
+        self._file = self.path.resolve()
+        if self._file in _under_way:
+            raise TraceError(f"{self.path}: expected a file of its own, got that of a recording that has not ended")
         layers, ranks, experts = self._step.shape
         try:
-            return TraceWriter(
+            writer = TraceWriter(
                 self.path, layers=layers, ranks=ranks, experts=experts, meta=sizes_of(self._model, self._found)
             )
         except OSError as error:
             raise TraceError(f"{self.path}: expected a place to write to: {error.strerror or error}") from error
+        _under_way.add(self._file)
+        return writer
 
     def _hang_up(self, writes: bool) -> None:
         """Passes begin before and end after all that blocks say of them, also where the block is the model."""
@@ -287,6 +299,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
     """What the modules and a Hugging Face config say of the model's sizes; what they do not is left out."""
     spec, inner = found[0].spec, unwrapped(model)
+    layers, dense_params = _blocks(model, inner, found)
     first = next(found[0].experts(model).parameters())
     meta: dict[str, Any] = {
         "model": type(inner).__name__,
@@ -294,9 +307,9 @@ def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
         "dim": spec.dim,
         "experts": spec.num_experts,
         "dtype": str(first.dtype).removeprefix("torch."),
-        "layers": len(found),
+        "layers": layers or len(found),
         "moe_layers": len(found),
-        "dense_params": _dense_params(inner, [f.experts(model) for f in found]) // len(found),
+        "dense_params": dense_params,
     }
     if not isinstance(found[0].adapter, Listed):  # of a list the passes tell
         meta["top_k"] = spec.top_k
@@ -309,6 +322,12 @@ def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
             value = getattr(config, field, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 meta[name] = value
+        if layers:  # a part of a model may have fewer than its config says
+            meta["layers"] = layers
+        if layers > len(found):
+            widths = (getattr(config, field, None) for field in _DENSE_HIDDEN)
+            if width := next((w for w in widths if isinstance(w, int) and w > 0), 0):
+                meta["dense_hidden"] = width
         latent = [getattr(config, f"{part}_head_dim", None) for part in ("qk_nope", "qk_rope", "v")]
         known = [size for size in latent if isinstance(size, int)]
         if len(known) == len(latent):  # scores and values of a head have different sizes
@@ -316,10 +335,44 @@ def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
     return meta
 
 
-def _dense_params(model: nn.Module, experts: Sequence[nn.Module]) -> int:
-    """Weights outside of the routed experts, the embeddings and the output head."""
+def _blocks(model: nn.Module, inner: nn.Module, found: Sequence[Found]) -> tuple[int, int]:
+    """How many blocks the model has (0: unknown), and the weights that a token meets in one with experts beside them.
+
+    Without embeddings, the output head, norms, biases and routers, as in the sizes that a config gives. Where no list
+    of blocks is found, the weights are those of the whole model, divided by its MoE layers.
+    """
+    apart = {id(p) for f in found for p in f.experts(model).parameters()} | _ids_of_vocabulary(inner)
+    for f in found:
+        router = {(f.spec.num_experts, f.spec.dim), (f.spec.dim, f.spec.num_experts)}
+        apart |= {id(p) for p in f.holder(model).parameters() if p.shape in router}
+
+    def beside(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if p.ndim > 1 and id(p) not in apart)
+
+    listed = _list_of_blocks(model, [f.where.split(".") for f in found])
+    if listed is not None:
+        blocks, numbers = listed
+        # a list of MoE layers alone has nothing beside: attention is elsewhere in the model
+        if weights := sum(beside(blocks[i]) for i in numbers) // len(found):
+            return len(blocks), weights
+    return 0, beside(inner) // len(found)
+
+
+def _list_of_blocks(model: nn.Module, paths: Sequence[Sequence[str]]) -> tuple[nn.ModuleList, list[int]] | None:
+    """The innermost list of which all modules of these paths are in entries of their own, and the entries' numbers."""
+    for end in reversed(range(1, len(paths[0]) - 1)):
+        blocks = model.get_submodule(".".join(paths[0][:end]))
+        if isinstance(blocks, nn.ModuleList) and all(len(p) > end + 1 and p[:end] == paths[0][:end] for p in paths):
+            numbers = [int(p[end]) for p in paths]
+            if len(set(numbers)) == len(numbers):
+                return blocks, numbers
+    return None
+
+
+def _ids_of_vocabulary(model: nn.Module) -> set[int]:
+    """Of the weights of embeddings and the output head."""
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    apart = {id(p) for e in experts for p in e.parameters()} | {id(w) for w in embeddings}
+    apart = {id(w) for w in embeddings}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Module):
         apart |= {id(p) for p in head.parameters()}
@@ -328,4 +381,4 @@ def _dense_params(model: nn.Module, experts: Sequence[nn.Module]) -> int:
         for m in model.modules():
             if isinstance(m, nn.Linear) and m.weight.shape == largest:
                 apart |= {id(p) for p in m.parameters()}
-    return sum(p.numel() for p in model.parameters() if id(p) not in apart)
+    return apart

@@ -11,7 +11,7 @@ from prophet.machine.sizes import MOST
 from prophet.spec import ACTIVATIONS
 
 _RANGES = {
-    **dict.fromkeys(("dim", "hidden", "experts", "top_k", "layers", "moe_layers"), (1, MOST)),
+    **dict.fromkeys(("dim", "hidden", "experts", "top_k", "layers", "moe_layers", "dense_hidden"), (1, MOST)),
     **dict.fromkeys(("heads", "kv_heads", "head_dim", "sequence"), (1, MOST)),
     "vocabulary": (0, MOST),
     "dense_params": (0, 1 << 48),

@@ -175,8 +175,8 @@ def monitor(
     page. timeline: steps, counted from 0, of which all ranks record what they do, for Perfetto; no other step has a
     cost.
 
-    Raises ValueError for numbers out of range, ImportError where TensorBoard was asked for and is missing, OSError
-    where the folder cannot be made.
+    Raises ValueError for numbers out of range and where `run` is a file, ImportError where TensorBoard was asked for
+    and is missing, OSError where the folder cannot be made.
     """
     for name, value, least in (
         ("detail_every", 1 if detail_every is None else detail_every, 1),
@@ -186,6 +186,8 @@ def monitor(
     ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+    if Path(run).is_file():
+        raise ValueError(f"{run}: expected a folder to write the run into, got a file")
     if tensorboard and not TensorBoard.installed():
         raise ImportError("tensorboard=True, but TensorBoard is not installed: pip install '.[monitor]'")
     if wandb is True:

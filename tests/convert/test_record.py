@@ -24,7 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import prophet
 from prophet.cli import OK, main
 from prophet.convert.seen import Hook
-from prophet.errors import TraceError
+from prophet.errors import ConversionError, TraceError
+from prophet.machine.config_json import read_config
+from prophet.machine.recorded import recorded_sizes
 from prophet.machine.sizes import ModelSizes
 from prophet.spec import IntArray
 from prophet.traces import read_trace
@@ -135,8 +137,7 @@ def test_hugging_face(family: str, tmp_path: Path) -> None:
 def test_sizes_of_a_config(tmp_path: Path) -> None:
     model = hugging_face("qwen3")
     trace = recorded(model, tmp_path / "r.npz", steps_of(lambda s: batches(RANKS, s)), lambda ids: model(input_ids=ids))
-    outside = {"experts", "embed_tokens", "lm_head"}
-    dense = sum(p.numel() for name, p in model.named_parameters() if not outside & set(name.split(".")))
+    model.config.save_pretrained(tmp_path)
     assert dict(trace.meta) == {
         "model": "Qwen3MoeForCausalLM",
         "source": "prophet.record",
@@ -150,13 +151,29 @@ def test_sizes_of_a_config(tmp_path: Path) -> None:
         "tokens": 14,
         "layers": 2,
         "moe_layers": 2,
-        "dense_params": dense // 2,
+        "dense_params": read_config(tmp_path).met_by_every_token,
         "sequence": 7,
         "heads": 2,
         "kv_heads": 1,
         "head_dim": 8,
         "vocabulary": VOCAB,
     }
+
+
+def test_sizes_of_a_model_with_dense_blocks(tmp_path: Path) -> None:
+    """Every fourth block has experts: what the others have is not charged to those."""
+    model: Any = hugging_face("qwen3", num_hidden_layers=8, decoder_sparse_step=4)
+    run = steps_of(lambda s: batches(RANKS, s), 1)
+    sizes = ModelSizes(**recorded_sizes(recorded(model, tmp_path / "r.npz", run, model).meta, "r.npz"))
+    model.config.save_pretrained(tmp_path)
+    want = read_config(tmp_path)
+    assert (sizes.layers, sizes.blocks_with_experts, sizes.dense_hidden) == (8, 2, 20)
+    assert (want.layers, want.blocks_with_experts, want.dense_hidden) == (8, 2, 20)
+    assert sizes.met_by_every_token == want.met_by_every_token
+    model.model.layers = model.model.layers[:4]  # a part of the model that the config describes
+    part = recorded(model, tmp_path / "r.npz", run, model).meta
+    assert (part["layers"], part["moe_layers"]) == (4, 1)
+    assert part["dense_params"] == want.met_by_every_token
 
 
 # --- lists ---
@@ -540,12 +557,15 @@ def two_sizes() -> nn.Module:
     ("make", "options", "text"),
     [
         (lambda: nn.Linear(2, 2), {}, "no MoE block found that is one of Mixtral"),
-        (lambda: 3, {}, "expected a torch.nn.Module to record, got int"),
+        (lambda: 3, {}, r"record\(\): model must be a torch\.nn\.Module, got 3"),
+        (small, {"adapters": 3}, r"record\(\): adapters must be a sequence of .*Adapter.*, got 3"),
+        (small, {"experts": 3}, r"record\(\): experts must be .*, got 3"),
+        (small, {"training_only": "no"}, r"record\(\): training_only must be .*, got 'no'"),
         (TinyModel, {}, r"prophet\.MoE already: prophet\.monitor\(engine, folder\) writes what they route"),
         (two_sizes, {}, r"expected MoE blocks of one size, .*: 0\.experts has 8 experts.*; 1\.experts has 4 experts"),
         (small, {"ranks": 3}, r"ranks: expected a divisor of the 8 experts \(1, 2, 4, 8\)"),
         (small, {"ranks": 0}, "ranks: expected a whole number of at least 1, got 0"),
-        (small, {"ranks": "8"}, "ranks: expected a whole number of at least 1, got '8'"),
+        (small, {"ranks": "8"}, r"record\(\): ranks must be .*, got '8'"),
         (small, {"experts": "x"}, "experts='x' names no list of at least two modules"),
     ],
 )
@@ -579,3 +599,43 @@ def test_a_recording_is_made_once(tmp_path: Path) -> None:
         model(batches(1)[0])
     with pytest.raises(RuntimeError, match=r"call prophet\.record again"), recording:
         pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_converted_model(family: str, tmp_path: Path) -> None:
+    model = hugging_face(family)
+    prophet.convert(model, verify=False)
+    with pytest.raises(ConversionError, match=r"prophet\.MoE already: prophet\.monitor\(engine, folder\) writes what"):
+        prophet.record(model, tmp_path / "r.npz")
+
+
+def test_a_path_is_checked() -> None:
+    path: Any = 123
+    with pytest.raises(ValueError, match=r"record\(\): path must be .*, got 123"):
+        prophet.record(small(), path)
+
+
+def test_a_file_is_recorded_once_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever name; the first recording stays what it is, and its file is where it began."""
+    model, x = small(), batches(1)[0]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with prophet.record(model, "r.npz", ranks=1):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        text = r"r\.npz: expected a file of its own, got that of a recording that has not ended"
+        with pytest.raises(TraceError, match=text), prophet.record(model, "../r.npz", ranks=1):
+            raise AssertionError("a pass could begin")
+        model(x)
+    assert read_trace(tmp_path / "r.npz").steps == 1
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+    def train(passes: int) -> None:
+        with prophet.record(model, tmp_path / "r.npz", ranks=1):
+            for _ in range(passes):
+                model(x)
+            raise KeyError
+
+    for passes in (0, 2):  # free again, whether something was written or not
+        with pytest.raises(KeyError):
+            train(passes)
+    assert read_trace(tmp_path / "r.npz").steps == 2

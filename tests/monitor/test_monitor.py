@@ -427,6 +427,10 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         prophet.monitor(engine, tmp_path, detail_every=0)
     with pytest.raises(ValueError, match=r"wandb\.init"):
         prophet.monitor(engine, tmp_path, wandb=True)
+    (tmp_path / "routing.npz").write_bytes(b"a trace")
+    with pytest.raises(ValueError, match=r"routing\.npz: expected a folder to write the run into, got a file"):
+        prophet.monitor(engine, tmp_path / "routing.npz")
+    assert [p.name for p in tmp_path.iterdir()] == ["routing.npz"]
 
 
 def test_the_script_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
