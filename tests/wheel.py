@@ -220,7 +220,7 @@ def use(programs: Path, folder: Path) -> None:
     (folder / "make_trace.py").write_text(TRACE)
     run(python, "make_trace.py", cwd=folder)
     shown = run(command, "plan", "trace.npz", "--planner", "prophet", cwd=folder).stdout
-    assert "'prophet' is predicted to make the MoE layers" in shown, shown
+    assert "'prophet' is predicted to make a step" in shown, shown
     refused = run(command, "plan", "trace.npz", "--html", "page.html", cwd=folder, expect=1).stderr
     assert "pip install '.[report]'" in refused, refused
     (folder / "step.py").write_text(STEP)

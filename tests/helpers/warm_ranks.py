@@ -22,6 +22,8 @@ IMPORTED = (
     "accelerate",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
+    "prophet.convert.record",  # names of `prophet` load when they are used
+    "prophet.monitor.writer",
     "tests.helpers.training",
     "tests.helpers.elastic_experts",
     "tests.helpers.sliced_models",
