@@ -67,7 +67,12 @@ MECHANISMS = (
         "(growing_ ? UNEVEN : margin)",
         "(growing_ ? 0.0 * UNEVEN - 1.0 : margin)",
     ),
-    _without("tries", "plan.cpp", "draws_.affords(try_s_, budget_s_)", "draws_.affords(try_s_, 0.0 * budget_s_)"),
+    _without(
+        "tries",
+        "plan.cpp",
+        "growing_ && draws_.affords(try_s_, budget_s_)",
+        "growing_ && draws_.affords(try_s_, 0.0 * budget_s_)",
+    ),
     _without("tries: fresh", "plan.cpp", "draws_.one_of(4) == 0", "false"),
     _without("tries: others", "plan.cpp", "draws_.one_of(4) == 0", "true"),
     _without("tries: one put elsewhere", "plan.cpp", "add_one(growth, q, draws);", "(void)add_one;"),
