@@ -217,12 +217,13 @@ def test_without_a_folder_to_meet_in_the_exchange_is_not_checked(
 # --- the real things, with processes and mounts --------------------------------------------------------------
 
 
-def run(*command: str | Path, **environment: str) -> tuple[int, list[Check], float, str]:
+def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> tuple[int, list[Check], float, str]:
     """Exit code, findings, seconds and stderr of a command whose rank 0 prints `--json`."""
     began = time.monotonic()
     paths = os.pathsep.join([*filter(None, [environment.pop("BEFORE", "")]), str(ROOT), str(ROOT / "integrations")])
     done = subprocess.run(
         list(map(str, command)),
+        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
@@ -285,7 +286,10 @@ class TestReal:
 
     def test_a_checkout_without_a_core(self, tmp_path: Path) -> None:
         shutil.copytree(ROOT / "prophet", tmp_path / "prophet", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        code, findings, took_s, _ = run(*DOCTOR, BEFORE=str(tmp_path))
+        # not with an editable install's finder: it finds what the copy lacks, and so its own core
+        ours = "[f for f in sys.meta_path if 'Editable' not in getattr(f, '__name__', '')]"
+        (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.meta_path[:] = {ours}\n")
+        code, findings, took_s, _ = run(*DOCTOR, cwd=tmp_path, BEFORE=str(tmp_path))
         assert code == 1
         (only,) = findings
         assert only.name == "core"
