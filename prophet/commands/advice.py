@@ -82,11 +82,8 @@ def advice(answer: dict[str, Any]) -> str:
         return "The trace has one rank, so there is nothing to balance: record with ranks=8, or give --ranks 8."
     if slots == 0:
         return NO_ROOM
-    if memory and best["replica_bytes_on_fullest_rank"] > memory:
-        return (
-            f"The replicas do not fit into {binary(memory)}: give fewer --slots, and set replica_memory_bytes in "
-            "EngineConfig."
-        )
+    if too_large := too_much_memory(best["replica_bytes_on_fullest_rank"], memory):
+        return too_large
     if best["predicted_step_speed_up"] >= WORTH:
         return lines_to_add(best["planner"])
     if static["max_mean_median"] <= EVEN:
@@ -102,6 +99,16 @@ def advice(answer: dict[str, Any]) -> str:
             "(--tokens), groups within a node (--ep) or a faster network (--machine)."
         )
     return TOO_DEAR
+
+
+def too_much_memory(replica_bytes: int, memory_bytes: int | None) -> str:
+    """What to do where replicas take over a quarter of a device, which also holds the model; else nothing."""
+    if not memory_bytes or replica_bytes <= memory_bytes // 4:
+        return ""
+    mend = "give fewer --slots, and set replica_memory_bytes in EngineConfig."
+    if replica_bytes > memory_bytes:
+        return f"The replicas do not fit into {binary(memory_bytes)}: {mend}"
+    return f"Replicas take {binary(replica_bytes)} of a rank's {binary(memory_bytes)}: {mend}"
 
 
 def lines_to_add(planner: str) -> str:

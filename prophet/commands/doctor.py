@@ -28,7 +28,6 @@ def add(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "doctor",
-        help="check the installation, this machine and the ranks of a job",
         description=(
             "Check what is installed, the planner's core, GPUs and backend, folders, and one exchange between ranks. "
             "Started alone it starts two ranks; under torchrun it joins those that are there, and rank 0 reports. It "

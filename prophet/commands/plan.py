@@ -51,7 +51,6 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        help="what would balancing gain on my routing trace?",
         description=(
             "Replay routing traces and compare planners. Each iteration's replicas are placed from the iteration\n"
             "before, each step's tokens are split by their exact counts, and the performance model predicts the time\n"

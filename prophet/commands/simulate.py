@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prophet.commands.advice import EVEN, NO_ROOM, TOO_DEAR, TOO_EVEN, WORTH, binary, lines_to_add
+from prophet.commands.advice import EVEN, NO_ROOM, TOO_DEAR, TOO_EVEN, WORTH, binary, lines_to_add, too_much_memory
 from prophet.commands.arguments import (
     add_json,
     add_machine,
@@ -49,7 +49,6 @@ def add(commands: Any) -> None:
     command = commands.add_parser(
         "simulate",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        help="how long would a step take on 8 to 4096 ranks?",
         description=(
             "Simulate a training step on more ranks than you have, by planner. A run of many steps is planned as a\n"
             "real one is, and its last step is played: the scheduler's own lists of operations under the performance\n"
@@ -222,7 +221,7 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
         windows=sizes.windows(arguments.tokens, rate),
         slots_per_rank=arguments.slots,
     )
-    dense = sizes.with_options({"dense_params": _dense_block(sizes)})  # a block without experts
+    dense = sizes.with_options({"dense_params": sizes.dense_block})  # a block without experts
     dense_layers = sizes.layers - layers
     return Scenario(
         context=context,
@@ -235,14 +234,9 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
         skew=arguments.skew,
         ranks_per_node=whole.ranks_per_node,
         dense_s=dense_layers * dense.windows(arguments.tokens, rate).fnec_s,
-        dense_bytes=(sizes.met_by_every_token * layers + _dense_block(sizes) * dense_layers)
+        dense_bytes=(sizes.met_by_every_token * layers + sizes.dense_block * dense_layers)
         * (sizes.element_bytes or where.element_bytes),
     )
-
-
-def _dense_block(sizes: ModelSizes) -> int:
-    """Weights of a block without experts."""
-    return sizes.attention + sizes.matrices * sizes.dim * (sizes.dense_hidden or sizes.hidden)
 
 
 def _largest_group(ranks: int, experts: int, groups: int | None) -> int:
@@ -349,18 +343,15 @@ def _best(answer: dict[str, Any], ranks: int) -> dict[str, Any]:
 def _advice(answer: dict[str, Any]) -> str:
     """What to do next, in one sentence; of the largest number of ranks."""
     ranks = max(r["ranks"] for r in answer["rows"])
-    best, memory = _best(answer, ranks), answer["memory_bytes"]
+    best = _best(answer, ranks)
     static, *others, even = [r for r in answer["rows"] if r["ranks"] == ranks]
     experts = answer["experts"]
     if static["group"] == 1:
         return f"Groups of one rank have nothing to balance: choose --ranks with a divisor of {experts} experts."
     if answer["slots_per_rank"] == 0:
         return NO_ROOM
-    if best["gain"] >= WORTH and memory and best["replica_bytes"] > memory // 4:
-        return (
-            f"Replicas take {binary(best['replica_bytes'])} of a rank's {binary(memory)}: give fewer --slots, and "
-            "replica_memory_bytes in EngineConfig."
-        )
+    if best["gain"] >= WORTH and (too_large := too_much_memory(best["replica_bytes"], answer["memory_bytes"])):
+        return too_large
     if best["gain"] >= WORTH:
         return lines_to_add(best["planner"])
     if static["max_mean"] <= EVEN:

@@ -124,6 +124,11 @@ class ModelSizes:
             return self.dense_params
         return self.attention + self.matrices * self.dim * self.shared_hidden
 
+    @property
+    def dense_block(self) -> int:
+        """Weights of a block without experts."""
+        return self.attention + self.matrices * self.dim * (self.dense_hidden or self.hidden)
+
     def parameters(self) -> Parameters:
         """Weights of the whole model: embeddings, attention, feed-forward networks, experts and their routers.
 

@@ -50,13 +50,12 @@ def rest_of_step(
     flops_per_s = min(topology.flops_per_s)
     dense_blocks = sizes.layers - sizes.blocks_with_experts
     width = sizes.heads * sizes.size_of_head if sizes.attention_dim is None else sizes.attention_dim
-    dense_params = sizes.attention + sizes.matrices * sizes.dim * (sizes.dense_hidden or sizes.hidden)
-    dense_flops = 2.0 * dense_params + 2.0 * sizes.sequence * width
+    dense_flops = 2.0 * sizes.dense_block + 2.0 * sizes.sequence * width
     head_params = sizes.vocabulary * sizes.dim
     # a ring over all ranks for what all share, and one over the groups for the experts, on the slowest link there is
     ranks = topology.ranks * groups
     link = topology.inter if ranks > ranks_per_node else topology.intra
-    shared = sizes.blocks_with_experts * sizes.met_by_every_token + dense_blocks * dense_params
+    shared = sizes.blocks_with_experts * sizes.met_by_every_token + dense_blocks * sizes.dense_block
     shared += (1 if sizes.tied else 2) * head_params
     experts = sizes.blocks_with_experts * sizes.experts // topology.ranks * _expert_params(sizes)
     return RestOfStep(

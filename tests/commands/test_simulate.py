@@ -111,7 +111,7 @@ def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "Most of this step is gradient average, and balancing does not change that" in average
     full = said(capsys, *large)
     assert re.search(r"would make a step 1\.\d+ times .* for replicas, which do not fit into 80 GiB, and", full)
-    assert "give fewer --slots, and replica_memory_bytes in EngineConfig." in full
+    assert "give fewer --slots, and set replica_memory_bytes in EngineConfig." in full
     gains = said(capsys, *large, "--layers", "2")
     assert "makes a step" in gains
     assert "times as fast as static. It costs" in gains
