@@ -30,18 +30,19 @@ from prophet.convert.checks import check_model, check_movable, check_stackable
 from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import ConversionError
 from prophet.files import shown
-from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE
+from prophet.kernels.grouped_ffn.naive import QUICK_SLOPE
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import collective_for
-from prophet.spec import Activation
+from prophet.spec import Activation, ActivationParts, activation_named
 from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection, check_keys
 
 KEY = "expert_parallel"
-# AutoEP's activations that the bank computes, by AutoEP's names
-_ACTIVATIONS: dict[str, Activation] = {
-    "swiglu": "swiglu",
-    "geglu_tanh": "geglu_tanh",
-    "swiglu_oai": "swiglu_clamped",  # with GPT-OSS's slope and limit
+# AutoEP's activations that the bank computes, by AutoEP's names; a block may have another limit
+_ACTIVATIONS = {
+    "swiglu": ActivationParts(function="silu", gated=True),
+    "geglu_tanh": ActivationParts(function="gelu_tanh", gated=True),
+    "swiglu_clamped": ActivationParts(function="silu", gated=True, limit=10.0),
+    "swiglu_oai": ActivationParts(function="quick_gelu", gated=True, limit=7.0, plus_one=True),
 }
 _STAYS = (
     "AutoEP has replaced this model's MoE blocks, and they cannot be put back: load what save_16bit_model writes into "
@@ -125,16 +126,14 @@ class Before:
 
 def _activation(name: str, slope: float, limit: float) -> Activation:
     """The bank's name of AutoEP's activation; raises `ConversionError` for one that it does not compute."""
-    if name not in _ACTIVATIONS:
+    parts = _ACTIVATIONS.get(name)
+    if parts is None:
         raise ConversionError(
             f"{KEY}.expert_activation: {name!r} is not supported, expected one of {', '.join(_ACTIVATIONS)}"
         )
-    if name == "swiglu_oai" and (slope, limit) != (QUICK_SLOPE, CLAMP_LIMIT):
-        raise ConversionError(
-            f"{KEY}.expert_activation: swiglu_oai is supported with slope {QUICK_SLOPE} and limit {CLAMP_LIMIT}, got "
-            f"{slope} and {limit}"
-        )
-    return _ACTIVATIONS[name]
+    if name == "swiglu_oai" and slope != QUICK_SLOPE:
+        raise ConversionError(f"{KEY}.expert_activation: swiglu_oai is supported with slope {QUICK_SLOPE}, got {slope}")
+    return activation_named(parts if parts.limit is None else dataclasses.replace(parts, limit=limit))
 
 
 def _renamed(key: str, detected: Any) -> str:

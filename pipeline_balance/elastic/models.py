@@ -8,7 +8,7 @@ from __future__ import annotations
 from pipeline_balance.elastic.layouts import MIXED_ADAMW, Block, ModelDescription, Parameter
 from pipeline_balance.elastic.parallelism import Parallelism, check_cut
 from prophet.machine.sizes import ModelSizes
-from prophet.spec.feed_forward import GATED
+from prophet.spec.feed_forward import parts_of
 from prophet.spec.placement import check_shared
 
 
@@ -70,11 +70,11 @@ def _feed_forward(sizes: ModelSizes, prefix: str, hidden: int, layer: int) -> li
         _cut(f"{prefix}.down", (sizes.dim, hidden), (layer,), dim=1),
         _cut(f"{prefix}.gate", (hidden, sizes.dim), (layer,)),
     )
-    return [up, down, gate] if sizes.activation in GATED else [up, down]
+    return [up, down, gate] if parts_of(sizes.activation).gated else [up, down]
 
 
 def _with_experts(sizes: ModelSizes, prefix: str, layer: int) -> list[Parameter]:
-    up = 2 if sizes.activation in GATED else 1
+    up = 2 if parts_of(sizes.activation).gated else 1
     stacks = {"gate_up": (up * sizes.hidden, sizes.dim), "down": (sizes.dim, sizes.hidden)}
     found = [_whole(f"{prefix}.router", (sizes.experts, sizes.dim), layer)]
     for part, shape in stacks.items():

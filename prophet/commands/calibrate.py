@@ -110,13 +110,13 @@ def add(commands: Any) -> None:
 
 def _expert(arguments: argparse.Namespace) -> dict[str, Any]:
     """What is asked for of the expert, by field: the options' values, then the model's."""
-    from prophet.spec.feed_forward import GATED
+    from prophet.spec.feed_forward import parts_of
 
     found = {name: getattr(arguments, name) for name in _EXPERT}
     if arguments.model is not None:
         sizes = needs_experts(model_sizes(arguments, None))
         found["dim"], found["hidden"] = sizes.dim, sizes.hidden
-        found["activation"] = found["activation"] or ("swiglu" if sizes.activation in GATED else "gelu")
+        found["activation"] = found["activation"] or ("swiglu" if parts_of(sizes.activation).gated else "gelu")
         found["dtype"] = found["dtype"] or _DTYPE_OF_BYTES.get(sizes.element_bytes or 0)
     return {name: value for name, value in found.items() if value is not None}
 

@@ -24,8 +24,8 @@ from prophet.convert.probe import activation_of, calls_idle, identify
 from prophet.errors import ConversionError
 from prophet.experts.plain import RowOrder
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE
-from prophet.spec import Activation, bias_of
+from prophet.kernels.grouped_ffn.naive import QUICK_SLOPE
+from prophet.spec import Activation, ActivationParts, activation_named, bias_of
 
 # --- what replaces the loops of the old form ---
 
@@ -171,14 +171,14 @@ class GptOssBlock(Adapter):
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts, router = child(block, "experts"), child(block, "router")
-        for attribute, served in (("alpha", QUICK_SLOPE), ("limit", CLAMP_LIMIT)):
-            value = getattr(experts, attribute, None)
-            if value != served:
-                raise ConversionError(f"swiglu_{attribute}: the clamped SwiGLU has {served}, got {value!r}")
+        slope, limit = (getattr(experts, name, None) for name in ("alpha", "limit"))
+        if slope != QUICK_SLOPE:
+            raise ConversionError(f"swiglu_alpha: the clamped SwiGLU has {QUICK_SLOPE}, got {slope!r}")
+        parts = ActivationParts(function="quick_gelu", gated=True, limit=limit, plus_one=True)
         e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_size", "intermediate_size"))
         matrices = {"gate_up_proj": (e, dim, 2 * hidden), "down_proj": (e, hidden, dim)}
         check_shapes(experts, {**matrices, "gate_up_proj_bias": (e, 2 * hidden), "down_proj_bias": (e, dim)})
-        return _stacked_spec(router, e, integer(router, "top_k"), dim, hidden, "swiglu_clamped", bias=True)
+        return _stacked_spec(router, e, integer(router, "top_k"), dim, hidden, activation_named(parts), bias=True)
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         rows, bias = state["gate_up_proj"][expert].t(), state["gate_up_proj_bias"][expert]

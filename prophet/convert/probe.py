@@ -20,7 +20,7 @@ from prophet.convert.replay import Tape, with_stand_ins
 from prophet.errors import ConversionError
 from prophet.experts.plain import FfnNames, RowOrder
 from prophet.kernels.grouped_ffn.naive import FUNCTIONS, expert_ffn
-from prophet.spec import ACTIVATION_PARTS, ACTIVATIONS, GATED, Activation
+from prophet.spec import ACTIVATIONS, Activation, parts_of
 
 ROWS = 64  # a dropout of one in a hundred leaves no narrow expert's output as it was
 TOLERANCE = 1e-9
@@ -117,12 +117,13 @@ def _candidates(linears: dict[str, nn.Linear], dim: int, dim_out: int) -> Iterat
                     None if last.bias is None else f"{last_name}.bias",
                     rows,
                 )
-                yield from ((names, activation) for activation in ACTIVATIONS if (activation in GATED) == gated)
+                yield from ((names, activation) for activation in ACTIVATIONS if parts_of(activation).gated == gated)
 
 
 def activation_of(function: object, what: str, *, gated: bool = False) -> Activation:
     """The activation whose function of one number is `function`, or `ConversionError`, which calls it `what`."""
-    choices = {name: parts for name, parts in ACTIVATION_PARTS.items() if parts.gated == gated and not parts.clamped}
+    every = {name: parts_of(name) for name in ACTIVATIONS}
+    choices = {name: parts for name, parts in every.items() if parts.gated == gated and parts.limit is None}
     for name, parts in choices.items():
         if callable(function) and _alike(function, FUNCTIONS[parts.function]):
             return name

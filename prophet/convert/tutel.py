@@ -25,7 +25,7 @@ from prophet.convert.probe import activation_of, check_row_wise
 from prophet.convert.seen import Seen, tokens_in
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.spec import ACTIVATION_PARTS, Bias, bias_of, has_biases
+from prophet.spec import Bias, bias_of, has_biases, parts_of
 
 NAMES = ("batched_fc1_w", "batched_fc2_w", "batched_fc1_bias", "batched_fc2_bias")
 GATED_NAMES = ("W_fc1", "W_fc2", "W_fc3")  # flat: gate and up [m, D, H], down [m, H, D]
@@ -64,7 +64,7 @@ class TutelMoE(Adapter):
         return ExpertsSpec(**common, bank="modules", places=places, why=f"{type(experts).__name__} is custom")
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        if ACTIVATION_PARTS[spec.activation].gated:
+        if parts_of(spec.activation).gated:
             gate, up = (_gated(spec, state[n])[expert] for n in GATED_NAMES[:2])
             down = state[GATED_NAMES[2]].view(spec.held, spec.hidden, spec.dim)[expert]
             return ExpertWeights(torch.cat((gate.t(), up.t())), down.t())
@@ -72,7 +72,7 @@ class TutelMoE(Adapter):
         return ExpertWeights(state[NAMES[0]][expert], state[NAMES[1]][expert].t(), *biases)
 
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        if ACTIVATION_PARTS[spec.activation].gated:
+        if parts_of(spec.activation).gated:
             halves = [w.w_in.chunk(2) for w in experts]
             parts = [[half[i].t() for half in halves] for i in range(2)] + [[w.w_out.t() for w in experts]]
             return {n: torch.stack(each).flatten() for n, each in zip(GATED_NAMES, parts, strict=True)}
@@ -110,7 +110,7 @@ class TutelMoE(Adapter):
 
 def source_names(spec: ExpertsSpec) -> dict[str, str]:
     """Of every parameter of a stacked bank, the name that it had, or that its first part had."""
-    if ACTIVATION_PARTS[spec.activation].gated:
+    if parts_of(spec.activation).gated:
         return {"w_in": GATED_NAMES[0], "w_out": GATED_NAMES[2]}
     return dict(zip(("w_in", "w_out", "bias_in", "bias_out"), NAMES, strict=True))
 

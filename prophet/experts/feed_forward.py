@@ -17,7 +17,16 @@ from prophet.experts.bank import Bank, Entry, gradient_of, overlaps
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
-from prophet.spec import GATED, Activation, Bias, LayerShape, bias_of, check_experts_per_rank, has_biases
+from prophet.spec import (
+    Activation,
+    Bias,
+    LayerShape,
+    activation_named,
+    bias_of,
+    check_experts_per_rank,
+    has_biases,
+    parts_of,
+)
 
 # the stacked parameters in the order of an expert's flat vector, and what kernels call them
 _FIELDS = {"w_in": "w_in", "bias_in": "b_in", "w_out": "w_out", "bias_out": "b_out"}
@@ -53,8 +62,9 @@ class FeedForwardBank(Bank):
         super().__init__(experts, first_expert=first_expert, total_experts=total_experts, ep_size=ep_size)
         b_in, b_out = has_biases(bias)
         self.dim, self.dim_out, self.hidden = dim, dim if dim_out is None else dim_out, hidden
-        self.activation: Activation = activation
-        rows = 2 * hidden if activation in GATED else hidden
+        parts = parts_of(activation)
+        self.activation = activation_named(parts)  # one spelling, as ranks compare signatures
+        rows = 2 * hidden if parts.gated else hidden
         self.w_in = nn.Parameter(torch.empty(experts, rows, dim))
         self.w_out = nn.Parameter(torch.empty(experts, self.dim_out, hidden))
         self.bias_in = nn.Parameter(torch.empty(experts * rows)) if b_in else None

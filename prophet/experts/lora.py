@@ -55,7 +55,7 @@ class LoraExpert(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
-        self.activation: Activation = activation
+        self.activation = activation
         self.interleaved = interleaved
 
     def forward(self, x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from prophet.layer.expert_watch import ExpertWatch
 from prophet.layer.port import Pass, PlainPort, Port
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import collective_for
-from prophet.spec import ACTIVATIONS, Activation, Bias, IntArray, Split, check_experts_per_rank
+from prophet.spec import Activation, Bias, IntArray, Split, check_experts_per_rank, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class MoE(nn.Module):
     """Feed-forward layer of `num_experts` experts, of which every token visits `top_k`.
 
     dim: of a token. hidden, activation, bias, dim_out: of feed-forward experts, their inner size, a name from
-    `prophet.spec.ACTIVATIONS`, whether they have biases ("in" or "out" for one alone), and the size of their answers,
-    None for `dim`. expert: instead of these, a function that makes one expert, a module from rows [n, dim] to rows
-    [n, any]; expert e starts alike at any number of ranks. gate: how tokens are routed. group: the expert-parallel
-    group; None means all processes, or a single rank where `torch.distributed` is not initialised. A
-    `prophet.comm.Collective` may be given instead. impl: which kernels run ("auto": Triton on a GPU, library products
-    elsewhere; "naive": their definitions).
+    `prophet.spec.ACTIVATIONS` or one with a limit, such as "swiglu(limit=10)", whether they have biases ("in" or "out"
+    for one alone), and the size of their answers, None for `dim`. expert: instead of these, a function that makes one
+    expert, a module from rows [n, dim] to rows [n, any]; expert e starts alike at any number of ranks. gate: how tokens
+    are routed. group: the expert-parallel group; None means all processes, or a single rank where `torch.distributed`
+    is not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels run ("auto": Triton on a
+    GPU, library products elsewhere; "naive": their definitions).
 
     Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
     other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
@@ -116,8 +116,7 @@ class MoE(nn.Module):
             raise ValueError(f"dim and hidden must be positive, got {dim} and {hidden}")
         if dim_out is not None and dim_out < 1:
             raise ValueError(f"dim_out must be positive, got {dim_out}")
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        parts_of(activation)  # raises for what is none
         collective = collective_for(group, timeout_s=timeout_s)
         ranks = collective.size
         m = check_experts_per_rank(num_experts, ranks)

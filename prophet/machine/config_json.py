@@ -15,7 +15,7 @@ from typing import Any
 from prophet.errors import SpecError
 from prophet.files import is_number, read_json, shown
 from prophet.machine.sizes import MOST, ModelSizes
-from prophet.spec import ACTIVATION_PARTS, Activation, Bias
+from prophet.spec import ACTIVATIONS, Activation, Bias, parts_of
 
 MAX_CONFIG_BYTES = 1 << 22
 _MOST_LAYERS = 1 << 12
@@ -332,7 +332,8 @@ def _activation(c: _Fields, family: Family) -> Activation:
         return family.activation
     name = next((n for n in ("hidden_act", "hidden_activation") if c.get(n) is not None), None)
     function = "silu" if name is None else _FUNCTIONS.get(str(c.get(name)))
-    for activation, parts in ACTIVATION_PARTS.items():
-        if (parts.function, parts.gated, parts.clamped) == (function, family.gated, False):
+    for activation in ACTIVATIONS:
+        parts = parts_of(activation)
+        if (parts.function, parts.gated, parts.limit) == (function, family.gated, None):
             return activation
     raise c.refused(str(name), f"one of {', '.join(_FUNCTIONS)}")

@@ -8,7 +8,7 @@ from typing import Any
 from prophet.errors import SpecError
 from prophet.files import shown
 from prophet.machine.sizes import MOST
-from prophet.spec import ACTIVATIONS
+from prophet.spec import parts_of
 
 _RANGES = {
     **dict.fromkeys(("dim", "hidden", "experts", "top_k", "layers", "moe_layers", "dense_hidden"), (1, MOST)),
@@ -40,7 +40,10 @@ def recorded_sizes(meta: Mapping[str, Any], where: str) -> dict[str, Any]:
         check(name, whole and low <= value <= high, f"a whole number from {low} to {high}")
         found[name] = value
     if "activation" in said:
-        check("activation", said["activation"] in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}")
+        try:
+            parts_of(said["activation"])
+        except SpecError as error:
+            raise SpecError(f"{where}: meta: {error}") from None
         found["activation"] = said["activation"]
     if "bias" in said:
         check("bias", isinstance(said["bias"], bool) or said["bias"] in ("in", "out"), "true, false, 'in' or 'out'")

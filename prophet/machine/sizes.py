@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from prophet.errors import SpecError
-from prophet.spec import ACTIVATIONS, GATED, Activation, Bias, LayerShape, Windows
+from prophet.spec import Activation, Bias, LayerShape, Windows, parts_of
 
 MOST = 1 << 24
 """Of any size; more is a slip, and its products leave the range of numbers."""
@@ -80,8 +80,10 @@ class ModelSizes:
         for name in ("dim", "hidden", "layers", "top_k", "heads", "sequence"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise SpecError(f"{self.name}: {name}: expected from 1 to {MOST}, got {getattr(self, name)}")
-        if self.activation not in ACTIVATIONS:
-            raise SpecError(f"{self.name}: activation: expected one of {', '.join(ACTIVATIONS)}, got {self.activation}")
+        try:
+            parts_of(self.activation)
+        except SpecError as error:
+            raise SpecError(f"{self.name}: {error}") from None
         if self.experts and self.top_k > self.experts:
             raise SpecError(f"{self.name}: top_k: expected at most the {self.experts} experts, got {self.top_k}")
         if not 0 <= self.blocks_with_experts <= self.layers:
@@ -115,7 +117,7 @@ class ModelSizes:
     @property
     def matrices(self) -> int:
         """Matrices of one feed-forward network."""
-        return 3 if self.activation in GATED else 2
+        return 3 if parts_of(self.activation).gated else 2
 
     @property
     def met_by_every_token(self) -> int:

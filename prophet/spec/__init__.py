@@ -4,22 +4,20 @@ from prophet.spec.arrays import BoolArray, FloatArray, IntArray, digest, odd_one
 from prophet.spec.checked import checked
 from prophet.spec.cost import Cover, LayerShape, Link, PlanContext, StepCost, Topology, TransferSeconds, Windows
 from prophet.spec.feed_forward import (
-    ACTIVATION_PARTS,
     ACTIVATIONS,
-    GATED,
     Activation,
     ActivationParts,
     Bias,
     Function,
+    activation_named,
     bias_of,
     has_biases,
+    parts_of,
 )
 from prophet.spec.placement import Placement, Split, check_experts_per_rank, check_load
 
 __all__ = [
     "ACTIVATIONS",
-    "ACTIVATION_PARTS",
-    "GATED",
     "Activation",
     "ActivationParts",
     "Bias",
@@ -37,6 +35,7 @@ __all__ = [
     "Topology",
     "TransferSeconds",
     "Windows",
+    "activation_named",
     "bias_of",
     "check_experts_per_rank",
     "check_load",
@@ -44,4 +43,5 @@ __all__ = [
     "digest",
     "has_biases",
     "odd_ones_out",
+    "parts_of",
 ]

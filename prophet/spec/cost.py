@@ -13,7 +13,7 @@ import numpy as np
 from prophet.errors import SpecError
 from prophet.spec.arrays import FloatArray, IntArray, check_not_negative, check_positive
 from prophet.spec.checked import checked
-from prophet.spec.feed_forward import ACTIVATIONS, GATED, Activation, Bias, has_biases
+from prophet.spec.feed_forward import Activation, Bias, has_biases, parts_of
 from prophet.spec.placement import Placement
 
 
@@ -61,10 +61,8 @@ class LayerShape:
                 f"LayerShape.feed_forward: expected positive sizes, got dim={dim}, hidden={hidden}, dim_out={dim_out}, "
                 f"param_bytes={param_bytes}, grad_bytes={grad_bytes}, token_element_bytes={token_element_bytes}"
             )
-        if activation not in ACTIVATIONS:
-            raise SpecError(f"LayerShape.activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         b_in, b_out = has_biases(bias)
-        units = 2 * hidden if activation in GATED else hidden
+        units = 2 * hidden if parts_of(activation).gated else hidden
         params = units * (dim + b_in) + out * (hidden + b_out)
         return cls(
             expert_params=params,

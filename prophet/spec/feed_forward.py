@@ -5,9 +5,9 @@ Shape legend: D model dim, H hidden dim, O output dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+import math
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from prophet.errors import SpecError
@@ -15,53 +15,94 @@ from prophet.errors import SpecError
 Function = Literal["identity", "relu", "relu2", "gelu", "gelu_tanh", "silu", "quick_gelu"]
 """A function of one number, with its derivative in every kernel."""
 
-Activation = Literal[
-    "identity",
-    "relu",
-    "relu2",
-    "gelu",
-    "gelu_tanh",
-    "silu",
-    "quick_gelu",
-    "reglu",
-    "geglu",
-    "geglu_tanh",
-    "swiglu",
-    "swiglu_clamped",
-]
+Activation = str
+"""The name of what `ActivationParts` describes, as `activation_named` writes it.
+
+Either one of `ACTIVATIONS`, or a gated one of them whose factors are bounded, or whose `up` is increased by 1, or both:
+"swiglu(limit=10)", "quick_geglu(limit=7, plus_one)".
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationParts:
     """How an activation is made: `function` of the pre-activations, or, if `gated`, of the gate, times `up`.
 
-    A gated expert has 2H rows in w_in, the gate's first. If `clamped`, the gate is bounded from above and `up` on both
-    sides before, and 1 is added to `up`.
+    A gated expert has 2H rows in w_in, the gate's first. limit: before, the gate is bounded by it from above, and `up`
+    on both sides; None: neither. plus_one: 1 is added to `up` then. Raises `SpecError` for a limit that is not positive
+    and finite, and for either where there is no gate.
     """
 
     function: Function
     gated: bool = False
-    clamped: bool = False
+    limit: float | None = None
+    plus_one: bool = False
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            raise SpecError(f"limit: expected a positive and finite number, got {self.limit!r}")
+        if not self.gated and (self.limit is not None or self.plus_one):
+            raise SpecError(f"limit and plus_one belong to gated activations, got {self}")
 
 
-ACTIVATION_PARTS: Mapping[Activation, ActivationParts] = MappingProxyType(
-    {
-        "identity": ActivationParts(function="identity"),
-        "relu": ActivationParts(function="relu"),
-        "relu2": ActivationParts(function="relu2"),
-        "gelu": ActivationParts(function="gelu"),
-        "gelu_tanh": ActivationParts(function="gelu_tanh"),
-        "silu": ActivationParts(function="silu"),
-        "quick_gelu": ActivationParts(function="quick_gelu"),
-        "reglu": ActivationParts(function="relu", gated=True),
-        "geglu": ActivationParts(function="gelu", gated=True),
-        "geglu_tanh": ActivationParts(function="gelu_tanh", gated=True),
-        "swiglu": ActivationParts(function="silu", gated=True),
-        "swiglu_clamped": ActivationParts(function="quick_gelu", gated=True, clamped=True),
-    }
-)
-ACTIVATIONS: tuple[Activation, ...] = tuple(ACTIVATION_PARTS)
-GATED: tuple[Activation, ...] = tuple(name for name, parts in ACTIVATION_PARTS.items() if parts.gated)
+_TABLE = {
+    "identity": ActivationParts(function="identity"),
+    "relu": ActivationParts(function="relu"),
+    "relu2": ActivationParts(function="relu2"),
+    "gelu": ActivationParts(function="gelu"),
+    "gelu_tanh": ActivationParts(function="gelu_tanh"),
+    "silu": ActivationParts(function="silu"),
+    "quick_gelu": ActivationParts(function="quick_gelu"),
+    "reglu": ActivationParts(function="relu", gated=True),
+    "geglu": ActivationParts(function="gelu", gated=True),
+    "geglu_tanh": ActivationParts(function="gelu_tanh", gated=True),
+    "swiglu": ActivationParts(function="silu", gated=True),
+    "quick_geglu": ActivationParts(function="quick_gelu", gated=True),
+    "swiglu_clamped": ActivationParts(function="quick_gelu", gated=True, limit=7.0, plus_one=True),
+}
+_NAMES = {parts: name for name, parts in _TABLE.items()}
+_OPTIONS = re.compile(r"(\w+)\((?:limit=([0-9.e+-]+)(, ?plus_one)?|(plus_one))\)")
+_READ = dict(_TABLE)  # and every name that was asked for; no lru_cache, of which torch.compile warns
+ACTIVATIONS: tuple[Activation, ...] = tuple(_TABLE)
+
+
+def parts_of(activation: Activation) -> ActivationParts:
+    """What `activation` names, in any spelling of its limit. Raises `SpecError` for what is no activation."""
+    found = None
+    if isinstance(activation, str):
+        found = _READ.get(activation) or _with_options(activation)
+    if found is None:
+        raise SpecError(
+            f"activation: expected one of {', '.join(ACTIVATIONS)}, or a gated one with a positive limit, such as "
+            f"'swiglu(limit=10)' or 'quick_geglu(limit=7, plus_one)', got {activation!r:.80}"
+        )
+    return found
+
+
+def _with_options(activation: str) -> ActivationParts | None:
+    """What a name with options in brackets means; None for another string."""
+    found = _OPTIONS.fullmatch(activation)
+    base = _TABLE.get(found[1]) if found else None
+    if found is None or base is None or base.limit is not None:
+        return None
+    try:
+        limit = None if found[2] is None else float(found[2])
+        _READ[activation] = replace(base, limit=limit, plus_one=bool(found[3] or found[4]))
+    except ValueError:  # no number, no limit, or no gate
+        return None
+    return _READ[activation]
+
+
+def activation_named(parts: ActivationParts) -> Activation:
+    """The inverse of `parts_of`: one name for alike parts. Raises `SpecError` for a function no gate has."""
+    if parts in _NAMES:
+        return _NAMES[parts]
+    base = _NAMES.get(replace(parts, limit=None, plus_one=False))
+    if base is None:
+        functions = ", ".join(known.function for known in _TABLE.values() if known.gated == parts.gated)
+        raise SpecError(f"function: expected one of {functions}, got {parts}")
+    options = [] if parts.limit is None else [f"limit={float(parts.limit)!r}".removesuffix(".0")]
+    return f"{base}({', '.join(options + ['plus_one'] * parts.plus_one)})"
+
 
 Bias = bool | Literal["in", "out"]
 """Which biases experts have: both, none, that of w_in alone, or that of w_out alone."""

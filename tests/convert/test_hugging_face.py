@@ -239,13 +239,25 @@ def test_another_activation_is_refused_by_name() -> None:
     assert not list(converted(model))
 
 
-def test_another_clamp_is_refused_by_name() -> None:
-    model = hugging_face("gpt_oss")
+def gpt_oss_with(**changes: float) -> nn.Module:
+    """GPT-OSS whose experts have another slope or limit."""
+    model: nn.Module = hugging_face("gpt_oss")
     for module in model.modules():
-        if hasattr(module, "limit"):
-            module.limit = 5.0
-    with pytest.raises(ConversionError, match=r"swiglu_limit: the clamped SwiGLU has 7.0, got 5.0"):
-        prophet.convert(model)
+        for name, value in changes.items():
+            if hasattr(module, name):
+                setattr(module, name, value)
+    return model
+
+
+def test_another_clamp_is_kept() -> None:
+    """`convert` compares every block before and after; its numbers lie beyond this limit."""
+    report = prophet.convert(gpt_oss_with(limit=0.25))
+    assert {r.spec.activation for r in report.replaced} == {"quick_geglu(limit=0.25, plus_one)"}
+
+
+def test_another_slope_is_refused_by_name() -> None:
+    with pytest.raises(ConversionError, match=r"swiglu_alpha: the clamped SwiGLU has 1\.702, got 1\.5"):
+        prophet.convert(gpt_oss_with(alpha=1.5))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen2"])

@@ -15,7 +15,7 @@ from prophet.convert import RowOrder, original_state_dict
 from prophet.convert.probe import activation_of, identify
 from prophet.errors import ConversionError, SpecError
 from prophet.kernels.grouped_ffn.naive import expert_ffn
-from prophet.spec import ACTIVATIONS, GATED, Activation, bias_of, has_biases
+from prophet.spec import ACTIVATIONS, Activation, bias_of, has_biases, parts_of
 
 D, H = 6, 10
 
@@ -99,6 +99,7 @@ GATES: dict[Activation, Callable[[Tensor], Tensor]] = {
     "geglu": F.gelu,
     "geglu_tanh": nn.GELU(approximate="tanh"),
     "swiglu": F.silu,
+    "quick_geglu": quick,
 }
 BIASES = list(itertools.product((True, False), repeat=2))
 
@@ -171,13 +172,15 @@ def test_trying_leaves_the_random_state_and_the_module_as_they_were() -> None:
 
 @pytest.mark.parametrize("name", [*PLAIN, *GATES])
 def test_a_function_has_a_name(name: Activation) -> None:
-    gated = name in GATED
+    gated = parts_of(name).gated
     assert activation_of((GATES if gated else PLAIN)[name], "act", gated=gated) == name
 
 
 @pytest.mark.parametrize(("function", "got"), [(torch.tanh, "tanh"), (None, "NoneType"), (nn.Mish(), "Mish")])
 def test_a_function_without_a_name_is_refused(function: object, got: str) -> None:
-    with pytest.raises(ConversionError, match=f"act: expected one of relu, .*, silu in gated experts, got {got}"):
+    with pytest.raises(
+        ConversionError, match=f"act: expected one of relu, .*, silu, quick_gelu in gated experts, got {got}"
+    ):
         activation_of(function, "act", gated=True)
 
 

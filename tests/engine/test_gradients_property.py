@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.spec import ACTIVATIONS
+from tests.helpers.oracle import LIMITED
 from tests.helpers.training import Case, check_on_threads
 
 
@@ -34,7 +35,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         experts_per_rank=per_rank,
         top_k=draw(st.sampled_from([k for k in (1, 2, 4) if k <= experts])),
         blocks=draw(st.sampled_from([1, 2, 3])),
-        activation=draw(st.sampled_from(["gelu", "swiglu", *ACTIVATIONS])),
+        activation=draw(st.sampled_from(["gelu", "swiglu", *ACTIVATIONS, *LIMITED])),
         bias=draw(st.sampled_from([True, False, True, False, "in", "out"])),
         dim_out=draw(st.sampled_from([None, None, 3, 9])),
         gate=draw(gates()),

@@ -23,7 +23,7 @@ from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.route import route
 from prophet.kernels.split_apply import send_order
-from prophet.spec import GATED, Activation, Bias, has_biases
+from prophet.spec import Activation, Bias, has_biases, parts_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 ON_GPU = torch.cuda.is_available()
@@ -75,7 +75,7 @@ def check_ffn(
     out: int | None = None,
 ) -> None:
     """Outputs and all gradients against the definition in float64."""
-    units, out = 2 * hidden if act in GATED else hidden, out or dim
+    units, out = 2 * hidden if parts_of(act).gated else hidden, out or dim
     b_in, b_out = has_biases(bias)
     shapes = {"w_in": (units, dim), "w_out": (out, hidden)}
     shapes |= {name: (n,) for name, there, n in (("b_in", b_in, units), ("b_out", b_out, out)) if there}
@@ -137,25 +137,40 @@ def test_grouped_ffn(dtype: torch.dtype, act: Activation, bias: bool, buffers: b
         ("reglu", "out", 5),
         ("geglu", "in", 9),
         ("geglu_tanh", False, 13),
+        ("quick_geglu", "in", 9),
         ("swiglu_clamped", "in", 5),
+        ("swiglu(limit=0.5, plus_one)", True, 9),
+        ("quick_geglu(plus_one)", False, 5),
     ],
 )
 def test_grouped_ffn_with_other_activations_biases_and_outputs(act: Activation, bias: Bias, out: int) -> None:
     check_ffn([6, 4], homes=1, dim=9, hidden=7, act=act, bias=bias, out=out, dtype=torch.float32, buffers=True)
 
 
-def test_a_clamp_holds_on_both_sides_and_treats_its_bound_as_torch_does() -> None:
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(st.sampled_from(["swiglu", "quick_geglu"]), st.floats(2**-6, 2, width=32), st.booleans())
+def test_grouped_ffn_with_any_limit(gate: str, limit: float, plus_one: bool) -> None:
+    act = f"{gate}(limit={limit}{', plus_one' if plus_one else ''})"
+    check_ffn([6, 4], homes=1, dim=9, hidden=7, act=act, bias=True, dtype=torch.float32, buffers=True)
+
+
+@pytest.mark.parametrize(
+    "act", ["swiglu_clamped", "swiglu(limit=10)", "quick_geglu(limit=3)", "swiglu(limit=8, plus_one)"]
+)
+def test_a_clamp_holds_on_both_sides_and_treats_its_bound_as_torch_does(act: Activation) -> None:
     """Pre-activations are the rows themselves. Up to release 2.13, torch passes a gradient at the bound."""
     at_bound = torch.tensor(7.0, requires_grad=True)
     passes = bool(torch.autograd.grad(at_bound.clamp(max=7.0), at_bound)[0])
-    edges = torch.tensor([[7.0, -9.0, 9.0, 7.0, -7.0, 9.0]], device=DEVICE)  # three gates, three ups
+    at = parts_of(act).limit or 0.0
+    past = at + 2
+    edges = torch.tensor([[at, -past, past, at, -at, past]], device=DEVICE)  # three gates, three ups
     w_in = torch.eye(6, device=DEVICE)[None]
     w_out = torch.eye(3, device=DEVICE)[None]
     found = []
     for impl, dtype in (("triton", torch.float32), ("torch", torch.float64), ("naive", torch.float64)):
         x = edges.to(dtype).requires_grad_()
         home = ExpertWeights(w_in.to(dtype), w_out.to(dtype))
-        y = grouped_ffn(x, [1], home, "swiglu_clamped", impl=impl)  # type: ignore[arg-type]
+        y = grouped_ffn(x, [1], home, act, impl=impl)  # type: ignore[arg-type]
         found.append((y, torch.autograd.grad(y.sum(), x)[0]))
     for y, d_x in found:
         assert (d_x[0] != 0).tolist() == [passes, True, False, passes, passes, False]
@@ -163,11 +178,11 @@ def test_a_clamp_holds_on_both_sides_and_treats_its_bound_as_torch_does() -> Non
         assert_near(d_x, found[-1][1], torch.float32)
 
 
-@pytest.mark.parametrize("act", ["relu", "relu2", "reglu", "swiglu_clamped"])
+@pytest.mark.parametrize("act", ["relu", "relu2", "reglu", "swiglu_clamped", "swiglu(limit=2)"])
 @pytest.mark.parametrize("impl", ["triton", "torch", "naive"])
 def test_bounds_let_nan_through(act: Activation, impl: Literal["triton", "torch", "naive"]) -> None:
     """NaN in the gate of gated ones, where `up` is 1."""
-    b_in = torch.tensor([[float("nan"), float("nan"), 1.0, 1.0]], device=DEVICE)[:, : 4 if act in GATED else 2]
+    b_in = torch.tensor([[float("nan"), float("nan"), 1.0, 1.0]], device=DEVICE)[:, : 4 if parts_of(act).gated else 2]
     w_in = torch.ones(1, b_in.shape[1], 3, device=DEVICE)
     home = ExpertWeights(w_in, torch.ones(1, 3, 2, device=DEVICE), b_in)
     assert grouped_ffn(torch.zeros(1, 3, device=DEVICE), [1], home, act, impl=impl).isnan().all()

@@ -28,7 +28,8 @@ from prophet.kernels.permute import kernel as permute
 from prophet.kernels.route import kernel as route
 from prophet.kernels.split_apply import kernel as split_apply
 from prophet.kernels.tuning import Config, rule
-from prophet.spec import ACTIVATION_PARTS
+from prophet.spec import ACTIVATIONS, parts_of
+from tests.helpers.oracle import LIMITED
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -71,8 +72,9 @@ def shapes(kind: Any, dtype: torch.dtype) -> list[Config]:
 
 def activation(name: Any) -> dict[str, Any]:
     """What the rows kernel is told of an activation."""
-    parts = ACTIVATION_PARTS[name]
-    return {"FUNCTION": parts.function, "GATED": parts.gated, "CLAMPED": parts.clamped}
+    parts = parts_of(name)
+    clamped = parts.limit is not None
+    return {"FUNCTION": parts.function, "GATED": parts.gated, "CLAMPED": clamped, "PLUS_ONE": parts.plus_one}
 
 
 def rows_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
@@ -80,6 +82,7 @@ def rows_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
     types = dict.fromkeys(("a", "out", "extra", "pre", "w_like"), f"*{dtype}")
     types |= dict.fromkeys(("sizes", "w_table", "b_table"), "*i64")
     types |= dict.fromkeys(("groups", "n_cols", "depth", "a_stride", "out_stride", "extra_stride"), "i32")
+    types["limit"] = "fp32"
     for given in shapes("rows", DTYPES[name]):
         for what, mode, gated in (
             ("product", ffn.PLAIN, False),
@@ -106,6 +109,7 @@ def odd_launches() -> Iterator[tuple[str, Any]]:
     types = dict.fromkeys(("a", "out", "extra", "pre"), "*bf16")
     types |= dict.fromkeys(("sizes", "w_table", "b_table"), "*i64")
     types |= dict.fromkeys(("groups", "depth", "a_stride", "out_stride", "extra_stride", "w_stride_n"), "i32")
+    types["limit"] = "fp32"
     device = torch.device("cuda")
     for name, width, more, rows in (
         ("one column", "*bf16", {"n_cols": 1}, 4096),
@@ -127,11 +131,12 @@ def other_activations(tile: Config) -> Iterator[tuple[str, Any]]:
     types = dict.fromkeys(("a", "out", "extra", "pre", "w_like"), "*bf16")
     types |= dict.fromkeys(("sizes", "w_table", "b_table"), "*i64")
     types |= dict.fromkeys(("groups", "n_cols", "depth", "a_stride", "out_stride", "extra_stride", "w_stride_n"), "i32")
-    for name, parts in ACTIVATION_PARTS.items():
+    types["limit"] = "fp32"
+    for name in (*ACTIVATIONS, *LIMITED):
         for mode in (ffn.ACT, ffn.ACT_BACKWARD):
             if name in ("gelu", "swiglu"):
                 continue
-            c = ffn.fitting(tile, mode, parts.gated)
+            c = ffn.fitting(tile, mode, parts_of(name).gated)
             constants = {
                 "MODE": mode, **activation(name), "BIASED": True, "KEEP": True, "ALIGNED": True, "PRECISION": "ieee",
                 "BM": c.rows, "BN": c.cols, "BK": c.depth, "SWIZZLE": c.swizzle, "w_stride_k": 1,

@@ -11,6 +11,7 @@ V vocabulary.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,9 +47,13 @@ def _positive(h: Tensor) -> Tensor:
     return torch.where(h > 0, h, torch.zeros_like(h))
 
 
+def _bounded(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    gate = torch.where(gate > limit, torch.full_like(gate, limit), gate)
+    return gate, torch.where(up.abs() > limit, limit * torch.sign(up).detach(), up)
+
+
 def _clamped(gate: Tensor, up: Tensor) -> Tensor:
-    gate = torch.where(gate > 7, torch.full_like(gate, 7), gate)
-    up = torch.where(up.abs() > 7, 7 * torch.sign(up).detach(), up)
+    gate, up = _bounded(gate, up, 7.0)
     return gate * _sigmoid(1.702 * gate) * (up + 1)
 
 
@@ -66,16 +71,26 @@ GATED = {
     "geglu": lambda gate, up: PLAIN["gelu"](gate) * up,
     "geglu_tanh": lambda gate, up: PLAIN["gelu_tanh"](gate) * up,
     "swiglu": lambda gate, up: PLAIN["silu"](gate) * up,
+    "quick_geglu": lambda gate, up: PLAIN["quick_gelu"](gate) * up,
     "swiglu_clamped": _clamped,
 }
+# gated ones with options, beside "swiglu_clamped"; at these limits no test's values round across a bound
+LIMITED = ("swiglu(limit=10)", "swiglu(limit=0.5, plus_one)", "quick_geglu(limit=3)", "quick_geglu(plus_one)")
 
 
 def activate(h: Tensor, activation: str) -> Tensor:
-    """The activation of pre-activations `h` [N, H], or [N, 2H] with the gate in front."""
+    """The activation of pre-activations `h` [N, H], or [N, 2H] with the gate in front.
+
+    activation: also with a limit or with 1 added, as "swiglu(limit=10, plus_one)".
+    """
     if activation in PLAIN:
         return PLAIN[activation](h)
     half = h.shape[1] // 2
-    return GATED[activation](h[:, :half], h[:, half:])
+    gate, up = h[:, :half], h[:, half:]
+    name, _, options = activation.partition("(")
+    for limit in re.findall(r"limit=([^,)]+)", options):
+        gate, up = _bounded(gate, up, float(limit))
+    return GATED[name](gate, up + 1 if "plus_one" in options else up)
 
 
 def expert(x: Tensor, p: Params, name: str, e: int, activation: str) -> Tensor:

@@ -300,8 +300,8 @@ def _with_more(experts: Any, block: Any) -> None:
     block.register_parameter("scale", nn.Parameter(torch.ones(1)))
 
 
-def _clamped(experts: Any, block: Any) -> None:
-    experts.swiglu_limit, experts.swiglu_alpha = 5.0, 1.702
+def _steep(experts: Any, block: Any) -> None:
+    experts.swiglu_limit, experts.swiglu_alpha = 5.0, 1.5
 
 
 @pytest.mark.parametrize(
@@ -310,11 +310,19 @@ def _clamped(experts: Any, block: Any) -> None:
         (_half_frozen, {}, "some of the experts' parameters are frozen"),
         (_with_a_hook, {}, "has hooks"),
         (_with_more, {}, "scale: AutoEP's layer has no place for it"),
-        (None, {"expert_activation": "swiglu_clamped"}, "expert_activation: 'swiglu_clamped' is not supported"),
-        (_clamped, {"expert_activation": "swiglu_oai"}, r"slope 1\.702 and limit 7\.0, got 1\.702 and 5\.0"),
+        (
+            None,
+            {"expert_activation": "of_ours"},
+            "expert_activation: 'of_ours' is not supported, expected one of swiglu",
+        ),
+        (_steep, {"expert_activation": "swiglu_oai"}, r"swiglu_oai is supported with slope 1\.702, got 1\.5"),
     ],
 )
-def test_a_block_is_refused_before_anything_changes(change: Any, options: dict[str, Any], match: str) -> None:
+def test_a_block_is_refused_before_anything_changes(
+    change: Any, options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = importlib.import_module("deepspeed.moe.ep_experts").EXPERT_ACTIVATIONS
+    monkeypatch.setitem(kinds, "of_ours", kinds["swiglu"])
     model = hugging_face("deepseek_v3")
     block: Any = model.get_submodule("model.layers.1.mlp")
     if change is not None:
@@ -323,6 +331,32 @@ def test_a_block_is_refused_before_anything_changes(change: Any, options: dict[s
     with pytest.raises(ConversionError, match=rf"model\.layers\.[01]\.mlp \(AutoEP\): .*{match}"):
         take_over(model, ThreadWorld(1).collective(0), **options)
     assert [id(p) for p in model.parameters()] == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "found"),
+    [
+        ("swiglu_clamped", 0.25, "swiglu(limit=0.25)"),
+        ("swiglu_oai", 0.25, "quick_geglu(limit=0.25, plus_one)"),
+        ("swiglu_oai", 7.0, "swiglu_clamped"),
+    ],
+)
+def test_a_blocks_own_limit_is_kept(kind: str, limit: float, found: str) -> None:
+    """The answer is that of AutoEP's own layer, whose experts are small numbers, some of them beyond 0.25."""
+    plain, model = (hugging_face("deepseek_v3") for _ in range(2))
+    for one in (plain, model):
+        for name, module in one.named_modules():
+            if name.endswith("mlp.experts"):
+                module.swiglu_limit, module.swiglu_alpha = limit, 1.702
+    config = autoep_config(autoep_size=1, expert_activation=kind)
+    group = ThreadWorld(1).collective(0)
+    detection: Any = importlib.import_module("deepspeed.module_inject.auto_ep")
+    own = detection.AutoEP(plain, config)
+    own.replace_moe_layers(own.ep_parser(), 1, 0)
+    _, report = take_over(model, group, expert_activation=kind)
+    assert {r.spec.activation for r in report.replaced} == {found}
+    ids = batches(1, seed=0)[0]
+    torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
 def test_a_model_without_blocks_is_refused() -> None:

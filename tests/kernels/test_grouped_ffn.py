@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.kernels.grouped_ffn.blocked import tiles
-from prophet.spec import ACTIVATIONS, GATED, Activation, Bias, has_biases
+from prophet.spec import ACTIVATIONS, Activation, Bias, has_biases, parts_of
+from tests.helpers.oracle import LIMITED
 
 D, H = 5, 7
 
@@ -21,7 +22,7 @@ def expert(
     *lead: int, act: Activation, bias: Bias, out: int = D, dtype: torch.dtype = torch.float64, seed: int
 ) -> ExpertWeights:
     g = torch.Generator().manual_seed(seed)
-    u = 2 * H if act in GATED else H
+    u = 2 * H if parts_of(act).gated else H
     present = True, True, *has_biases(bias)
     made = [
         torch.randn(*lead, *s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() if there else None
@@ -51,17 +52,18 @@ def grads(y: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 SIZES = [[2, 0, 3, 1, 0], [0, 0, 0, 0, 0], [0, 9, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 4]]
-# every activation, every choice of biases with and without a gate, outputs of another size
+# every activation, some with options, every choice of biases with and without a gate, outputs of another size
 CASES: list[tuple[Activation, Bias, int]] = [("gelu", True, D), ("gelu", False, D), ("swiglu", True, D)]
 CASES += [("swiglu", False, D), ("swiglu_clamped", True, D), ("identity", True, 3), ("relu", "in", D)]
 CASES += [("relu2", "out", D), ("gelu_tanh", False, 8), ("silu", "in", 3), ("quick_gelu", True, D)]
 CASES += [("reglu", "in", D), ("geglu", "out", 3), ("geglu_tanh", False, D), ("swiglu_clamped", "out", 8)]
+CASES += [("quick_geglu", False, 3), *((act, "in", D) for act in LIMITED)]
 
 
 def test_the_cases_cover_the_table() -> None:
-    assert {act for act, _, _ in CASES} == set(ACTIVATIONS)
+    assert {act for act, _, _ in CASES} == {*ACTIVATIONS, *LIMITED}
     for gated in (True, False):
-        assert {bias for act, bias, _ in CASES if (act in GATED) == gated} == {True, False, "in", "out"}
+        assert {bias for act, bias, _ in CASES if parts_of(act).gated == gated} == {True, False, "in", "out"}
 
 
 @pytest.mark.parametrize(("act", "bias", "out"), CASES)
@@ -96,13 +98,13 @@ def test_agrees_with_the_definition(sizes: list[int], act: Activation, bias: Bia
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_the_clamp_holds_in_both_directions() -> None:
-    home, replicas = build("swiglu_clamped", True)
+@pytest.mark.parametrize("act", ["swiglu_clamped", "swiglu(limit=10)", "quick_geglu(limit=3)"])
+def test_the_clamp_holds_in_both_directions(act: Activation) -> None:
+    home, replicas = build(act, True)
     far = (rows(6) * 20).detach().requires_grad_()
     inputs = [far, *flat(home, replicas)]
     y, wanted = (
-        grouped_ffn(far, [2, 0, 3, 1, 0], home, "swiglu_clamped", replicas=replicas, impl=impl)
-        for impl in ("torch", "naive")
+        grouped_ffn(far, [2, 0, 3, 1, 0], home, act, replicas=replicas, impl=impl) for impl in ("torch", "naive")
     )
     torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
     for got, want in zip(grads(y, inputs), grads(wanted, inputs), strict=True):
@@ -112,10 +114,12 @@ def test_the_clamp_holds_in_both_directions() -> None:
     assert at_seven.grad is not None
     passes = bool(at_seven.grad)  # from release 2.14 on it does not
     one = ExpertWeights(torch.eye(2)[None], torch.tensor([[[1.0], [2.0]]]))
-    edges = torch.tensor([[7.0, 3.0], [3.0, 7.0], [3.0, -7.0], [8.0, 3.0], [3.0, 8.0], [3.0, -8.0], [-9.0, 3.0]])
+    at = parts_of(act).limit or 0.0
+    past = at + 1
+    edges = torch.tensor([[at, 3.0], [3.0, at], [3.0, -at], [past, 3.0], [3.0, past], [3.0, -past], [-past, 3.0]])
     for impl in ("torch", "naive"):
         x = edges.clone().requires_grad_()
-        grouped_ffn(x, [len(edges)], one, "swiglu_clamped", impl=impl).sum().backward()
+        grouped_ffn(x, [len(edges)], one, act, impl=impl).sum().backward()
         assert x.grad is not None
         got = [bool(row[at]) for row, at in zip(x.grad, (0, 1, 1, 0, 1, 1, 0), strict=True)]
         assert got == [passes, passes, passes, False, False, False, True], impl
@@ -286,9 +290,10 @@ def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
         grouped_ffn(**{**arguments, **change})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("buffered", [False, True])
-def test_compiles_to_one_graph_that_serves_all_counts(buffered: bool) -> None:
-    home, replicas = build("swiglu", "in", 4)
+@pytest.mark.filterwarnings("error:Dynamo")
+@pytest.mark.parametrize(("buffered", "act"), [(False, "swiglu"), (True, "swiglu"), (False, "swiglu(limit=4)")])
+def test_compiles_to_one_graph_that_serves_all_counts(buffered: bool, act: Activation) -> None:
+    home, replicas = build(act, "in", 4)
     params = flat(home, replicas)
     buffers = [ExpertWeights(*(None if p is None else torch.zeros_like(p) for p in w)) for w in replicas]  # type: ignore[arg-type]
     graphs = []
@@ -301,7 +306,7 @@ def test_compiles_to_one_graph_that_serves_all_counts(buffered: bool) -> None:
 
     def layer(x: Tensor, sizes: Tensor) -> Tensor:
         given = buffers if buffered else []
-        return grouped_ffn(x * 2, sizes, home, "swiglu", replicas=replicas, replica_grads=given).tanh()
+        return grouped_ffn(x * 2, sizes, home, act, replicas=replicas, replica_grads=given).tanh()
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=backend)

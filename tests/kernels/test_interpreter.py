@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from prophet.spec import ACTIVATIONS
+from tests.helpers.oracle import LIMITED
 from tests.helpers.pretend_device import SUPPORTED
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -113,7 +114,7 @@ def test_every_tile_shape_compiles_for_hopper_and_fits(dtype: str) -> None:
 def test_the_other_kernels_compile_for_hopper() -> None:
     rows = hopper("others")
     kernels = {row["kernel"] for row in rows}
-    passes = {f"rows: {name}{end}" for name in ACTIVATIONS for end in ("", " backward")}
+    passes = {f"rows: {name}{end}" for name in (*ACTIVATIONS, *LIMITED) for end in ("", " backward")}
     assert passes - kernels == {"rows: gelu", "rows: gelu backward", "rows: swiglu", "rows: swiglu backward"}
     assert len(rows) == 16 + len(passes & kernels)
     assert all(row["shared_bytes"] <= SHARED_LIMIT for row in rows)
@@ -122,7 +123,7 @@ def test_the_other_kernels_compile_for_hopper() -> None:
 @pytest.mark.slow
 def test_every_activation_fits_into_registers_in_large_tiles() -> None:
     rows = hopper("activations")
-    assert len(rows) == 2 * (len(ACTIVATIONS) - 2)
+    assert len(rows) == 2 * (len(ACTIVATIONS) + len(LIMITED) - 2)
     for row in rows:
         assert 0 < row["shared_bytes"] <= SHARED_LIMIT, row
         assert row["spilled_bytes"] <= 128, row  # the two accumulators of gated ones fill the registers

@@ -283,7 +283,7 @@ def test_autocast_under_checkpointing() -> None:
         ({"top_k": 0}, "top_k must be between 1"),
         ({"dim": 0}, "dim and hidden must be positive"),
         ({"hidden": -1}, "dim and hidden must be positive"),
-        ({"activation": "tanh"}, "activation must be one of identity, .*, got 'tanh'"),
+        ({"activation": "tanh"}, "activation: expected one of identity, .*, got 'tanh'"),
     ],
 )
 def test_impossible_layers(options: dict[str, Any], text: str) -> None:

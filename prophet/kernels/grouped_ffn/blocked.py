@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_PASSES, QUICK_SLOPE, ExpertWeights
-from prophet.spec import ACTIVATION_PARTS, GATED, Activation, Function
+from prophet.kernels.grouped_ffn.naive import CLAMP_PASSES, QUICK_SLOPE, ExpertWeights, bounded
+from prophet.spec import Activation, Function, parts_of
 
 SCRATCH_BYTES = 8 << 20  # per scratch buffer; past the caches larger tiles gain nothing
 
@@ -106,13 +106,11 @@ def _derivative(x: Tensor, d: Tensor, function: Function, out: Tensor) -> None:
 
 def _act(hidden: Tensor, activation: Activation, out: Tensor) -> Tensor:
     """Activation of pre-activations `hidden` [n, U] into `out` [n, H]."""
-    parts = ACTIVATION_PARTS[activation]
+    parts = parts_of(activation)
     if not parts.gated:
         _value(hidden, parts.function, out)
         return out
-    gate, up = hidden.chunk(2, dim=1)
-    if parts.clamped:
-        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
+    gate, up = bounded(hidden, parts)
     _value(gate, parts.function, out)
     return out.mul_(up)
 
@@ -122,26 +120,23 @@ def _act_backward(hidden: Tensor, d_act: Tensor, activation: Activation, act: Te
 
     Writes `act` [n, H] and `d_hidden` [n, U]; overwrites `d_act`, which is `d_hidden` itself where nothing is gated.
     """
-    parts = ACTIVATION_PARTS[activation]
+    parts = parts_of(activation)
     if not parts.gated:
         _value(hidden, parts.function, act)
         _derivative(hidden, d_act, parts.function, d_hidden)
         return
-    gate, up = hidden.chunk(2, dim=1)
+    gate, up = bounded(hidden, parts)
     d_gate, d_up = d_hidden.chunk(2, dim=1)
-    beyond = None
-    if parts.clamped:
-        stops = torch.gt if CLAMP_PASSES else torch.ge
-        beyond = stops(gate, CLAMP_LIMIT), stops(up.abs(), CLAMP_LIMIT)
-        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
     _value(gate, parts.function, act)
     torch.mul(act, d_act, out=d_up)
     act.mul_(up)
     d_act.mul_(up)
     _derivative(gate, d_act, parts.function, d_gate)
-    if beyond is not None:
-        d_gate.masked_fill_(beyond[0], 0)
-        d_up.masked_fill_(beyond[1], 0)
+    if parts.limit is not None:
+        stops = torch.gt if CLAMP_PASSES else torch.ge
+        raw_gate, raw_up = hidden.chunk(2, dim=1)
+        d_gate.masked_fill_(stops(raw_gate, parts.limit), 0)
+        d_up.masked_fill_(stops(raw_up.abs(), parts.limit), 0)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,7 +179,7 @@ def forward(
     """Outputs [T, O] and, if `keep`, pre-activations [T, U] for the backward pass (else an empty tensor)."""
     first = weights[0]
     units = first.w_in.shape[0]
-    width = units // 2 if activation in GATED else units
+    width = units // 2 if parts_of(activation).gated else units
     y = x.new_empty((x.shape[0], first.w_out.shape[0]))
     plan, most = _tile_plan(sizes, width, x.dtype)
     kept = x.new_empty((x.shape[0], units) if keep else (0, units))
@@ -241,11 +236,11 @@ def backward(
     kept: pre-activations [T, U] from `forward`, or an empty tensor: they are then computed again.
     """
     units = weights[0].w_in.shape[0]
-    width = units // 2 if activation in GATED else units
+    width = units // 2 if parts_of(activation).gated else units
     plan, most = _tile_plan(sizes, width, x.dtype)
     recompute = kept.shape[0] != x.shape[0]
     d_act_all, act_all = x.new_empty((most, width)), x.new_empty((most, width))
-    d_hidden_all = x.new_empty((most, units)) if activation in GATED else d_act_all
+    d_hidden_all = x.new_empty((most, units)) if parts_of(activation).gated else d_act_all
     again = x.new_empty((most, units)) if recompute else kept
     for size, target in zip(sizes, targets, strict=True):
         if size == 0:

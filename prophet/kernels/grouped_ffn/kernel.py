@@ -25,16 +25,15 @@ from torch import Tensor
 
 from prophet.kernels.choice import on_its_device
 from prophet.kernels.grouped_ffn.blocked import GradTarget
-from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_PASSES, QUICK_SLOPE, ExpertWeights
+from prophet.kernels.grouped_ffn.naive import CLAMP_PASSES, QUICK_SLOPE, ExpertWeights
 from prophet.kernels.tuning import Config, config_for, rule, shape_class
-from prophet.spec import ACTIVATION_PARTS, Activation, ActivationParts
+from prophet.spec import Activation, ActivationParts, parts_of
 
 PLAIN, ACT, ACT_BACKWARD = 0, 1, 2
-_NO_ACTIVATION = ACTIVATION_PARTS["identity"]
+_NO_ACTIVATION = parts_of("identity")
 
 
 _QUICK = tl.constexpr(QUICK_SLOPE)
-_LIMIT = tl.constexpr(CLAMP_LIMIT)
 _PASSES = tl.constexpr(CLAMP_PASSES)
 
 
@@ -78,16 +77,20 @@ def _value_and_slope(x, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _bounded(gate, up):
-    """Gate and `up` of a clamped activation."""
-    up = tl.clamp(up, -_LIMIT, _LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(gate, _LIMIT, propagate_nan=tl.PropagateNan.ALL), up + 1.0
+def _bounded(gate, up, limit, CLAMPED: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """What f is taken of, and its factor, in a gated activation."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    if PLUS_ONE:
+        up = up + 1.0
+    return gate, up
 
 
 @triton.jit
 def _finish_backward(
-    d_act, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    d_act, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride, limit,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     """From pre-activations `pre` and the activation's gradient: the activation to `out`, and the gradient with respect
     to the pre-activations to `extra`, which may be `pre` itself."""
@@ -97,21 +100,18 @@ def _finish_backward(
     gate = tl.load(pre + within, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(pre + within + n_cols, mask=mask, other=0.0).to(tl.float32)
-        if CLAMPED:
-            inner, factor = _bounded(gate, up)
-        else:
-            inner, factor = gate, up
+        inner, factor = _bounded(gate, up, limit, CLAMPED, PLUS_ONE)
         value, slope = _value_and_slope(inner, FUNCTION)
         tl.store(out_at, value * factor, mask=mask)
         d_gate = d_act * factor * slope
         d_up = d_act * value
         if CLAMPED:
             if _PASSES:
-                d_gate = tl.where(gate > _LIMIT, 0.0, d_gate)
-                d_up = tl.where(tl.abs(up) > _LIMIT, 0.0, d_up)
+                d_gate = tl.where(gate > limit, 0.0, d_gate)
+                d_up = tl.where(tl.abs(up) > limit, 0.0, d_up)
             else:
-                d_gate = tl.where(gate >= _LIMIT, 0.0, d_gate)
-                d_up = tl.where(tl.abs(up) >= _LIMIT, 0.0, d_up)
+                d_gate = tl.where(gate >= limit, 0.0, d_gate)
+                d_up = tl.where(tl.abs(up) >= limit, 0.0, d_up)
         tl.store(extra + within, d_gate, mask=mask)
         tl.store(extra + within + n_cols, d_up, mask=mask)
     else:
@@ -123,8 +123,8 @@ def _finish_backward(
 @triton.jit
 def _rows_kernel(
     a, out, extra, pre, sizes, w_table, b_table, w_like,
-    groups, n_cols, depth, a_stride, out_stride, extra_stride, w_stride_n, w_stride_k,
-    MODE: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    groups, n_cols, depth, a_stride, out_stride, extra_stride, w_stride_n, w_stride_k, limit,
+    MODE: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, PLUS_ONE: tl.constexpr,
     BIASED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWIZZLE: tl.constexpr,
 ):  # fmt: skip
@@ -194,8 +194,7 @@ def _rows_kernel(
                 if GATED:
                     if KEEP:
                         tl.store(extra_at + n_cols, total_up, mask=mask)
-                    if CLAMPED:
-                        total, total_up = _bounded(total, total_up)
+                    total, total_up = _bounded(total, total_up, limit, CLAMPED, PLUS_ONE)
                 value, _ = _value_and_slope(total, FUNCTION)
                 if GATED:
                     value = value * total_up
@@ -204,17 +203,17 @@ def _rows_kernel(
                 lower, upper = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
                 half = n * BN + tl.arange(0, BN // 2)
                 _finish_backward(
-                    lower, pre, out, extra, row, half, live, n_cols, out_stride, extra_stride,
-                    FUNCTION, GATED, CLAMPED,
+                    lower, pre, out, extra, row, half, live, n_cols, out_stride, extra_stride, limit,
+                    FUNCTION, GATED, CLAMPED, PLUS_ONE,
                 )  # fmt: skip
                 _finish_backward(
-                    upper, pre, out, extra, row, half + BN // 2, live, n_cols, out_stride, extra_stride,
-                    FUNCTION, GATED, CLAMPED,
+                    upper, pre, out, extra, row, half + BN // 2, live, n_cols, out_stride, extra_stride, limit,
+                    FUNCTION, GATED, CLAMPED, PLUS_ONE,
                 )  # fmt: skip
             else:
                 _finish_backward(
-                    total, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride,
-                    FUNCTION, GATED, CLAMPED,
+                    total, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride, limit,
+                    FUNCTION, GATED, CLAMPED, PLUS_ONE,
                 )  # fmt: skip
             tile += programs
         first_tile = after
@@ -371,7 +370,8 @@ class _Launch:
         _rows_kernel[(_programs(self.device),)](
             a, out, extra, extra if pre is None else pre, self.sizes, *tables,
             self.groups, cols, a.shape[1], a.stride(0), out.stride(0), extra.stride(0), *strides,
-            MODE=mode, FUNCTION=act.function, GATED=act.gated, CLAMPED=act.clamped,
+            float(act.limit or 0),  # as a float it is never a constant, for which a kernel would be compiled
+            MODE=mode, FUNCTION=act.function, GATED=act.gated, CLAMPED=act.limit is not None, PLUS_ONE=act.plus_one,
             BIASED=b_row is not None, KEEP=keep, ALIGNED=self.aligned[row], PRECISION=self.precision,
             BM=c.rows, BN=c.cols, BK=c.depth, SWIZZLE=c.swizzle, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
@@ -430,7 +430,7 @@ def forward(
     x = x if x.stride(1) == 1 else x.contiguous()
     out, hidden = home.w_out.shape[1:]
     y = x.new_empty((x.shape[0], out))
-    act, kept = _activations(launch, x, ACTIVATION_PARTS[activation], keep=keep)
+    act, kept = _activations(launch, x, parts_of(activation), keep=keep)
     launch.rows(PLAIN, act, y, y, weight="w_out", strides=(hidden, 1), cols=out, bias="b_out")
     return y, kept
 
@@ -458,7 +458,7 @@ def backward(
     d_x: Tensor | None,
 ) -> None:
     """Fill the experts' gradients, and that of `x` into `d_x` [T, D] if there is one."""
-    launch, parts = _Launch(x, sizes, home, replicas), ACTIVATION_PARTS[activation]
+    launch, parts = _Launch(x, sizes, home, replicas), parts_of(activation)
     x = x if x.stride(1) == 1 else x.contiguous()
     d_y = d_y if d_y.stride(1) == 1 else d_y.contiguous()
     dim, hidden = home.w_in.shape[2], home.w_out.shape[2]

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prophet.spec import ACTIVATION_PARTS, Activation, Function
+from prophet.spec import Activation, ActivationParts, Function, parts_of
 
 QUICK_SLOPE = 1.702  # of the sigmoid that stands for the normal distribution in quick GELU
-CLAMP_LIMIT = 7.0  # of GPT-OSS (OpenAI 2025), the one model that clamps
 
 
 def _passes_at_its_bound() -> bool:
@@ -53,17 +52,26 @@ FUNCTIONS: Mapping[Function, Callable[[Tensor], Tensor]] = {
 def activate(h: Tensor, activation: Activation) -> Tensor:
     """The activation of pre-activations `h` [n, U]; returns [n, H].
 
-    Gated ones are f(gate)·up (Shazeer 2020, Eq. 5 and 6). A clamped one bounds the gate from above and `up` on both
-    sides by 7, and is f(gate)·(up + 1); at a bound the gradient is what torch's own `clamp` makes of it.
+    Gated ones are f(gate)·up (Shazeer 2020, Eq. 5 and 6), of what `bounded` returns.
     """
-    parts = ACTIVATION_PARTS[activation]
+    parts = parts_of(activation)
     function = FUNCTIONS[parts.function]
     if not parts.gated:
         return function(h)
-    gate, up = h.chunk(2, dim=-1)
-    if parts.clamped:
-        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT) + 1
+    gate, up = bounded(h, parts)
     return function(gate) * up
+
+
+def bounded(h: Tensor, parts: ActivationParts) -> tuple[Tensor, Tensor]:
+    """What f is taken of, and its factor, each [n, H], from a gated activation's pre-activations `h` [n, 2H].
+
+    With a limit L they are min(gate, L) and min(max(up, -L), L); at a bound the gradient is what torch's own `clamp`
+    makes of it. plus_one: 1 is added to the factor (GPT-OSS, OpenAI 2025).
+    """
+    gate, up = h.chunk(2, dim=-1)
+    if parts.limit is not None:
+        gate, up = gate.clamp(max=parts.limit), up.clamp(-parts.limit, parts.limit)
+    return gate, up + 1 if parts.plus_one else up
 
 
 def expert_ffn(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:

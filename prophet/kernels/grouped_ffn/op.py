@@ -7,7 +7,7 @@ Shape legend: T rows of all groups, G groups = m home experts then n replicas, D
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from prophet.kernels.choice import Impl, choose
 from prophet.kernels.grouped_ffn import blocked, naive
 from prophet.kernels.grouped_ffn.blocked import GradTarget
 from prophet.kernels.grouped_ffn.naive import ExpertWeights
-from prophet.spec import ACTIVATIONS, GATED, Activation
+from prophet.spec import Activation, parts_of
 
 
 def grouped_ffn(
@@ -80,15 +80,14 @@ def grouped_ffn(
 def _check(
     x: Tensor, sizes: Sequence[int] | Tensor, home: ExpertWeights, replicas: Sequence[ExpertWeights], activation: str
 ) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    gated = parts_of(activation).gated
     if x.ndim != 2 or home.w_in.ndim != 3 or home.w_out.ndim != 3:
         raise ValueError(
             f"expected x [T, D], w_in [m, U, D] and w_out [m, O, H], got shapes {list(x.shape)}, "
             f"{list(home.w_in.shape)} and {list(home.w_out.shape)}"
         )
     m, units, dim = home.w_in.shape
-    hidden, out = units // 2 if activation in GATED else units, home.w_out.shape[1]
+    hidden, out = units // 2 if gated else units, home.w_out.shape[1]
     expected = ExpertWeights((m, units, dim), (m, out, hidden), (m, units), (m, out))  # type: ignore[arg-type]
     for name, shape, *parts in zip(ExpertWeights._fields, expected, home, *replicas, strict=True):
         for i, p in enumerate(parts):
@@ -247,12 +246,13 @@ def _forward_op(
 
     biases: which of them `home` and `replicas` have, see `_COLUMNS`.
     """
-    act = cast("Activation", activation)  # operators take plain strings
     if impl == "triton":
         import prophet.kernels.grouped_ffn.kernel as triton_path
 
-        return triton_path.forward(x, sizes, _unflat(home, biases), _each(replicas, biases), act, keep=keep)
-    return blocked.forward(x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas, biases), act, keep=keep)
+        return triton_path.forward(x, sizes, _unflat(home, biases), _each(replicas, biases), activation, keep=keep)
+    return blocked.forward(
+        x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas, biases), activation, keep=keep
+    )
 
 
 @_forward_op.register_fake
@@ -288,15 +288,14 @@ def _backward_op(
     fresh = fresh_home, fresh_replicas
     targets = _targets(wanted(d_home, home), wanted(d_replicas, replicas), biases, m, fresh, grad_scale)
     into = d_x if d_x.shape == x.shape else None
-    act = cast("Activation", activation)
     if impl == "triton":
         import prophet.kernels.grouped_ffn.kernel as triton_path
 
         stacked, single = _unflat(home, biases), _each(replicas, biases)
-        triton_path.backward(d_y, x, kept, sizes, stacked, single, targets, act, d_x=into)
+        triton_path.backward(d_y, x, kept, sizes, stacked, single, targets, activation, d_x=into)
         return
     hosted, experts = _host(sizes, x.shape[0]), _experts(home, replicas, biases)
-    blocked.backward(d_y.contiguous(), x.contiguous(), kept, hosted, experts, targets, act, d_x=into)
+    blocked.backward(d_y.contiguous(), x.contiguous(), kept, hosted, experts, targets, activation, d_x=into)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
