@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from prophet.convert.replay import same
 from prophet.experts.hooks import KINDS
@@ -22,6 +24,7 @@ from prophet.experts.hooks import KINDS
 _ALONE = threading.RLock()  # the generators belong to all threads
 _OWN = set(vars(nn.Module())) - {"training"}  # what every module has
 _DEPTH = 4  # of values inside values that are compared
+ROUNDED = 1e-5  # tolerance where something in float64 rounds to float32 on its way
 
 
 @contextmanager
@@ -163,3 +166,18 @@ def globals_of(module: nn.Module) -> dict[str, float]:
             elif isinstance(value, list | dict | set):
                 found[f"{place}.{name}"] = float(len(value))
     return found
+
+
+class Rounding(TorchDispatchMode):
+    """Notes whether anything is computed in less than float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.happens = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.happens |= any(
+            isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 for t in tree_leaves(result)
+        )
+        return result

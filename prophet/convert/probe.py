@@ -9,18 +9,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
-from prophet.convert.copies import device_of, scramble, trying, twin_of
+from prophet.convert.copies import ROUNDED, Rounding, device_of, scramble, trying, twin_of
 from prophet.convert.replay import Tape, with_stand_ins
 from prophet.errors import ConversionError
 from prophet.experts.plain import FfnNames, RowOrder
-from prophet.kernels.grouped_ffn.naive import FUNCTIONS, expert_ffn
-from prophet.spec import ACTIVATIONS, Activation, parts_of
+from prophet.kernels.grouped_ffn.naive import FUNCTIONS, bounded, expert_ffn
+from prophet.spec import ACTIVATIONS, Activation, ActivationParts, activation_named, parts_of
 
 ROWS = 64  # a dropout of one in a hundred leaves no narrow expert's output as it was
 TOLERANCE = 1e-9
@@ -122,28 +123,73 @@ def _candidates(linears: dict[str, nn.Linear], dim: int, dim_out: int) -> Iterat
 
 def activation_of(function: object, what: str, *, gated: bool = False) -> Activation:
     """The activation whose function of one number is `function`, or `ConversionError`, which calls it `what`."""
-    every = {name: parts_of(name) for name in ACTIVATIONS}
-    choices = {name: parts for name, parts in every.items() if parts.gated == gated and parts.limit is None}
-    for name, parts in choices.items():
-        if callable(function) and _alike(function, FUNCTIONS[parts.function]):
-            return name
-    expected = ", ".join(parts.function for parts in choices.values())
-    who = getattr(function, "__name__", type(function).__name__)
-    raise ConversionError(f"{what}: expected one of {expected}{' in gated experts' if gated else ''}, got {who}")
-
-
-def _alike(function: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> bool:
-    """In evaluation and in training; a function that fails on numbers alone is another."""
     x = torch.linspace(-8, 8, 4097, dtype=torch.float64)  # a dropout of one in a hundred does not miss all
+    answers = _answers(function, x)
+    for parts in _unbounded(gated):
+        wanted = FUNCTIONS[parts.function](x)
+        if answers and all(y.shape == x.shape and torch.allclose(y, wanted, rtol=0, atol=1e-12) for y in answers):
+            return activation_named(parts)
+    expected = ", ".join(parts.function for parts in _unbounded(gated))
+    where = " in gated experts" if gated else ""
+    raise ConversionError(f"{what}: expected one of {expected}{where}, got {_name_of(function)}")
+
+
+def gate_of(function: object, what: str, *, hidden: int = ROWS, limits: Sequence[float] = ()) -> ActivationParts:
+    """The gated activation that `function` makes of pre-activations [n, 2 * hidden], the gate's first; [n, hidden].
+
+    Tried are all functions of gated activations, unbounded and with each of `limits`, with 1 added to `up` and without.
+    A factor may be off by 1e-9 of itself and of 1; by `ROUNDED` where `Rounding` sees that `function` makes a tensor of
+    less than float64 on its way. Raises `ConversionError`, which calls it `what`, where none fits in evaluation and in
+    training, as where it draws random numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = max(ROWS, 4096 // hidden), 2 * hidden
+    # where functions differ, beyond the limits, and beyond limits that nobody named
+    scales = 2.0, 2 * max(limits, default=2.0), 1e4
+    x = torch.cat([scale * torch.randn(shape, generator=generator, dtype=torch.float64) for scale in scales])
+    with Rounding() as rounding:
+        answers = _answers(function, x)
+    tolerance = ROUNDED if rounding.happens else TOLERANCE
+    for parts, limit, plus_one in itertools.product(_unbounded(True), (None, *limits), (False, True)):
+        tried = replace(parts, limit=limit, plus_one=plus_one)
+        if answers and all(_is_gate(tried, x, y, tolerance) for y in answers):
+            return tried
+    functions = ", ".join(parts.function for parts in _unbounded(True))
+    raise ConversionError(
+        f"{what}: expected f(gate) * up or f(gate) * (up + 1), f being one of {functions}, unbounded or with one of "
+        f"the limits {list(limits)}, got {_name_of(function)}"
+    )
+
+
+def _is_gate(parts: ActivationParts, x: Tensor, y: Tensor, tolerance: float) -> bool:
+    """Whether `y` is that activation of `x`, to a rounding of its factors."""
+    gate, up = bounded(x, parts)
+    error = tolerance * (1 + gate.abs()) * (1 + up.abs())
+    return y.shape == gate.shape and bool(((y - FUNCTIONS[parts.function](gate) * up).abs() <= error).all())
+
+
+def _unbounded(gated: bool) -> list[ActivationParts]:
+    """The activations that are a function of one number, times `up` if `gated`."""
+    return [parts for parts in map(parts_of, ACTIVATIONS) if parts.gated == gated and parts.limit is None]
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _answers(function: object, x: Tensor) -> list[Tensor]:
+    """What `function` makes of `x` in evaluation and in training; nothing where it fails."""
+    found: list[Tensor] = []
     for training in (False, True):
         with trying(), _modules_of(function, training), torch.set_grad_enabled(training):
             try:
-                y = function(x.clone())
-            except (RuntimeError, TypeError, ValueError, IndexError):
-                return False
-        if not isinstance(y, Tensor) or y.shape != x.shape or not torch.allclose(y, other(x), rtol=0, atol=1e-12):
-            return False
-    return True
+                y = function(x.clone()) if callable(function) else None
+            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+                return []
+        if not isinstance(y, Tensor):
+            return []
+        found.append(y.detach().double())
+    return found
 
 
 def check_row_wise(function: Callable[[Tensor], Tensor], what: str, row: tuple[int, ...]) -> None:

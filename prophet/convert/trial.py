@@ -13,10 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from prophet.convert.copies import device_of, differences, globals_of, scramble, seed_all, state_of, trying, twin_of
+from prophet.convert.copies import (
+    ROUNDED,
+    Rounding,
+    device_of,
+    differences,
+    globals_of,
+    scramble,
+    seed_all,
+    state_of,
+    trying,
+    twin_of,
+)
 from prophet.convert.discover import Listing
 from prophet.convert.find import Found
 from prophet.convert.listed import Listed
@@ -26,7 +36,6 @@ from prophet.convert.verify import TOLERANCE, evaluating
 from prophet.errors import ConversionError, ReplayError
 from prophet.ranks.threads import ThreadWorld
 
-ROUNDED = 1e-5  # where a block in float64 rounds something to float32
 MOST_PARAMETERS = 1 << 27  # of a block that is copied in float64
 WRONG = (ReplayError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
 
@@ -211,21 +220,6 @@ def _left_on(module: nn.Module) -> dict[str, Tensor]:
 # --- blocks of an adapter ---
 
 
-class _Rounding(TorchDispatchMode):
-    """Notes whether anything is computed in less than float64."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.happens = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.happens |= any(
-            isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 for t in tree_leaves(result)
-        )
-        return result
-
-
 def _check_adapter(model: nn.Module, f: Found) -> None:
     """Raise `ConversionError` unless the block computes on one rank, converted, what it does now."""
     block, who = f.block(model), f"{f.name} ({f.adapter.family})"
@@ -295,7 +289,7 @@ class _Beside:
 
     def check(self, x: Tensor, training: bool, who: str) -> None:
         """Raise `ConversionError` where the two differ, or where experts that train would lose what they then do."""
-        rounding = _Rounding()
+        rounding = Rounding()
         with rounding:
             want = self.original(x, training=training)
         where = f"{who}: tried in {_mode(training)} on {list(x.shape)}"

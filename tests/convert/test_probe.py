@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import RowOrder, original_state_dict
-from prophet.convert.probe import activation_of, identify
+from prophet.convert.probe import activation_of, gate_of, identify
 from prophet.errors import ConversionError, SpecError
 from prophet.kernels.grouped_ffn.naive import expert_ffn
-from prophet.spec import ACTIVATIONS, Activation, bias_of, has_biases, parts_of
+from prophet.spec import ACTIVATIONS, Activation, activation_named, bias_of, has_biases, parts_of
 
 D, H = 6, 10
 
@@ -182,6 +182,123 @@ def test_a_function_without_a_name_is_refused(function: object, got: str) -> Non
         ConversionError, match=f"act: expected one of relu, .*, silu, quick_gelu in gated experts, got {got}"
     ):
         activation_of(function, "act", gated=True)
+
+
+# --- a function of gate and up ---
+
+
+def gate(
+    function: Callable[[Tensor], Tensor], limit: float | None = None, *, plus_one: bool = False
+) -> Callable[[Tensor], Tensor]:
+    """What models write between their two products, the gate in front."""
+
+    def apply(h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return function(gate) * (up + 1.0) if plus_one else up * function(gate)
+
+    return apply
+
+
+def in_float32(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda h: function(h.float()).to(h.dtype)
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.5, 7.0, 10, 500.0])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_gate_is_found(name: Activation, plus_one: bool, limit: float | None, rounded: bool) -> None:
+    function = gate(GATES[name], limit, plus_one=plus_one)
+    found = gate_of(in_float32(function) if rounded else function, "act", hidden=3, limits=(7.0, 0.5, 500.0, 10.0))
+    assert (found.function, found.gated) == (parts_of(name).function, True)
+    assert (found.limit, found.plus_one) == (limit, plus_one)
+    assert parts_of(activation_named(found)) == found
+
+
+class Gate(nn.Module):
+    """A module whose method is the function."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(chance)
+
+    def apply_gate(self, h: Tensor) -> Tensor:
+        return self.drop(gate(F.silu, 7.0)(h))
+
+
+def switched(h: Tensor) -> Tensor:
+    """The halves the other way round."""
+    return gate(F.silu)(h.roll(h.shape[-1] // 2, dims=-1))
+
+
+def in_turns(h: Tensor) -> Tensor:
+    return F.silu(h[..., ::2]) * h[..., 1::2]
+
+
+def bounded_below(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate.clamp(-7, 7)) * up.clamp(-7, 7)
+
+
+def bounded_afterwards(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate).clamp(max=7) * up.clamp(-7, 7)
+
+
+def bounded_gate(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=7)) * up
+
+
+def normed(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return F.layer_norm(F.silu(gate) * up, gate.shape[-1:])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        gate(torch.tanh),
+        gate(F.silu, 6.9),  # a limit that nobody named
+        gate(F.silu, 7.0001),
+        gate(F.silu, 2000.0),
+        gate(lambda g: g * torch.sigmoid(1.7 * g), 7.0),
+        gate(lambda g: (1 + 1e-6) * F.silu(g), 7.0),  # as little as float32 rounds, in float64
+        gate(lambda g: F.silu(g.bfloat16()).double()),
+        in_float32(gate(F.silu, 7.001)),
+        bounded_below,
+        bounded_afterwards,
+        in_float32(bounded_afterwards),
+        bounded_gate,
+        in_float32(bounded_gate),
+        normed,
+        switched,
+        in_turns,
+        lambda h: gate(F.silu)(h)[:1],
+        lambda h: gate(F.silu)(h) + 1e-3 * torch.randn(h.shape[-1] // 2).double(),
+        lambda h: gate(F.silu)(h) * torch.nan,
+        Gate(0.01).eval().apply_gate,
+        lambda h: h.nothing,
+        lambda h: None,
+        F.linear,
+        None,
+    ],
+)
+def test_what_is_no_gate_is_refused(function: object) -> None:
+    with pytest.raises(
+        ConversionError, match=r"act: expected f\(gate\) \* up or f\(gate\) \* \(up \+ 1\), .* \[7.0, 10.0\]"
+    ):
+        gate_of(function, "act", limits=(7.0, 10.0))
+
+
+def test_asking_for_a_gate_leaves_the_modules_and_the_random_state_as_they_were() -> None:
+    module = Gate(0.0).eval()
+    before = torch.get_rng_state()
+    assert activation_named(gate_of(module.apply_gate, "act", limits=(7.0,))) == "swiglu(limit=7)"
+    assert not module.drop.training
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(("b_in", "b_out"), BIASES)
