@@ -30,14 +30,15 @@ class ExpertsSpec:
     """The experts of one block.
 
     num_experts: E. held: how many of them the module has here: all, or this rank's share of them where the model was
-    built expert-parallel. form: "stacked" (one parameter for all experts) or "modules" (one module per expert).
-    bias: both, none, or only that "in" or "out". dim_out: elements of an expert's output; None: `dim`. router: how the
-    router is called in reports. names: of an expert's parameters, for the form "modules" where the experts are
-    feed-forward networks. bank: how they are run, as "feed-forward" networks on the grouped kernels or as "modules" one
-    by one, and why: why not the former; hidden, activation and bias have no meaning then. idle_called: whether a block
-    of the form "modules" also calls experts that no token chose, whose gradients are zero then and not None. places:
-    where one module computes all held experts and is cut, in how many of its places each copy has its expert
-    (`prophet.convert.cut`); 0 where there is a module per expert.
+    built expert-parallel. top_k: K; 0 where the block's own code says it with every call. form: "stacked" (one
+    parameter for all experts) or "modules" (one module per expert). bias: both, none, or only that "in" or "out".
+    dim_out: elements of an expert's output; None: `dim`. router: how the router is called in reports. names: of an
+    expert's parameters, for the form "modules" where the experts are feed-forward networks. bank: how they are run, as
+    "feed-forward" networks on the grouped kernels or as "modules" one by one, and why: why not the former; hidden,
+    activation and bias have no meaning then. idle_called: whether a block of the form "modules" also calls experts that
+    no token chose, whose gradients are zero then and not None. places: where one module computes all held experts and
+    is cut, in how many of its places each copy has its expert (`prophet.convert.cut`); 0 where there is a module per
+    expert.
     """
 
     num_experts: int
@@ -72,6 +73,7 @@ class ExpertsSpec:
 class Adapter(ABC):
     """Reads one kind of block. `family` names it; `experts_name` is the block's attribute that holds the experts.
 
+    experts_name: "" where what it reads is not a block, but the module that holds the experts, whoever calls that.
     list_prefix: what the names of the experts' parameters begin with there, before their numbers, where there is a
     module per expert.
     """
@@ -80,10 +82,15 @@ class Adapter(ABC):
     experts_name: str = "experts"
     list_prefix: str = ""
     takes_lora = False  # whether it describes experts that PEFT has put LoRA on
+    drops_none = False  # whether the id E, one beyond the last expert, means that a token has no expert there
 
     @abstractmethod
     def matches(self, block: nn.Module) -> bool:
         """Whether this is such a block. Must be cheap, and must not import the framework that defines it."""
+
+    def at(self, block: nn.Module) -> Adapter:
+        """The adapter of this one block, where blocks differ in more than their `ExpertsSpec` says."""
+        return self
 
     @abstractmethod
     def describe(self, block: nn.Module) -> ExpertsSpec:
@@ -150,9 +157,22 @@ def class_named(module: nn.Module, names: Sequence[str], package: str) -> bool:
     )
 
 
+def is_wrapper(module: object) -> bool:
+    """Whether PEFT has put LoRA on one of the module's parameters."""
+    kind = type(module)
+    return kind.__name__ == "ParamWrapper" and kind.__module__.split(".")[0] == "peft"
+
+
+def bare(module: Any) -> Any:
+    """A module as it is without PEFT's wrappers."""
+    while is_wrapper(module):
+        module = module.base_layer
+    return module
+
+
 def child(block: nn.Module, name: str) -> nn.Module:
-    """A module's child, or `ConversionError`."""
-    found = getattr(block, name, None)
+    """A module's child, the module itself where `name` is empty, or `ConversionError`."""
+    found = getattr(block, name, None) if name else block
     if not isinstance(found, nn.Module):
         raise ConversionError(f"{type(block).__name__}.{name}: expected a module, got {type(found).__name__}")
     return found

@@ -24,6 +24,11 @@ LORA_ADVICE = (
     "target_parameters or modules_to_save)"
 )
 
+SPREAD = (
+    "the ep_size, tp_size or fsdp_size of transformers' DistributedConfig, or by the expert parallelism of axolotl or "
+    "LLaMA-Factory: switch that off to balance with prophet.convert, or keep it and do without prophet.convert"
+)
+
 
 def check_model(model: nn.Module) -> None:
     """Raise `ConversionError` for a model that is wrapped already, or that is converted already."""
@@ -50,7 +55,7 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
             (check_stackable if spec.form == "stacked" else check_one_kind)(experts)
         if spec.form not in ("stacked", "modules"):
             raise ConversionError(f"form: expected 'stacked' or 'modules', got {spec.form!r}")
-        if not 1 <= spec.top_k <= spec.num_experts:
+        if not 0 <= spec.top_k <= spec.num_experts:
             raise ConversionError(f"top_k: expected 1 to {spec.num_experts}, the number of experts, got {spec.top_k}")
         check_experts_per_rank(spec.num_experts, ranks)
         if spec.held not in (spec.num_experts, spec.num_experts // ranks):
@@ -92,8 +97,8 @@ def check_plain(name: str, p: nn.Parameter) -> None:
         )
     if type(p.data) is not torch.Tensor:
         raise ConversionError(
-            f"{name} is a {type(p.data).__name__}: convert before sharding or quantising, and load without ep_size, "
-            "tp_size and fsdp_size of transformers' DistributedConfig"
+            f"{name} is a {type(p.data).__name__}: convert before sharding or quantising; or it is spread over ranks "
+            f"by {SPREAD}"
         )
 
 

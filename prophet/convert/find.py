@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,11 +17,13 @@ from prophet.convert.base import Adapter, ExpertsSpec, child
 from prophet.convert.checks import describe_block
 from prophet.convert.deepspeed import DeepSpeedMoE
 from prophet.convert.discover import LeftAlone, discover
+from prophet.convert.interface import Interface
 from prophet.convert.listed import Listed
 from prophet.convert.lora import for_lora
 from prophet.convert.routed import block_of
 from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import TOKENS
+from prophet.errors import ConversionError
 from prophet.layer.moe import MoE
 
 
@@ -36,6 +40,10 @@ class Found:
     around: int
     adapter: Adapter
     spec: ExpertsSpec
+
+    def known(self, model: nn.Module) -> nn.Module:
+        """The module that its adapter reads: a block, or what holds the experts."""
+        return model.get_submodule(self.name)
 
     def experts(self, model: nn.Module) -> nn.Module:
         """The module that holds the experts."""
@@ -59,7 +67,7 @@ class Found:
         """What the block, or a module around it, answers to `x` of `input_shape`."""
         if isinstance(self.adapter, Listed):
             return model.get_submodule(self.adapter.listing.tried)(x)
-        return self.adapter.call(self.block(model), x)
+        return self.adapter.call(self.known(model), x)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -69,8 +77,8 @@ class Found:
 
 
 def standard_adapters() -> tuple[Adapter, ...]:
-    """The adapters that `convert` knows: Hugging Face's families, DeepSpeed, Tutel."""
-    return (*huggingface.adapters(), DeepSpeedMoE(), TutelMoE())
+    """The adapters that `convert` knows: of Hugging Face's interface, its old families, DeepSpeed, Tutel."""
+    return (Interface(), *huggingface.adapters(), DeepSpeedMoE(), TutelMoE())
 
 
 def find(model: nn.Module, adapters: Sequence[Adapter]) -> list[tuple[str, nn.Module, Adapter]]:
@@ -93,27 +101,61 @@ def find_all(
     ranks: int,
     describe: Callable[[str, Adapter, nn.Module, int], ExpertsSpec] = describe_block,
 ) -> tuple[list[Found], list[LeftAlone]]:
-    """The blocks to convert, on one of `ranks` ranks, and the lists that are left alone; nothing is changed.
+    """The blocks to convert, on one of `ranks` ranks, and the experts that are left alone; nothing is changed.
 
-    experts: as for `discover`. describe: raises `ConversionError` for a block that will not do; without it, one that
-    cannot be converted.
+    experts: patterns of names of the experts to take, and no others. describe: raises `ConversionError` for a block
+    that will not do; without it, one that cannot be converted.
     """
-    found = []
+    found, apart = [], []
     known = find(model, adapters)
+    unmet = set(experts or ())
     for name, block, known_as in known:
-        adapter = for_lora(known_as, block)
+        adapter = for_lora(known_as.at(block), block)
+        where = ".".join(filter(None, (name, adapter.experts_name)))
+        if not where:
+            raise ConversionError(f"{type(model).__name__} holds nothing but experts: convert the model that calls it")
+        fitting = {pattern for pattern in experts or () if fnmatchcase(where, pattern)}
+        unmet -= fitting
+        if experts is not None and not fitting:
+            apart.append(LeftAlone(name=where, why="experts= does not name it"))
+            continue
         spec = describe(name, adapter, block, ranks)
         child(block, adapter.experts_name)
-        where = f"{name}.{adapter.experts_name}" if name else adapter.experts_name
         found.append(Found(name=name, where=where, around=0, adapter=adapter, spec=spec))
     taken = [name for name, *_ in known] + [n for n, m in model.named_modules() if isinstance(m, MoE)]
-    listings, left = discover(model, taken, experts)
+    unread = list(_unread(model, taken))
+    if experts is None and found and unread:
+        raise ConversionError(
+            f"{unread[0].name}: {unread[0].why}, and a model is converted whole. To convert the others alone, write "
+            f"prophet.convert(model, experts={[f.where for f in found]})"
+        )
+    listings, left = discover(model, taken, experts if experts is None else [p for p in experts if p in unmet])
+    left = [*apart, *unread, *left]
     for listing in listings:
         listed = Listed(listing, rank, ranks)
         spec = describe(listing.name, listed, model.get_submodule(listed.holder), ranks)
         around = listed.path.count(".")
         found.append(Found(name=listing.name, where=listing.name, around=around, adapter=listed, spec=spec))
     return found, left
+
+
+def _unread(model: nn.Module, taken: Sequence[str]) -> Iterator[LeftAlone]:
+    """Modules of stacked experts that a router chooses from, and that no adapter reads."""
+    for name, m in model.named_modules():
+        if any(name == t or name.startswith(f"{t}.") for t in taken) or "expert" not in type(m).__name__.lower():
+            continue
+        stacked = {n: list(p.shape) for n, p in m.named_parameters(recurse=False) if p.ndim > 2 and len(p) > 1}
+        chosen = [a for a in inspect.signature(m.forward).parameters if _CHOICES.search(a)]
+        if stacked and chosen:
+            parts = ", ".join(f"{n} {shape}" for n, shape in stacked.items())
+            yield LeftAlone(
+                name=name,
+                why=f"{type(m).__name__} stacks experts ({parts}) in a way that no adapter reads: write one "
+                f"(docs/convert.md) and prophet.convert(model, adapters=[...])",
+            )
+
+
+_CHOICES = re.compile(r"ind(ex|ices)|ids\b|selected")  # arguments that say which experts
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -123,16 +165,20 @@ def device_of(model: nn.Module) -> torch.device:
 
 def nothing_found(model: nn.Module, left: Sequence[LeftAlone]) -> str:
     """The message for a model without a block that is known."""
-    families = ", ".join(a.family for a in standard_adapters())
     if any(isinstance(m, MoE) for m in model.modules()):
         return "the model's MoE layers are prophet.MoE already: there is nothing to convert"
     first = sorted(left, key=lambda one: "expert" not in one.name.lower())  # what was meant, if anything was
     lists = "".join(f"; {one.name} was left alone: {one.why}" for one in first)
     if lists:
-        return f"no MoE block found that is one of {families}, or a list of experts{lists}"
+        return f"{_NOTHING}{lists}"
     suspects = _suspects(model)
     hint = f"; {', '.join(suspects)} may be one: write an Adapter for it (docs/convert.md)" if suspects else ""
-    return f"no MoE block found that is one of {families}{hint}"
+    return f"{_NOTHING}{hint}"
+
+
+_NOTHING = (
+    "no MoE block found: neither experts of transformers, nor a layer of DeepSpeed or Tutel, nor a list of experts"
+)
 
 
 def _suspects(model: nn.Module) -> list[str]:

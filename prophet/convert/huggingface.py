@@ -1,8 +1,8 @@
-"""Hugging Face models: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and V3, GPT-OSS.
+"""Hugging Face models before release 5 of transformers: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2, V3, GPT-OSS.
 
-Since release 5 of transformers a block's router returns (logits, weights, ids) and its experts are one module, called
-with (tokens, ids, weights), that stacks their parameters: there the block stays as it is. Before, a block held a list
-of experts and looped over them itself: there the one method with the loop is replaced.
+There a block held a list of experts and looped over them itself: the one method with the loop is replaced. GPT-OSS
+stacked its experts already, and called them with weights for all. Since release 5 `prophet.convert.interface` knows
+the experts of all families.
 
 Nothing of transformers is imported; classes are known by their name and module.
 
@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
-from prophet.convert.probe import activation_of, calls_idle, identify
+from prophet.convert.interface import Interface, Layout
+from prophet.convert.probe import calls_idle, identify
 from prophet.errors import ConversionError
-from prophet.experts.plain import RowOrder
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.kernels.grouped_ffn.naive import QUICK_SLOPE
-from prophet.spec import Activation, ActivationParts, activation_named, bias_of
+from prophet.spec import ActivationParts, activation_named, bias_of
 
 # --- what replaces the loops of the old form ---
 
@@ -64,10 +64,10 @@ def _gpt_oss_dense_weights(block: Any, hidden_states: Tensor) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class GatedBlock(Adapter):
-    """Blocks of gated experts without biases: all the families but GPT-OSS.
+    """Blocks with a list of experts: all the families but GPT-OSS.
 
     classes: names of the block's class. package: of transformers.models, where they are defined. loop: what replaces
-    the method of this name in the old form, with experts in a list.
+    the method of this name.
     """
 
     family: str
@@ -76,51 +76,25 @@ class GatedBlock(Adapter):
     loop: tuple[str, Callable[..., Any]] = ("forward", _softmax_then_top_k)
 
     def matches(self, block: nn.Module) -> bool:
-        return class_named(block, self.classes, f"transformers.models.{self.package}")
+        known = class_named(block, self.classes, f"transformers.models.{self.package}")
+        return known and isinstance(getattr(block, "experts", None), nn.ModuleList)
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
-        experts, router = child(block, "experts"), child(block, "gate")
+        experts: Any = child(block, "experts")
+        router = child(block, "gate")
         top_k = integer(router if hasattr(router, "top_k") else block, "top_k")
-        if isinstance(experts, nn.ModuleList):
-            spec = modules_spec(experts, num_experts=len(experts), top_k=top_k, router=type(router).__name__)
-            return replace(spec, idle_called=calls_idle(block, spec, experts, self.call))
-        e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_dim", "intermediate_dim"))
-        check_shapes(experts, {"gate_up_proj": (e, 2 * hidden, dim), "down_proj": (e, dim, hidden)})
-        activation = activation_of(getattr(experts, "act_fn", None), "hidden_act", gated=True)
-        return _stacked_spec(router, e, top_k, dim, hidden, activation)
+        spec = modules_spec(experts, num_experts=len(experts), top_k=top_k, router=type(router).__name__)
+        return replace(spec, idle_called=calls_idle(block, spec, experts, self.call))
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        if spec.names is not None:
-            return spec.names.unpack(state, f"{expert}.")
-        return ExpertWeights(state["gate_up_proj"][expert], state["down_proj"][expert])
+        names: Any = spec.names
+        return names.unpack(state, f"{expert}.")  # type: ignore[no-any-return]
 
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        if spec.names is not None:
-            return pack_modules(spec, experts, "")
-        return {
-            "gate_up_proj": torch.stack([w.w_in for w in experts]),
-            "down_proj": torch.stack([w.w_out for w in experts]),
-        }
+        return pack_modules(spec, experts, "")
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
-        return dict([self.loop]) if isinstance(child(block, "experts"), nn.ModuleList) else {}
-
-
-def _stacked_spec(
-    router: nn.Module, e: int, top_k: int, dim: int, hidden: int, activation: Activation, *, bias: bool = False
-) -> ExpertsSpec:
-    """The description of E experts that one parameter stacks."""
-    return ExpertsSpec(
-        num_experts=e,
-        held=e,
-        top_k=top_k,
-        dim=dim,
-        hidden=hidden,
-        activation=activation,
-        bias=bias,
-        form="stacked",
-        router=type(router).__name__,
-    )
+        return dict([self.loop])
 
 
 def modules_spec(experts: nn.ModuleList, *, num_experts: int, top_k: int, router: str) -> ExpertsSpec:
@@ -158,16 +132,15 @@ def pack_modules(spec: ExpertsSpec, experts: Sequence[ExpertWeights], prefix: st
     return {n: t for e, weights in enumerate(experts) for n, t in names.pack(weights, f"{prefix}{e}.").items()}
 
 
-_INTERLEAVED = RowOrder(interleaved=True)
-
-
 class GptOssBlock(Adapter):
-    """GPT-OSS: biases, the clamped SwiGLU, gate and up interleaved, matrices transposed."""
+    """GPT-OSS, whose router gives weights for all experts: zero for those that are not chosen."""
 
     family = "GPT-OSS"
+    _layout = Layout(transposed=True, interleaved=True, bias=True)
 
     def matches(self, block: nn.Module) -> bool:
-        return class_named(block, ("GptOssMLP",), "transformers.models.gpt_oss")
+        known = class_named(block, ("GptOssMLP",), "transformers.models.gpt_oss")
+        return known and not Interface().matches(child(block, "experts"))
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts, router = child(block, "experts"), child(block, "router")
@@ -176,33 +149,27 @@ class GptOssBlock(Adapter):
             raise ConversionError(f"swiglu_alpha: the clamped SwiGLU has {QUICK_SLOPE}, got {slope!r}")
         parts = ActivationParts(function="quick_gelu", gated=True, limit=limit, plus_one=True)
         e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_size", "intermediate_size"))
-        matrices = {"gate_up_proj": (e, dim, 2 * hidden), "down_proj": (e, hidden, dim)}
-        check_shapes(experts, {**matrices, "gate_up_proj_bias": (e, 2 * hidden), "down_proj_bias": (e, dim)})
-        return _stacked_spec(router, e, integer(router, "top_k"), dim, hidden, activation_named(parts), bias=True)
-
-    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        rows, bias = state["gate_up_proj"][expert].t(), state["gate_up_proj_bias"][expert]
-        return ExpertWeights(
-            _INTERLEAVED.gate_first(rows),
-            state["down_proj"][expert].t(),
-            _INTERLEAVED.gate_first(bias),
-            state["down_proj_bias"][expert],
+        check_shapes(experts, self._layout.shapes(e, dim, hidden))
+        return ExpertsSpec(
+            num_experts=e,
+            held=e,
+            top_k=integer(router, "top_k"),
+            dim=dim,
+            hidden=hidden,
+            activation=activation_named(parts),
+            bias=True,
+            form="stacked",
+            router=type(router).__name__,
         )
 
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        return self._layout.unpack(state, expert)
+
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        return {
-            "gate_up_proj": torch.stack([_INTERLEAVED.back(w.w_in).t() for w in experts]),
-            "gate_up_proj_bias": torch.stack([_INTERLEAVED.back(w.b_in) for w in experts if w.b_in is not None]),
-            "down_proj": torch.stack([w.w_out.t() for w in experts]),
-            "down_proj_bias": torch.stack([w.b_out for w in experts if w.b_out is not None]),
-        }
+        return self._layout.pack(experts)
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
-        router: Any = child(block, "router")
-        with torch.no_grad():
-            answer = router(torch.zeros_like(router.weight[:1]))
-        # since release 5 it returns (logits, weights, ids)
-        return {"forward": _gpt_oss_dense_weights} if len(answer) == 2 else {}
+        return {"forward": _gpt_oss_dense_weights}
 
 
 def adapters() -> tuple[Adapter, ...]:

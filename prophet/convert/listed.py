@@ -46,7 +46,7 @@ class Listed(Adapter):
         listing = self.listing
         try:
             check_one_kind(experts)
-            spec = modules_spec(experts, num_experts=len(experts), top_k=1, router=RUNS_TWICE)
+            spec = modules_spec(experts, num_experts=len(experts), top_k=0, router=RUNS_TWICE)
             names: Any = spec.names
             for expert in list(experts)[1:]:
                 check_computes(expert, names, spec.activation)
@@ -55,7 +55,7 @@ class Listed(Adapter):
                 experts,
                 self._first,
                 total=len(experts),
-                top_k=1,
+                top_k=0,
                 dim=listing.dim,
                 router=RUNS_TWICE,
                 why=str(no),
@@ -90,8 +90,6 @@ class ListedExperts(RoutedModules):
     """Stands where a list of experts was. To everybody it is the list, but while its block runs it is one of stand-ins,
     which note and hand out.
     """
-
-    knows_top_k = False
 
     def __init__(self, bank: ModulesBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
         super().__init__(bank, origin, collective, impl)

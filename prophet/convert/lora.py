@@ -9,35 +9,29 @@ Shape legend: E experts, R rank of an adapter, I and O inputs and outputs of a m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.base import Adapter, ExpertsSpec, child
+from prophet.convert.base import Adapter, ExpertsSpec, bare, is_wrapper
 from prophet.convert.checks import LORA_ADVICE, check_bare
-from prophet.convert.huggingface import GatedBlock, GptOssBlock
+from prophet.convert.interface import Interface
 from prophet.errors import ConversionError
 from prophet.experts.lora import LoraExpert, LoraMatrix
 from prophet.kernels.grouped_ffn import ExpertWeights
+from prophet.spec import parts_of
 
-_PARTS = {"gate_up_proj": "gate_up", "down_proj": "down"}  # what an expert's module calls them
+# what an expert's module calls them, and what a `LoraExpert` does
+_PARTS = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def is_wrapper(module: object) -> bool:
-    """Whether PEFT has put LoRA on one of the module's parameters."""
-    kind = type(module)
-    return kind.__name__ == "ParamWrapper" and kind.__module__.split(".")[0] == "peft"
-
-
-def for_lora(adapter: Adapter, block: nn.Module) -> Adapter:
-    """`adapter`, or one that looks through PEFT's wrappers on the block's experts or router, where there are any."""
-    if isinstance(adapter, GatedBlock | GptOssBlock) and any(map(is_wrapper, block.children())):
-        return LoraBlock(adapter)
-    return adapter
+def for_lora(adapter: Adapter, experts: nn.Module) -> Adapter:
+    """`adapter`, or one that looks through PEFT's wrappers around `experts`, where there are any."""
+    return LoraBlock(adapter) if isinstance(adapter, Interface) and is_wrapper(experts) else adapter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,36 +67,32 @@ class Piece:
 
 
 class LoraBlock(Adapter):
-    """A block that `inner` knows, with LoRA on its experts, its router, or both. One for each block.
+    """Experts that `inner` knows, with LoRA on them. One for each block. name: of PEFT's adapter."""
 
-    name: of PEFT's adapter on the experts; "" where there is none, and they are converted as `inner` does.
-    """
-
+    experts_name = Interface.experts_name
+    drops_none = Interface.drops_none
     takes_lora = True
 
-    def __init__(self, inner: GatedBlock | GptOssBlock) -> None:
+    def __init__(self, inner: Interface) -> None:
         self.inner = inner
-        self.family, self.experts_name = inner.family, inner.experts_name
+        self.family = inner.family
         self.name = ""
         self.pieces: tuple[Piece, ...] = ()
         self._scaling: dict[str, float] = {}
-        self._transposed = isinstance(inner, GptOssBlock)
         self._spec: ExpertsSpec | None = None
 
     def matches(self, block: nn.Module) -> bool:
         return self.inner.matches(block)
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
-        experts = child(block, self.experts_name)
-        spec = self.inner.describe(_Bare(block))
-        if not is_wrapper(experts):
-            return spec
+        experts = block
+        _check_base(bare(experts))
+        spec = self.inner.describe(bare(experts))
         wrappers, at = [], ""
         inside: Any = experts
         while is_wrapper(inside):
             wrappers.append((at, inside))
             inside, at = inside.base_layer, f"{at}base_layer."
-        _check_base(inside)
         pieces = []
         for name, _ in inside.named_parameters():
             part = _PARTS[name.removesuffix("_bias")]
@@ -132,10 +122,11 @@ class LoraBlock(Adapter):
             share = piece.share(p.detach(), number, spec.num_experts)
             own[part][name] = nn.Parameter(share.clone(memory_format=torch.contiguous_format), p.requires_grad)
         matrices = {
-            part: LoraMatrix(**given, scaling=self._scaling.get(part, 1.0), transposed=self._transposed)
+            part: LoraMatrix(**given, scaling=self._scaling.get(part, 1.0), transposed=self.inner.layout.transposed)
             for part, given in own.items()
         }
-        return LoraExpert(matrices["gate_up"], matrices["down"], spec.activation, interleaved=self._transposed)
+        interleaved = self.inner.layout.interleaved
+        return LoraExpert(matrices["gate_up"], matrices["down"], spec.activation, interleaved=interleaved)
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         return self.inner.unpack(spec, state, expert)
@@ -143,22 +134,8 @@ class LoraBlock(Adapter):
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
         return self.inner.pack(spec, experts)
 
-    def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
-        return self.inner.methods(_Bare(block))
-
-
-class _Bare(nn.Module):
-    """A block as it is without PEFT's wrappers."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_block"] = block  # past nn.Module: no part of this one
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__dict__["_block"], name)
-        while is_wrapper(found):
-            found = found.base_layer
-        return found
+    def call(self, block: nn.Module, x: Tensor) -> Any:
+        return self.inner.call(block, x)
 
 
 def _check_base(experts: nn.Module) -> None:
@@ -201,7 +178,8 @@ def _checked(wrapper: Any, spec: ExpertsSpec) -> tuple[str, str]:
     rank = wrapper.r[name]
     a, b = wrapper.lora_A[name].weight.shape, wrapper.lora_B[name].weight.shape
     inputs = {"gate_up": spec.dim, "down": spec.hidden}.get(part or "")
-    outputs = {"gate_up": 2 * spec.hidden, "down": spec.dim}.get(part or "")
+    rows = spec.hidden * (2 if parts_of(spec.activation).gated else 1)
+    outputs = {"gate_up": rows, "down": spec.dim}.get(part or "")
     if part is None or (*a, *b) != (e * rank, inputs, outputs, e * rank):
         raise ConversionError(
             f"{who}: expected {sorted(_PARTS)} with factors of rank {rank} for each of {e} experts, got lora_A "

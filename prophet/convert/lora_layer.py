@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prophet.convert.copies import trying
 from prophet.convert.lora import LoraBlock, Piece
-from prophet.convert.routed import Origin, RoutedExperts, converted
+from prophet.convert.routed import Origin, RoutedExperts, converted, with_originals
 from prophet.errors import CheckpointError, ConversionError
 from prophet.experts.lora import LoraMatrix
 from prophet.experts.modules import ModulesBank
@@ -188,19 +188,6 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Module, str, LoraExperts
 
 
 @contextmanager
-def with_wrappers(model: nn.Module) -> Iterator[None]:
-    """While it lasts PEFT's wrappers are in place of the layers; the base's parameters have no values."""
-    layers = lora_layers(model)
-    try:
-        for _, holder, attribute, layer in layers:
-            setattr(holder, attribute, layer.origin.skeleton)
-        yield
-    finally:
-        for _, holder, attribute, layer in layers:
-            setattr(holder, attribute, layer)
-
-
-@contextmanager
 def reading_adapters(model: nn.Module, source: object) -> Iterator[None]:
     """While it lasts PEFT reads adapters into its wrappers; then every rank keeps those of its experts.
 
@@ -210,7 +197,7 @@ def reading_adapters(model: nn.Module, source: object) -> Iterator[None]:
     for *_, layer in layers:
         layer.open()
     try:
-        with with_wrappers(model):
+        with with_originals(model):
             yield
         lacking = [f"{name}.{path}" for name, _, _, layer in layers for path in layer.lacking()]
         if lacking:

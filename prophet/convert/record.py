@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from prophet.convert.base import Adapter, ExpertsSpec, is_integer
 from prophet.convert.find import Found, find_all, nothing_found, standard_adapters
-from prophet.convert.listed import Listed
 from prophet.convert.seen import Hook, Pass, Seen
 from prophet.errors import ConversionError, TraceError
 from prophet.layer.moe import MoE
@@ -311,7 +310,7 @@ def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
         "moe_layers": len(found),
         "dense_params": dense_params,
     }
-    if not isinstance(found[0].adapter, Listed):  # of a list the passes tell
+    if spec.top_k:  # else the passes tell
         meta["top_k"] = spec.top_k
     if spec.hidden:
         meta |= {"hidden": spec.hidden, "activation": spec.activation, "bias": bool(spec.bias)}

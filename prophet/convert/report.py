@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from prophet.convert.base import RUNS_TWICE, ExpertsSpec
+from prophet.convert.base import ExpertsSpec
 from prophet.convert.discover import LeftAlone
 from prophet.convert.routed import converted
 from prophet.spec import Bias
@@ -126,7 +126,7 @@ class ConversionReport:
             (
                 r.name,
                 f"{r.family} ({r.spec.form})",
-                f"{r.spec.num_experts}" + ("" if r.spec.router == RUNS_TWICE else f", top-{r.spec.top_k}"),
+                f"{r.spec.num_experts}" + (f", top-{r.spec.top_k}" if r.spec.top_k else ""),
                 f"{r.experts.start}-{r.experts.stop - 1}",
                 _sizes(r.spec),
                 _bank(r.spec),

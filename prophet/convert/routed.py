@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +72,9 @@ class RoutedExperts(MoE):
         ids, weights: [N, K] the experts of every row, and the factors of their outputs. kept: [N, K] booleans, False
         where a choice was dropped for lack of capacity; None keeps all.
         """
-
+        if kept is None and self.origin.adapter.drops_none:
+            kept = ids != self.num_experts
+            ids = ids.where(kept, 0)
         return self.routed(x, ids, weights, kept).to(x.dtype)
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -173,6 +176,22 @@ def block_of(model: nn.Module, name: str, levels: int = 0) -> nn.Module:
     """The module that holds the experts called `name`, or one so many levels above."""
     path = name.split(".")[:-1]
     return model.get_submodule(".".join(path[: len(path) - levels]))
+
+
+@contextmanager
+def with_originals(model: nn.Module) -> Iterator[None]:
+    """While it lasts the modules that held stacked experts are in place of the layers, without values.
+
+    For libraries that look at the parameters of a model by name while they write it.
+    """
+    layers = [found for found in converted(model) if found[-1].origin.spec.form == "stacked"]
+    try:
+        for _, holder, attribute, layer in layers:
+            setattr(holder, attribute, layer.origin.skeleton)
+        yield
+    finally:
+        for _, holder, attribute, layer in layers:
+            setattr(holder, attribute, layer)
 
 
 def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, RoutedExperts]]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from prophet.convert.lora_layer import lora_layers, reading_adapters, with_wrappers
-from prophet.convert.routed import converted
+from prophet.convert.lora_layer import lora_layers, reading_adapters
+from prophet.convert.routed import converted, with_originals
 from prophet.convert.state import load_original_state_dict, original_state_dict
 from prophet.errors import CheckpointError, ConversionError, PartialStateError, some
 from prophet.ranks.collective import Operation
@@ -42,7 +42,7 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     error: Exception | None = None
     if writer:
         try:
-            with at_work(f"writing {folder}"), with_wrappers(model):
+            with at_work(f"writing {folder}"), with_originals(model):
                 type(model).save_pretrained(model, folder, state_dict=state, **options)
         except Exception as caught:
             error = caught
@@ -146,7 +146,8 @@ class _SavePretrained(_Method):
             return
         state = original_state_dict(self.model) if state_dict is None else state_dict
         options |= {"is_main_process": is_main_process, "state_dict": state}
-        type(self.model).save_pretrained(self.model, save_directory, **options)
+        with with_originals(self.model):
+            type(self.model).save_pretrained(self.model, save_directory, **options)
 
 
 class _SaveAdapters(_Method):
@@ -158,7 +159,7 @@ class _SaveAdapters(_Method):
             save_pretrained(self.model, save_directory, **options)
             return
         state = original_state_dict(self.model, adapters_only=True)
-        with with_wrappers(self.model):
+        with with_originals(self.model):
             type(self.model).save_pretrained(self.model, save_directory, state_dict=state, **options)
 
 

@@ -59,7 +59,7 @@ class Seen:
 
     def __init__(self, name: str, experts: int, passes: int, now: Pass) -> None:
         self.name, self.experts, self.calls = name, experts, 0
-        self.most_per_token = 0  # experts that a token had, where rows alone are seen
+        self.most_per_token = 0  # experts that a token had
         self._now = now
         self._here: IntArray = np.zeros((passes, experts), dtype=np.int64)
         self._there: Tensor | None = None
@@ -73,6 +73,7 @@ class Seen:
         if self._now.running:
             flat = ids.detach().reshape(-1).long()
             there = (flat >= 0) & (flat < self.experts)
+            self.most_per_token = max(self.most_per_token, flat.numel() // max(tokens, 1))
             self.counts(tally(torch.where(there, flat, self.experts), self.experts + 1)[:-1], tokens)
 
     def counts(self, counts: Tensor, tokens: int) -> None:

@@ -50,7 +50,7 @@ def check_by_trying(model: nn.Module, found: Sequence[Found]) -> None:
         if isinstance(f.adapter, Listed):
             check_runs_twice(model, f.adapter.listing)
         elif f.spec.held == f.spec.num_experts:
-            kind = _kind_of(f.block(model))
+            kind = _kind_of(f.known(model))
             if kind not in tried:
                 tried.add(kind)
                 _check_adapter(model, f)
@@ -222,7 +222,7 @@ def _left_on(module: nn.Module) -> dict[str, Tensor]:
 
 def _check_adapter(model: nn.Module, f: Found) -> None:
     """Raise `ConversionError` unless the block computes on one rank, converted, what it does now."""
-    block, who = f.block(model), f"{f.name} ({f.adapter.family})"
+    block, who = f.known(model), f"{f.name} ({f.adapter.family})"
     size = sum(p.numel() for p in block.parameters())
     own = next(f.experts(model).parameters()).dtype
     for dtype in dict.fromkeys((torch.float64 if size <= MOST_PARAMETERS else own, own)):
@@ -246,17 +246,27 @@ def _check_adapter(model: nn.Module, f: Found) -> None:
             return
 
 
+class _Holder(nn.Module):
+    """Holds the module of experts that an adapter knows without a block."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+
 class _Beside:
-    """Two copies of an adapter's block: as written, and converted for one rank."""
+    """Two copies of what an adapter knows: as written, and converted for one rank."""
 
     def __init__(self, block: nn.Module, f: Found, dtype: torch.dtype) -> None:
-        self._f = with_fields(f, name="", where=f.adapter.experts_name)
+        name = f.adapter.experts_name
+        self._f = with_fields(f, name="" if name else "experts", where=name or "experts")
         self._dtype, self._device = dtype, device_of(block)
         self._limit = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
         self._copies = []
         for _ in range(2):
             seed_all(1)
-            self._copies.append(scramble(twin_of(block), dtype))
+            twin = scramble(twin_of(block), dtype)
+            self._copies.append(twin if name else _Holder(twin))
         self._converted = False
 
     def inputs(self) -> Iterator[Tensor]:

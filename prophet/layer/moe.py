@@ -87,7 +87,6 @@ class MoE(nn.Module):
     """
 
     initialised_here = True  # its experts have drawn their values, one by one
-    knows_top_k = True  # not where a block's own code calls its experts, and choices are counted as rows
 
     def __init__(
         self,

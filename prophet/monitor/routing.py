@@ -82,7 +82,7 @@ def _sizes(layers: Sequence[MoE]) -> dict[str, Any]:
         "layers": len(layers),
         "moe_layers": len(layers),
     }
-    if first.knows_top_k:
+    if first.top_k:  # else choices are counted as rows
         sizes["top_k"] = first.top_k
     if isinstance(bank, FeedForwardBank):
         biased = bank.bias_in is not None or bank.bias_out is not None

@@ -456,7 +456,7 @@ def test_memory_is_bounded_and_looked_at_rarely(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(seen.Seen, "take", lambda self: (looks.append(self.name), take(self))[1])
     got = recorded(model, tmp_path / "b.npz", passes, model)
     assert np.array_equal(got.counts, want.counts)
-    assert looks == 4 * ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert looks == 4 * ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 
 
 # --- how it ends ---
@@ -515,7 +515,9 @@ def test_a_model_whose_blocks_are_not_seen(tmp_path: Path) -> None:
             for x in batches(2):
                 model(x)
 
-    with pytest.raises(TraceError, match=r"in 2 passes model\.layers\.0\.mlp was never seen to choose an expert"):
+    with pytest.raises(
+        TraceError, match=r"in 2 passes model\.layers\.0\.mlp\.experts was never seen to choose an expert"
+    ):
         run()
     assert not list(tmp_path.iterdir())
 
@@ -556,7 +558,7 @@ def two_sizes() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "options", "text"),
     [
-        (lambda: nn.Linear(2, 2), {}, "no MoE block found that is one of Mixtral"),
+        (lambda: nn.Linear(2, 2), {}, "no MoE block found: neither experts of"),
         (lambda: 3, {}, r"record\(\): model must be a torch\.nn\.Module, got 3"),
         (small, {"adapters": 3}, r"record\(\): adapters must be a sequence of .*Adapter.*, got 3"),
         (small, {"experts": 3}, r"record\(\): experts must be .*, got 3"),
