@@ -75,7 +75,7 @@ class Adapter(ABC):
 
     experts_name: "" where what it reads is not a block, but the module that holds the experts, whoever calls that.
     list_prefix: what the names of the experts' parameters begin with there, before their numbers, where there is a
-    module per expert.
+    module per expert: "list." for a ModuleList inside, "expert_" for a ModuleDict with such keys.
     """
 
     family: str

@@ -17,10 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, child, class_named, integer
-from prophet.convert.checks import check_one_kind
-from prophet.convert.huggingface import modules_spec, pack_modules
-from prophet.convert.modules import one_by_one
-from prophet.convert.probe import check_computes
+from prophet.convert.huggingface import pack_modules
+from prophet.convert.modules import list_spec
 from prophet.convert.seen import Seen, tokens_in
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
@@ -50,18 +48,9 @@ class DeepSpeedMoE(Adapter):
         if not isinstance(experts, nn.ModuleList):
             raise ConversionError(f"deepspeed_experts: expected a ModuleList, got {type(experts).__name__}")
         total, top_k, router = len(experts) * integer(block, "ep_size"), integer(gate, "k"), type(gate).__name__
-        try:
-            check_one_kind(experts)
-            spec = modules_spec(experts, num_experts=total, top_k=top_k, router=router)
-            spec = replace(spec, idle_called=True)  # each with as many rows as it has capacity, zeros if need be
-            names: Any = spec.names
-            for expert in experts:
-                check_computes(expert, names, spec.activation)
-            return spec
-        except ConversionError as no:
-            dim: Any = child(gate, "wg").in_features
-            spec = one_by_one(experts, 0, total=total, top_k=top_k, dim=dim, router=router, why=str(no))
-            return replace(spec, idle_called=True)
+        dim: Any = child(gate, "wg").in_features
+        spec = list_spec(experts, total=total, top_k=top_k, dim=dim, router=router)
+        return replace(spec, idle_called=True)  # each with as many rows as it has capacity, zeros if need be
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         names: Any = spec.names

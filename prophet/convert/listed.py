@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import RUNS_TWICE, Adapter, ExpertsSpec
-from prophet.convert.checks import check_one_kind
 from prophet.convert.discover import Listing
-from prophet.convert.huggingface import modules_spec, pack_modules
-from prophet.convert.modules import RoutedModules, one_by_one
-from prophet.convert.probe import check_computes
+from prophet.convert.huggingface import pack_modules
+from prophet.convert.modules import RoutedModules, list_spec
 from prophet.convert.replay import Note, Passes, Tape, with_stand_ins
 from prophet.convert.routed import Origin
 from prophet.errors import ConversionError
@@ -43,24 +41,9 @@ class Listed(Adapter):
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts: Any = block.get_submodule(self.experts_name)
-        listing = self.listing
-        try:
-            check_one_kind(experts)
-            spec = modules_spec(experts, num_experts=len(experts), top_k=0, router=RUNS_TWICE)
-            names: Any = spec.names
-            for expert in list(experts)[1:]:
-                check_computes(expert, names, spec.activation)
-        except ConversionError as no:
-            return one_by_one(
-                experts,
-                self._first,
-                total=len(experts),
-                top_k=0,
-                dim=listing.dim,
-                router=RUNS_TWICE,
-                why=str(no),
-            )
-        return spec
+        return list_spec(
+            experts, total=len(experts), top_k=0, dim=self.listing.dim, router=RUNS_TWICE, first=self._first
+        )
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         names: Any = spec.names

@@ -6,14 +6,17 @@ Shape legend: E experts, m experts of this rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
+from prophet.convert.checks import check_one_kind
 from prophet.convert.copies import trying
+from prophet.convert.huggingface import modules_spec
+from prophet.convert.probe import check_computes
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.errors import ConversionError
 from prophet.experts.likeness import check_alike, parts_of
@@ -38,15 +41,15 @@ class RoutedModules(RoutedExperts):
         # past nn.Module: the experts have one name each, that of the list
         self.__dict__.update(experts=self._modules.pop("experts"), gate=self._modules.pop("gate"))
         for number, expert in bank.named_children():
-            self.add_module(number, expert)
+            self.add_module(f"{self._key}{number}", expert)
         module: Any = self  # whose hooks torch has not annotated
         module.register_load_state_dict_post_hook(_lay_out_again)
         if origin.spec.idle_called:
             bank.called = range(self.num_experts)
 
     def keys_prefix(self, name: str) -> str:
-        """Nothing: the experts have the names that they had in the list."""
-        return name
+        """What stood before their numbers in a dictionary: the experts have the names that they had there."""
+        return name + self._key
 
     names_prefix = keys_prefix
 
@@ -77,7 +80,7 @@ class RoutedModules(RoutedExperts):
 
     def __getattr__(self, name: str) -> Any:
         """The list has the name that it had in the module which held it: other code may reach into it."""
-        if "origin" in self.__dict__ and name and name == self._prefix.rstrip("."):
+        if "origin" in self.__dict__ and name and name == self._prefix.rpartition(".")[0]:
             return self.listed()
         return super().__getattr__(name)
 
@@ -99,14 +102,19 @@ class RoutedModules(RoutedExperts):
         self.experts._apply(fn, recurse)
         return self
 
-    def _load_from_state_dict(self, *given: Any) -> None:
-        self.experts._load_from_state_dict(*given)
+    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *given: Any) -> None:
+        self.experts._load_from_state_dict(state, self.keys_prefix(prefix), *given)
 
     # --- as they were ---
 
     @property
     def _prefix(self) -> str:
         return self.origin.adapter.list_prefix
+
+    @property
+    def _key(self) -> str:
+        """What keys begin with, where a dictionary holds the experts."""
+        return self._prefix.rpartition(".")[2]
 
     @property
     def _first(self) -> int:
@@ -138,7 +146,7 @@ class RoutedModules(RoutedExperts):
     def module_of_originals(self) -> nn.Module:
         state, home = self.originals(), self.experts.home_experts()
         attributes = self.origin.attributes
-        modules: Any = list_in(self.origin.skeleton, self._prefix)
+        modules: Any = self.origin.skeleton.get_submodule(self._prefix.rpartition(".")[0])
         offset = self._first - self.experts.first_expert
         for number, expert in self.experts.let_go().items():
             e = number + offset
@@ -152,7 +160,7 @@ class RoutedModules(RoutedExperts):
                 vars(p).update(attributes.get(name, {}))
                 for where, attribute in part.places:
                     setattr(expert.get_submodule(where), attribute, p)
-            modules._modules[str(e)] = expert
+            modules._modules[f"{self._key}{e}"] = expert
         return self.origin.skeleton
 
     def let_go_of_originals(self) -> None:
@@ -170,11 +178,30 @@ def _lay_out_again(layer: RoutedModules, _: Any) -> None:
 
 
 def list_in(experts: nn.Module, prefix: str) -> nn.ModuleList:
-    """The list of experts in the module that holds them; prefix: of its parameters' names, with a dot, or nothing."""
-    found = experts.get_submodule(prefix.rstrip("."))
+    """The experts in the module that holds them; prefix: as `Adapter.list_prefix`."""
+    path, _, key = prefix.rpartition(".")
+    found = experts.get_submodule(path)
+    if isinstance(found, nn.ModuleDict) and list(found) == [f"{key}{e}" for e in range(len(found))]:
+        return nn.ModuleList(found.values())
     if not isinstance(found, nn.ModuleList):
         raise ConversionError(f"form 'modules': expected a ModuleList of experts, got {type(found).__name__}")
     return found
+
+
+def list_spec(experts: nn.ModuleList, *, total: int, top_k: int, dim: int, router: str, first: int = 0) -> ExpertsSpec:
+    """The description of experts in a list: as feed-forward networks if all are, else as modules one by one.
+
+    first: which of them is tried as a module.
+    """
+    try:
+        check_one_kind(experts)
+        spec = modules_spec(experts, num_experts=total, top_k=top_k, router=router)
+        names: Any = spec.names
+        for expert in list(experts)[1:]:
+            check_computes(expert, names, spec.activation)
+        return spec
+    except ConversionError as no:
+        return one_by_one(experts, first, total=total, top_k=top_k, dim=dim, router=router, why=str(no))
 
 
 def one_by_one(

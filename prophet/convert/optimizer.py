@@ -129,19 +129,19 @@ class Carried:
         """What takes the place of the experts' parameters and their states, once the experts are converted."""
         layer: Any = model.get_submodule(self.where)
         bank = layer.experts
-        name = layer.names_prefix(f"{self.where}.").rstrip(".")
+        name = layer.names_prefix(f"{self.where}.")
         new: dict[int, list[tuple[str, nn.Parameter]]] = {}
         states: dict[nn.Parameter, dict[str, Any]] = {}
-        kept = {id(p): f"{name}.{part}" for part, p in bank.named_parameters()}
+        kept = {id(p): f"{name}{part}" for part, p in bank.named_parameters()}
         if isinstance(bank, FeedForwardBank):
             for part, (first, state) in self._states_in(bank).items():
                 p = bank.get_parameter(part)
                 if self._group_of(self.params[first]) is None:
                     continue
-                new.setdefault(id(self.params[first]), []).append((f"{name}.{part}", p))
+                new.setdefault(id(self.params[first]), []).append((f"{name}{part}", p))
                 states[p] = state
         for part, p, source, local in layer.pieces() if self.spec.places else ():
-            new.setdefault(id(self.params[source]), []).append((f"{name}.{part}", p))
+            new.setdefault(id(self.params[source]), []).append((f"{name}{part}", p))
             states[p] = self._cut_state(layer, source, local)
         return Move(self.optimizer, tuple(self.params.values()), new, kept, states)
 
