@@ -92,6 +92,10 @@ def discover(
         if experts is not None and not named:
             left.append(LeftAlone(name=name, why="experts= does not name it"))
             continue
+        known = next((t for t in taken if t.rpartition(".")[0] == name.rpartition(".")[0]), None)
+        if known is not None and not named:  # norms or attention of a layer whose experts have been found
+            left.append(LeftAlone(name=name, why=f"{known}, which stands beside it, has the experts"))
+            continue
         try:
             listing = _tried(model, name, modules, named)
             _check_alone_in_its_block(listing, found)
