@@ -107,6 +107,10 @@ class Adapter(ABC):
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
         """The inverse: the parameters of the experts' module, from all experts that it holds, in order."""
 
+    def rest(self, spec: ExpertsSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of parameters, by name, the rows behind those of all experts, which `pack` leaves out; nothing reads them."""
+        return {}
+
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
         """Methods that replace the block's own, by name, because those call the experts one by one.
 

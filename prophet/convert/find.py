@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert import huggingface
+from prophet.convert import huggingface, own_interface
 from prophet.convert.base import Adapter, ExpertsSpec, child
 from prophet.convert.checks import describe_block
 from prophet.convert.deepspeed import DeepSpeedMoE
@@ -77,8 +77,8 @@ class Found:
 
 
 def standard_adapters() -> tuple[Adapter, ...]:
-    """The adapters that `convert` knows: of Hugging Face's interface, its old families, DeepSpeed, Tutel."""
-    return (Interface(), *huggingface.adapters(), DeepSpeedMoE(), TutelMoE())
+    """The adapters that `convert` knows: of Hugging Face's interface, its other families, DeepSpeed, Tutel."""
+    return (Interface(), *own_interface.adapters(), *huggingface.adapters(), DeepSpeedMoE(), TutelMoE())
 
 
 def find(model: nn.Module, adapters: Sequence[Adapter]) -> list[tuple[str, nn.Module, Adapter]]:

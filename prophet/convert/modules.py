@@ -68,7 +68,7 @@ class RoutedModules(RoutedExperts):
         return iter(self.listed())
 
     def __getitem__(self, at: Any) -> Any:
-        return self.listed()[at]
+        return self.listed()[int(at.removeprefix(self._key)) if isinstance(at, str) else at]
 
     def _refuse_change(self, *_: Any) -> Any:
         raise ConversionError(

@@ -13,7 +13,7 @@ from prophet.convert.listed import Listed, ListedExperts
 from prophet.convert.lora import LoraBlock
 from prophet.convert.lora_layer import lora_layer
 from prophet.convert.modules import RoutedModules, list_in, modules_bank
-from prophet.convert.routed import Origin, RoutedExperts
+from prophet.convert.routed import Origin, RoutedExperts, copied_rest
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.choice import Impl
 from prophet.ranks.collective import Collective
@@ -24,7 +24,8 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
     experts, block, spec = f.experts(model), f.block(model), f.spec
     params = dict(experts.named_parameters())
     attributes = {n: dict(vars(p)) for n, p in params.items() if vars(p)}
-    origin = Origin(f.adapter, spec, experts, attributes, around=f.around)
+    rest = copied_rest(f.adapter, spec, params)
+    origin = Origin(f.adapter, spec, experts, attributes, around=f.around, rest=rest)
     methods: Mapping[str, Any]
     if isinstance(f.adapter, Listed):
         methods = {"forward": f.adapter.forward_of(type(block))}

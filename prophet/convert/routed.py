@@ -32,7 +32,8 @@ class Origin:
     skeleton: the module that held them, its parameters on the meta device. attributes: what was set on its parameters.
     block_class: the block's class, where methods of it were replaced. around: how many modules up that block is from
     the one that holds the experts. model: what was converted. renamed: of the holder's other parameters and buffers,
-    those that had another name before, and that name. stays: why it cannot be put back, if it cannot.
+    those that had another name before, and that name. stays: why it cannot be put back, if it cannot. rest: what
+    `Adapter.rest` says, in the host's memory.
     """
 
     adapter: Adapter
@@ -44,6 +45,7 @@ class Origin:
     model: weakref.ref[nn.Module] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     stays: str = ""
+    rest: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class RoutedExperts(MoE):
@@ -120,7 +122,7 @@ class RoutedExperts(MoE):
     def packed(self, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
         """All of `experts` as the parameters of the module they come from, contiguous."""
         origin = self.origin
-        return {n: t.contiguous() for n, t in origin.adapter.pack(origin.spec, experts).items()}
+        return with_rest(origin.adapter.pack(origin.spec, experts), origin.rest)
 
     def here(self) -> dict[str, Tensor]:
         """This rank's experts as the parameters of the module they come from."""
@@ -167,9 +169,20 @@ class RoutedExperts(MoE):
     def take(self, state: dict[str, Tensor]) -> None:
         """Set this rank's experts from the parameters of the module they come from."""
         spec, bank = self.origin.spec, self.experts
+        self.origin.rest = copied_rest(self.origin.adapter, spec, state)
         first = bank.first_expert if spec.held == self.num_experts else 0
         for local in range(bank.experts):
             bank.set_expert_weights(local, self.origin.adapter.unpack(spec, state, first + local))
+
+
+def copied_rest(adapter: Adapter, spec: ExpertsSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `Adapter.rest` says of the parameters in `state`, as copies in the host's memory."""
+    return {name: rows.detach().to("cpu", copy=True) for name, rows in adapter.rest(spec, state).items()}
+
+
+def with_rest(packed: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters from all experts' rows and what stands behind them, contiguous."""
+    return {n: torch.cat((t, rest[n].to(t))) if n in rest else t.contiguous() for n, t in packed.items()}
 
 
 def block_of(model: nn.Module, name: str, levels: int = 0) -> nn.Module:

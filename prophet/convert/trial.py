@@ -32,6 +32,7 @@ from prophet.convert.find import Found
 from prophet.convert.listed import Listed
 from prophet.convert.replace import replace
 from prophet.convert.replay import Note, Passes, RandomState, Tape, with_stand_ins
+from prophet.convert.routed import with_rest
 from prophet.convert.verify import TOLERANCE, evaluating
 from prophet.errors import ConversionError, ReplayError
 from prophet.ranks.threads import ThreadWorld
@@ -279,6 +280,7 @@ class _Beside:
         state = {n: p.detach() for n, p in experts.named_parameters()}
         try:
             packed = f.adapter.pack(f.spec, [f.adapter.unpack(f.spec, state, e) for e in range(f.spec.held)])
+            packed = with_rest(packed, f.adapter.rest(f.spec, state))
         except WRONG as error:
             raise ConversionError(f"{who}: unpack and pack fail: {type(error).__name__}: {error}") from error
         for name in sorted(state.keys() ^ packed.keys()):

@@ -190,6 +190,7 @@ def original_gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {n: p.grad.clone() for n, p in dense_parameters(model).items() if p.grad is not None}
     for name, _, _, layer in converted(model):
         twin = copy.deepcopy(layer)
+        twin.origin.rest = {part: torch.zeros_like(t) for part, t in layer.origin.rest.items()}  # which nothing reads
         with torch.no_grad():
             for (_, q), (_, p) in zip(twin.experts.named_parameters(), layer.experts.named_parameters(), strict=True):
                 q.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
