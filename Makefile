@@ -4,6 +4,7 @@
 #   make test             run the packages' tests
 #   make test-benchmarks  run the benchmarks' tests
 #   make test-docs        run what the pages show, the tutorial among it
+#   make test-families    convert and train every family of transformers that has experts
 #   make test-all         run all tests, the slow ones too (faults on an emulated cluster among them)
 #   make lint             ruff, its formatter and mypy
 #   make wheel            build sdist and wheel, and use the wheel alone in an empty environment
@@ -32,7 +33,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAG
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-docs test-all test-peers lint wheel docs bench clean
+.PHONY: help demo test test-benchmarks test-docs test-families test-all test-peers lint wheel docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -73,15 +74,20 @@ $(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 demo: $(VENV)/.installed
 	$(BIN)/prophet demo $(ARGS)
 
-test test-benchmarks test-docs test-all test-peers: export OMP_NUM_THREADS ?= 1
+# Folders of tests that `make test` leaves to targets of their own.
+OWN_TARGETS := benchmarks docs families peers
+test test-benchmarks test-docs test-families test-all test-peers: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed-test
-	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks --ignore=tests/docs --ignore=tests/peers $(ARGS)
+	$(PYTEST) -m "not slow" --hypothesis-profile=ci $(OWN_TARGETS:%=--ignore=tests/%) $(ARGS)
 
 test-benchmarks: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow" --hypothesis-profile=ci tests/benchmarks $(ARGS)
 
 test-docs: $(VENV)/.installed-test
 	$(PYTEST) tests/docs $(ARGS)
+
+test-families: $(VENV)/.installed-test
+	$(PYTEST) tests/families $(ARGS)
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) --ignore=tests/peers $(ARGS)
