@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
 from prophet.convert.huggingface import pack_modules
+from prophet.convert.interface import Layout
 from prophet.convert.modules import list_in, list_spec
 from prophet.convert.probe import activation_of
 from prophet.convert.seen import Seen, tokens_in
@@ -56,25 +57,30 @@ def _stacked_spec(
     )
 
 
-class _Llama4(_Family):
+class _Stacked(_Family):
+    """Stacked as `layout` says."""
+
+    layout = Layout()
+
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        return self.layout.unpack(state, expert)
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        return self.layout.pack(experts)
+
+
+class _Llama4(_Stacked):
     """Every row is scaled by its score before its expert, and answers are summed as they are."""
+
+    layout = Layout(transposed=True)
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts, router = child(block, "experts"), child(block, "router")
         e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_size", "expert_dim"))
-        check_shapes(experts, {"gate_up_proj": (e, dim, 2 * hidden), "down_proj": (e, hidden, dim)})
+        check_shapes(experts, self.layout.shapes(e, dim, hidden))
         return _stacked_spec(
             router, experts.act_fn, num_experts=e, top_k=integer(router, "top_k"), dim=dim, hidden=hidden
         )
-
-    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        return ExpertWeights(state["gate_up_proj"][expert].t(), state["down_proj"][expert].t())
-
-    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        return {
-            "gate_up_proj": torch.stack([w.w_in.t() for w in experts]),
-            "down_proj": torch.stack([w.w_out.t() for w in experts]),
-        }
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
         return {"forward": _scores_on_inputs}
@@ -165,19 +171,6 @@ class _Dbrx(_Family):
         return {f"mlp.{name}": torch.cat(part) for name, part in zip(("w1", "v1", "w2"), parts, strict=True)}
 
 
-class _Stacked(_Family):
-    """gate_up_proj [E, 2H, D], or more in the first dimension, and down_proj [E, D, H]."""
-
-    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        return ExpertWeights(state["gate_up_proj"][expert], state["down_proj"][expert])
-
-    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        return {
-            "gate_up_proj": torch.stack([w.w_in for w in experts]),
-            "down_proj": torch.stack([w.w_out for w in experts]),
-        }
-
-
 class _LongcatFlash(_Stacked):
     """Ids from E on are of identity experts, which answer with their input. Nothing reads the rows that they have in
     gate_up_proj.
@@ -187,7 +180,8 @@ class _LongcatFlash(_Stacked):
         experts, router = child(block, "experts"), child(block, "router")
         names = ("num_routed_experts", "total_experts", "hidden_size", "intermediate_size")
         e, total, dim, hidden = (integer(experts, name) for name in names)
-        check_shapes(experts, {"gate_up_proj": (total, 2 * hidden, dim), "down_proj": (e, dim, hidden)})
+        shapes = self.layout.shapes(e, dim, hidden)
+        check_shapes(experts, {**shapes, "gate_up_proj": (total, 2 * hidden, dim)})
         return _stacked_spec(
             router, experts.act_fn, num_experts=e, top_k=integer(router, "top_k"), dim=dim, hidden=hidden
         )
@@ -221,7 +215,7 @@ class _Step3p7(_Stacked):
                 f"activation, and that of swiglu_clamped before it"
             )
         e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_dim", "intermediate_dim"))
-        check_shapes(experts, {"gate_up_proj": (e, 2 * hidden, dim), "down_proj": (e, dim, hidden)})
+        check_shapes(experts, self.layout.shapes(e, dim, hidden))
         return _stacked_spec(
             router, experts.act_fn, num_experts=e, top_k=integer(router, "top_k"), dim=dim, hidden=hidden
         )
