@@ -195,6 +195,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},
     "zaya": {"num_experts_per_tok": 1},
 }
+# experts that compute in float32, whatever the model's dtype
+SINGLE = {"inkling2", "inkling2_loop", "openai_privacy_filter"}
 # the class that is trained, where another comes first
 WANTED: dict[str, str] = {"diffusion_gemma": "DiffusionGemmaForBlockDiffusion"}
 
