@@ -144,7 +144,7 @@ def together(
 ) -> Run:
     """Train a converted model on one rank's batches, with placements at random.
 
-    lose: a replica's gradients are lost on their way home, in every step.
+    lose: the gradients of one replica are lost on their way home, in every step.
     """
     run, mine = Run(), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -169,14 +169,16 @@ def together(
 
 @contextmanager
 def losing(lose: bool) -> Iterator[None]:
-    """While it lasts, what a replica has summed up is gone before it is sent home."""
-    collect = Replica.collect_grads
+    """While it lasts, the first replica that has summed up anything loses it before it is sent home."""
+    collect, lost = Replica.collect_grads, list[Replica]()
 
-    def lost(replica: Replica) -> None:
+    def losing_one(replica: Replica) -> None:
         collect(replica)
-        replica.grads.zero_()
+        if not lost and bool(replica.grads.any()):
+            lost.append(replica)
+            replica.grads.zero_()
 
-    Replica.collect_grads = lost if lose else collect  # type: ignore[method-assign]
+    Replica.collect_grads = losing_one if lose else collect  # type: ignore[method-assign]
     try:
         yield
     finally:
