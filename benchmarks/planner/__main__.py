@@ -17,6 +17,8 @@ from benchmarks.planner.optimum import gap_rows, optima
 from benchmarks.planner.predictions import rows, summary
 from benchmarks.planner.scale import scale_rows, skewed_load
 from benchmarks.planner.splits import split_rows
+from benchmarks.planner.uneven import behind, by_workload, workload_rows
+from benchmarks.planner.workloads import WORKLOADS
 from prophet.errors import SpecError, TraceError
 from prophet.machine.presets import PRESET_NAMES
 from prophet.planner import PLANNER_NAMES
@@ -26,6 +28,7 @@ POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
 FIRST_LAYERS, FIRST_ITERATIONS = 6, 40  # of a trace, with --first; the next layer's routing takes the last one's place
 STUDY_ITERATIONS = 40  # of every layer, with --mechanisms
+Rows = list[dict[str, Any]]
 
 
 def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -89,7 +92,15 @@ def mechanism_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
 
 
-def print_table(table: list[dict[str, Any]]) -> None:
+VIEWS: dict[Any, tuple[Callable[[Rows], Rows], ...]] = {  # tables of the rows, where they are not printed as they are
+    rows: (list, summary),
+    first_call_rows: (first_summary,),
+    mechanism_rows: (losses,),
+    workload_rows: (by_workload, behind),
+}
+
+
+def print_table(table: Rows) -> None:
     """Print rows with their keys as columns."""
     if not table:
         return
@@ -105,6 +116,13 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
     return value
+
+
+def _workloads(text: str) -> list[str]:
+    names = list(WORKLOADS) if text == "all" else text.split(",")
+    if unknown := set(names) - set(WORKLOADS):
+        raise argparse.ArgumentTypeError(f"expected all, or some of {', '.join(WORKLOADS)}; got {min(unknown)!r}")
+    return names
 
 
 def parser_of() -> argparse.ArgumentParser:
@@ -126,6 +144,11 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--first-case", type=int, default=0, metavar="K", help="number of the first small case (--optimum, default 0)"
     )
+    instead.add_argument(
+        "--workload", type=_workloads, metavar="W0,W1", help="routing that is uneven in one way, or all such instead"
+    )
+    parser.add_argument("--ranks", type=_count, action="append", help="of a workload; may be repeated (default 8, 64)")
+    parser.add_argument("--seeds", type=_count, default=3, help="of a workload, from 0 on (default 3)")
     instead.add_argument("--scale", action="store_true", help="time planning and splitting at several sizes instead")
     parser.add_argument("--cold", action="store_true", help="with --scale: other data in the caches before every call")
     instead.add_argument("--splits", action="store_true", help="what a split's effort buys, with --trace, instead")
@@ -155,9 +178,11 @@ def check(arguments: argparse.Namespace) -> str:
         (arguments.first and not arguments.trace, "--first goes with --trace FILE"),
         (arguments.mechanisms and not arguments.trace, "--mechanisms goes with --trace FILE"),
         (
-            not (arguments.scale or arguments.trace or arguments.optimum or arguments.break_even),
-            "give --trace FILE, --scale, --optimum N or --break-even",
+            not (arguments.scale or arguments.trace or arguments.optimum or arguments.break_even or arguments.workload),
+            "give --trace FILE, --workload NAME, --scale, --optimum N or --break-even",
         ),
+        (arguments.workload and arguments.trace, "--workload draws its routing: leave --trace out"),
+        (arguments.ranks and not arguments.workload, "--ranks goes with --workload"),
         (arguments.plot and not arguments.break_even, "--plot goes with --break-even"),
         (arguments.cold and not arguments.scale, "--cold goes with --scale"),
         (arguments.draws > 1 and not arguments.mechanisms, "--draws goes with --mechanisms"),
@@ -191,6 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         (arguments.splits, split_rows, ["prophet"]),
         (arguments.first, first_call_rows, ["prophet"]),
         (arguments.mechanisms, mechanism_rows, ["prophet"]),
+        (arguments.workload, workload_rows, ["all"]),
     ):
         if asked:
             source, usual = other, policies
@@ -205,10 +231,8 @@ def main(argv: list[str] | None = None) -> int:
         print(file=sys.stderr)
         parser.error(str(error))
     print(file=sys.stderr)
-    of_all = first_summary if arguments.first else losses if arguments.mechanisms else summary
-    print_table(table if of_all is summary else of_all(table))
-    if source is rows:
-        print_table(summary(table))
+    for view in VIEWS.get(source, (list,)):
+        print_table(view(table))
     if arguments.plot:
         plot(table, arguments.plot)
     if arguments.json:

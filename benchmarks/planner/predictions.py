@@ -16,28 +16,42 @@ from prophet.planner import get_planner
 from prophet.planner.model.cost import step_cost
 from prophet.planner.model.withdraw import settled_cost
 from prophet.planner.policies.forced_balance import forced_balance
-from prophet.spec import PlanContext
+from prophet.spec import PlanContext, Split
 from prophet.traces.npz import read_trace
 
 EARLY = 20  # iterations of every layer, in which routing changes fastest
 
 
+def bounds(cases: Sequence[Case], context: PlanContext) -> tuple[list[float], list[float]]:
+    """Every case's seconds without replicas, and with routing that is even."""
+    homes = context.homes_only()
+    alone = [Split.to_homes(case.present, homes) for case in cases]
+    even = [forced_balance(case.present, context)[0] for case in cases]
+    static_s, ceiling_s = ([step_cost(split, homes, context).total_s for split in splits] for splits in (alone, even))
+    return static_s, ceiling_s
+
+
 def row_of(
-    trace: str, preset: str, policy: str, cases: list[Case], context: PlanContext, static_s: list[float]
+    trace: str,
+    preset: str,
+    policy: str,
+    cases: Sequence[Case],
+    context: PlanContext,
+    static_s: Sequence[float],
+    ceiling_s: Sequence[float],
 ) -> dict[str, Any]:
-    """One row of the table; `static_s` are the cases' seconds without replicas."""
+    """One row of the table; `static_s`, `ceiling_s`: `bounds`."""
     planner = get_planner(policy) if policy != "forced-balance" else None
     walk = Walk(planner, context) if planner is not None else None
-    max_mean, copies, seconds, fraction, experts, split_us = ([] for _ in range(6))  # type: list[list[float]]
+    max_mean, copies, seconds, experts, split_us = ([] for _ in range(5))  # type: list[list[float]]
     late = np.array([len(case.earlier) >= EARLY for case in cases])
     for case in cases:
-        ceiling, homes = forced_balance(case.present, context)
-        ceiling_s = step_cost(ceiling, homes, context).total_s
-        split, placement = ceiling, homes
         if planner is not None and walk is not None:
             placement = walk.place(case)
             split, us = timed(lambda p=planner, c=case, at=placement: p.split(c.present, at, context))
             split_us.append(us)
+        else:
+            split, placement = forced_balance(case.present, context)
         if planner is not None and planner.withdraws:
             split, cost = settled_cost(case.present, split, placement, context)
         else:
@@ -45,8 +59,8 @@ def row_of(
         max_mean.append(split.max_mean())
         copies.append(float(placement.copies_per_rank().mean()))
         seconds.append(cost.total_s)
-        fraction.append(ceiling_s / seconds[-1])
         experts.append(cost.expert_s / cost.total_s)
+    fraction = np.array(ceiling_s) / np.array(seconds)
     plan_us = walk.plan_us if walk is not None else [0.0]
     return {
         "trace": trace,
@@ -92,10 +106,9 @@ def traced(arguments: argparse.Namespace) -> Iterator[tuple[str, str, PlanContex
 def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every trace, preset and policy."""
     for trace, preset, context, cases in traced(arguments):
-        homes, static = context.homes_only(), get_planner("static")
-        static_s = [step_cost(static.split(c.present, homes, context), homes, context).total_s for c in cases]
+        known = bounds(cases, context)
         for policy in arguments.policy:
-            yield row_of(trace, preset, policy, cases, context, static_s)
+            yield row_of(trace, preset, policy, cases, context, *known)
 
 
 def summary(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
