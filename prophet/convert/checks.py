@@ -190,7 +190,8 @@ def check_not_shared(model: nn.Module, experts: Sequence[tuple[str, nn.Module]],
             here = held_by_several(places[id(p)])
             if len(here) > 1:
                 raise ConversionError(
-                    f"{here[0].name} and {here[1].name} are one parameter: tied experts cannot be converted"
+                    f"{here[0].name} and {here[1].name} are one parameter of {type(held).__name__}: tied experts "
+                    f"cannot be converted"
                 )
 
 

@@ -232,7 +232,8 @@ class Refused(_Family):
     experts_name: str = "experts"
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
-        raise ConversionError(f"{type(block).__name__}.{self.experts_name}: {self.why}")
+        held = type(child(block, self.experts_name)).__name__
+        raise ConversionError(f"{type(block).__name__}.{self.experts_name} is a {held}: {self.why}")
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         raise NotImplementedError

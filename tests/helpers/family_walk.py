@@ -200,7 +200,8 @@ def differences(wanted: Run, found: Run) -> list[tuple[float, str]]:
         start, a, b = (t.double() for t in (wanted.before[name], wanted.after[name], found.after[name]))
         if a.numel():
             move, gap = float((a - start).abs().max()), float((a - b).abs().max())
-            rounding = torch.finfo(wanted.after[name].dtype).eps * max(float(a.abs().max()), 1.0)
+            dtype = wanted.after[name].dtype
+            rounding = (torch.finfo(dtype).eps if dtype.is_floating_point else 1e-9) * max(float(a.abs().max()), 1.0)
             words = f"{name} moved by {move:.3g}, and is {gap:.3g} off"
             gaps.append((_multiple(gap, max(MOVES * move, rounding)), words))
     return gaps
@@ -231,7 +232,7 @@ def names_its_reason(text: str, model: nn.Module) -> bool:
     for module in model.modules():
         if type(module).__name__ in words:
             held = [getattr(module, w) for w in words if hasattr(module, w)]
-            if any(str(v) in text or type(v).__name__ in words for v in held):
+            if any(str(v) in text or type(v).__name__.lower() in text.lower() for v in held):
                 return True
     return False
 
@@ -253,15 +254,15 @@ class Pair:
         """The rows of both ranks."""
         if not self._ranks:
             self._start()
-        for rank in self._ranks:
-            rank.send((family, case))
-        rows = []
-        for rank in self._ranks:
-            if not rank.poll(JOB_S):
-                self.close()
-                return [Row(family=family, case=case, said=f"a rank said nothing for {JOB_S:g} s")]
-            rows.append(rank.recv())
-        return rows
+        try:
+            for rank in self._ranks:
+                rank.send((family, case))
+            if not all(rank.poll(JOB_S) for rank in self._ranks):
+                raise TimeoutError(f"a rank said nothing for {JOB_S:g} s")
+            return [rank.recv() for rank in self._ranks]
+        except (OSError, EOFError) as error:  # the next family gets a new pair
+            self.close()
+            return [Row(family=family, case=case, said=f"a rank ended: {type(error).__name__}: {error}")]
 
     def _start(self) -> None:
         address = str(self._folder / "jobs")
