@@ -148,14 +148,17 @@ def together(
     """
     run, mine = Run(), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    config = prophet.EngineConfig(planner=RandomPlanner(3, 0.7), slots_per_rank=4)
+    config = prophet.EngineConfig(planner=RandomPlanner(4, 0.9), slots_per_rank=4)
     engine = prophet.attach(model, optimizer, config=config, experiment=Experiment(check_every=1))
     for by_rank in steps:
         optimizer.zero_grad()
         loss = loss_of(model, by_rank[group.rank])
         with losing(lose):
             loss.backward()
-        group.all_reduce_mean_([p.grad for p in dense_parameters(model).values() if p.grad is not None])
+        dense = [p for p in dense_parameters(model).values() if p.requires_grad]
+        for p in dense:  # a rank of few tokens may not reach all that another does
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        group.all_reduce_mean_([p.grad for p in dense])
         mine.append(float(loss.detach()))
         step = engine.runtime.step
         run.copies += 0 if step is None else sum(a.kind == "AGG" for a in step.actions)
