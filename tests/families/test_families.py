@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.families import modeling_files
+from tests.helpers.family_page import families_that
 from tests.helpers.family_walk import Pair, Row
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[hf]'")
@@ -43,7 +44,7 @@ ORDER = ("right", "refused", "not built", "wrong", "failed")
 def test_trains_as_alone(family: str, case: str, pair: Pair, record_property: Any) -> None:
     """overloaded: every token goes to the same experts, others have no row, and a rank has three tokens."""
     row = walked(pair, family, case, record_property)
-    assert row.verdict in ("right", "refused"), row.said
+    assert row.verdict == ("refused" if family in families_that("are refused") else "right"), row.said
     assert row.verdict == "refused" or row.copies > 0, "no replica sent gradients home"
 
 
