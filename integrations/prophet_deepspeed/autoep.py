@@ -298,7 +298,7 @@ def configure(
         model,
         group=group,
         adapters=(AutoEPBlock(),),
-        experts=(),
+        experts=[f"{name}.experts" for name in blocks],
         verify=section.verify,
     )
     _take_over(model, blocks, experts, sources)
