@@ -311,8 +311,6 @@ def _take_over(
     """The converted layers lead back to the model before AutoEP, and their parameters have the marks of AutoEP's."""
     for where, holder, _, layer in converted(model):
         name = where.rpartition(".")[0]
-        if name not in blocks:
-            continue
         before, old, bank = blocks[name], experts[name], layer.experts
         origin = layer.origin
         origin.spec = dataclasses.replace(origin.spec, held=origin.spec.num_experts)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.base import Adapter, ExpertsSpec, bare, check_shapes
+from prophet.convert.base import Adapter, ExpertsSpec, bare, check_shapes, integer
 from prophet.convert.checks import SPREAD
 from prophet.convert.copies import trying, twin_of
 from prophet.convert.probe import activation_of, gate_of
@@ -224,9 +224,9 @@ def check_not_spread(experts: nn.Module) -> None:
     who = type(experts).__name__
     if getattr(experts, "_is_expert_parallel", False):
         raise ConversionError(f"{who}._is_expert_parallel: expected False, got True: spread over ranks by {SPREAD}")
-    count = getattr(experts, "num_experts", None)
+    count = integer(experts, "num_experts")
     for name, p in experts.named_parameters(recurse=False):
-        if isinstance(count, int) and p.ndim and p.shape[0] != count:
+        if p.ndim and p.shape[0] != count:
             raise ConversionError(
                 f"{who}.{name} holds {p.shape[0]} experts, and num_experts is {count}: spread over ranks by {SPREAD}"
             )

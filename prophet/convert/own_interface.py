@@ -225,7 +225,7 @@ class _Step3p7(_Stacked):
 
 
 @dataclass(frozen=True)
-class Refused(_Family):
+class Refused(_Stacked):
     """A family whose experts would not be kept. why: a sentence; experts_name: a module that holds some of them."""
 
     why: str
@@ -234,12 +234,6 @@ class Refused(_Family):
     def describe(self, block: nn.Module) -> ExpertsSpec:
         held = type(child(block, self.experts_name)).__name__
         raise ConversionError(f"{type(block).__name__}.{self.experts_name} is a {held}: {self.why}")
-
-    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        raise NotImplementedError
-
-    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        raise NotImplementedError
 
 
 _NLLB = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
-from prophet.convert.copies import ROUNDED, Rounding, device_of, scramble, trying, twin_of
+from prophet.convert.copies import Rounding, device_of, scramble, trying, twin_of
 from prophet.convert.replay import Tape, with_stand_ins
 from prophet.errors import ConversionError
 from prophet.experts.plain import FfnNames, RowOrder
@@ -25,6 +25,7 @@ from prophet.spec import ACTIVATIONS, Activation, ActivationParts, activation_na
 
 ROWS = 64  # a dropout of one in a hundred leaves no narrow expert's output as it was
 TOLERANCE = 1e-9
+ROUNDED = 1e-6  # of a factor of a gate that is computed in float32, which is off by 2e-7
 
 
 def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
@@ -214,8 +215,9 @@ def calls_idle(block: nn.Module, spec: ExpertsSpec, experts: nn.ModuleList, call
 
     tape = Tape(type(block).__name__, spec.dim)
     with trying(), torch.no_grad(), tape.playing(answer):
-        twin = scramble(twin_of(block, {experts: with_stand_ins(experts, tape)}), torch.float64).eval()
-        call(twin, torch.randn(1, 1, spec.dim, dtype=torch.float64, device=device_of(twin)))
+        dtype = next(experts.parameters()).dtype  # some blocks mix theirs with float32, which float64 does not allow
+        twin = scramble(twin_of(block, {experts: with_stand_ins(experts, tape)}), dtype).eval()
+        call(twin, torch.randn(1, 1, spec.dim, device=device_of(twin)).to(dtype))
     return len(called) > spec.top_k
 
 

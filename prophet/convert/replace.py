@@ -48,6 +48,9 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
     setattr(f.holder(model), f.where.rpartition(".")[2], layer)
     if methods:
         kind = origin.block_class = type(block)
+        for name in methods:  # transformers 4.57 leaves a block's own method on it, which would hide the new one
+            if getattr(vars(block).get(name), "__func__", None) is getattr(kind, name):
+                del vars(block)[name]
         # a subclass, so that whoever asks for the block's class still finds it
         block.__class__ = type(f"Prophet{kind.__name__}", (kind,), {"__module__": kind.__module__, **methods})
     return layer, tuple(methods)

@@ -339,3 +339,14 @@ def test_named_lists_are_the_only_ones() -> None:
     report = prophet.convert(model, experts=["blocks.1.*"])
     assert [r.name for r in report.replaced] == ["blocks.1.experts"]
     assert {x.name: x.why for x in report.left}["blocks.0.experts"] == "experts= does not name it"
+
+
+def test_a_blocks_own_method_that_was_left_on_it_does_not_hide_the_new_one() -> None:
+    """As transformers 4.57 leaves it, having recorded router logits."""
+    model = HandWritten(FloatSoftmax)
+    for block in model.blocks:
+        block.forward = block.forward
+    steps = [tokens(2, s) for s in range(2)]
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    found = on_threads(2, lambda group: together(copies[group.rank], steps, group, loss_of))
+    compare(alone(model, steps, loss_of), found)

@@ -30,8 +30,6 @@ def walked(pair: Pair, family: str, case: str, note: Callable[[str, Any], None])
     rows = pair.do(family, case)
     row = max(rows, key=lambda r: ORDER.index(r.verdict))
     note("family", (family, case, row.verdict, row.said.splitlines()[0] if row.said else ""))
-    if row.verdict == "not built":
-        pytest.skip(row.said)
     row.copies = min(r.copies for r in rows)
     return row
 
