@@ -48,7 +48,7 @@ def model_of(flags: Flags, **options: Any) -> DescribedModel:
         return DescribedModel(flags, **options)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
 def test_whatever_the_flags_it_trains_as_before(seed: int) -> None:
     """Some choices mean no expert; two ranks, with placements at random."""
     model = model_of(drawn(seed))
