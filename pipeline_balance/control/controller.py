@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,7 @@ class Controller:
         self._steps_s: list[float] = []  # of this rank, since the last decision
         self._thread: Waiter | None = None
         self._ahead: Future[_Ready] | None = None
+        self._decided: _Ready | None = None  # after the last step, carried out when the next one begins
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
         self._trainable = pipeline.owned.trainable()
@@ -123,11 +124,17 @@ class Controller:
         max_norm: float | None = None,
         scaler: Any = None,
     ) -> float:
-        """`ElasticPipeline.step`, and a decision where one is due; layers move only after an update."""
+        """`ElasticPipeline.step`, and a decision where one is due, after an update.
+
+        A decided move is made when the next step begins: until then `p.grad` is what the step has left.
+        """
         if len(self.limits) != self.pipeline.ranks:
             now = f"the group has {self.pipeline.ranks} ranks now, the controller was made for {len(self.limits)}"
             raise SpecError(f"{now}: attach again after the group has changed")
         with self._spending("total"):
+            if self._decided is not None:
+                with self._concluding():
+                    self._carry_out(self._decided)
             timer = self.learner.timer
             trainable = self.pipeline.owned.trainable()
             if trainable != self._trainable:
@@ -142,26 +149,40 @@ class Controller:
             self._steps_s.append(time.perf_counter() - began)
             timer.step += int(update)
             if due:
-                self.rebalance()
+                with self._concluding():
+                    self._decided = self._next_decision()
         return loss
 
     def rebalance(self) -> Decision:
-        """Decide and, where it pays, move; collective over all ranks, between steps.
+        """Decide and, where it pays, move now; collective over all ranks, between steps. Used gradients are dropped.
 
         Costs are measured now, or with `prepare_in_backward` were when the backward pass of the last step began.
         """
+        with self._concluding():
+            ready = self._next_decision()
+            self._carry_out(ready)
+        return ready.decision
+
+    def _concluding(self) -> AbstractContextManager[None]:
+        """What one rank raises inside is raised on all of them."""
         what = f"decision before step {self.pipeline.progress.updates}"
-        with self.pipeline.failures.during(what, self.pipeline.stage_map):
-            ready = self._decide_now() if self._thread is None else self._decided_ahead()
-            with self._spending("move"):
-                move = self._move(ready) if ready.decision.move else None
-                self.learner.learn(ready.decision, move)
-                self._note(ready.decision, move)
-                if self._thread is None:
-                    self.pipeline.meter.reset()
-                elif move is not None:
-                    self._timed_from = self.learner.timer.step + 1
-            return ready.decision
+        return self.pipeline.failures.during(what, self.pipeline.stage_map)
+
+    def _next_decision(self) -> _Ready:
+        return self._decide_now() if self._thread is None else self._decided_ahead()
+
+    def _carry_out(self, ready: _Ready) -> None:
+        """Move where the decision says so, unless the stages were changed by hand since, and learn from it."""
+        self._decided = None
+        with self._spending("move"):
+            moves = ready.decision.move and ready.decision.current == self.pipeline.stage_map
+            move = self._move(ready) if moves else None
+            self.learner.learn(ready.decision, move)
+            self._note(ready.decision, move)
+            if self._thread is None:
+                self.pipeline.meter.reset()
+            elif move is not None:
+                self._timed_from = self.learner.timer.step + 1
 
     def _note(self, decision: Decision, move: MoveTime | None) -> None:
         """Keep what a decision came to, and what the steps since the last one say of the move before them."""

@@ -383,8 +383,8 @@ class ElasticPipeline:
 
         `durations` of the new stages, equal on all ranks, let the schedule order what is ready by when it will be.
         `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
-        Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved, and
-        `SpecError` if ranks are given different maps, or replicas have come apart.
+        Gradients that an update has used are dropped. Raises `TransitionError` on every rank, with everything as it
+        was, if the state cannot be moved, and `SpecError` if ranks are given different maps, or replicas differ.
         """
         self.experts.check_static("move layers")
         self._check_unsharded("move layers by rebuild")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import Any
 
@@ -10,10 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import pipeline_balance
-from pipeline_balance.control.controller import ControllerConfig, DecisionMismatch, MoveCost
+from pipeline_balance.control.controller import Controller, ControllerConfig, DecisionMismatch, MoveCost
+from pipeline_balance.dynamics.freezing import Freezer, FreezingRule, freeze_prefix, gradient_rates
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
+from prophet.ranks.collective import Collective
+from prophet.ranks.threads import ThreadWorld
 from tests.helpers.launch import run_gloo
+from tests.helpers.pipeline_model import plain_step
 
 LAYERS, DIM, MICROBATCHES = 8, 6, 4
 
@@ -101,11 +106,10 @@ def test_layers_follow_the_load() -> None:
 def check_report(run: dict[str, Any]) -> None:
     """Every change of the stage map is a move, with the time it was made and a gain that the clock has seen."""
     changes = [i for i in range(1, 24) if run["maps"][i] != run["maps"][i - 1]]
-    first = [] if run["maps"][0] == (0, 4, 8) else [0]
     moves = run["report"].moves
-    assert [m.step for m in moves] == [i + 1 for i in first + changes]
+    assert [m.step for m in moves] == changes  # a move is made when the next step begins
     for m, line in zip(moves, run["said"].splitlines(), strict=True):
-        before, after = run["maps"][m.step - 2], run["maps"][m.step - 1]
+        before, after = run["maps"][m.step - 1], run["maps"][m.step]
         assert m.layers == StageMap.contiguous(before).moves_to(StageMap.contiguous(after))
         assert m.predicted_gain_s > 0
         assert line.startswith(f"step {m.step}: layer")
@@ -151,6 +155,91 @@ def test_a_move_prepared_during_backward_changes_no_loss() -> None:
     assert moved[1]["losses"] == pytest.approx(still[1]["losses"][:14], rel=1e-5)
     assert moved[0]["prepared"]
     assert all(moved[0]["prepared"])
+
+
+FREEZING = FreezingRule(share=0.8, loss_rate=0.5, patience=2, most=5)
+CPU = torch.device("cpu")
+
+
+def _sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1, momentum=0.9)
+
+
+def _rows() -> Tensor:
+    return torch.randn(2 * MICROBATCHES, DIM, generator=torch.Generator().manual_seed(0))
+
+
+def _freeze(layers: dict[int, nn.Module], freezer: Freezer, loss: float, collective: Collective) -> int:
+    """What a training loop does between two steps: it reads the gradients that the last one has left."""
+    frozen = freezer.update(gradient_rates(layers, LAYERS, collective, CPU), loss)
+    freeze_prefix(layers, frozen)
+    return frozen
+
+
+def _frozen_alone(steps: int) -> tuple[list[float], list[int]]:
+    layers = dict(enumerate(_Slow(i) for i in range(LAYERS)))
+    optimizer = _sgd([(f"{i}.{n}", p) for i, layer in layers.items() for n, p in layer.named_parameters()])
+    freezer, losses, frozen, x = Freezer(LAYERS, FREEZING), [], [], _rows()
+    for layer in layers.values():
+        layer.seconds = 0.0  # type: ignore[assignment]
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(
+            plain_step(
+                list(layers.values()),
+                x,
+                x.flip(0),
+                nn.functional.mse_loss,
+                microbatches=MICROBATCHES,
+                seed=0,
+                update=step,
+            )
+        )
+        optimizer.step()
+        frozen.append(_freeze(layers, freezer, losses[-1], ThreadWorld(1).collective(0)))
+    return losses, frozen
+
+
+def _freezing(rank: int, size: int, steps: int, balance: bool) -> dict[str, Any]:
+    run = make()
+    config = ControllerConfig(
+        every_steps=4,
+        measure_steps=2,
+        min_gain=0.1,
+        horizon_steps=20,
+        move_cost=MoveCost(fixed_s=0.0 if balance else 1e9),
+    )
+    balanced: Controller = pipeline_balance.attach(run, config=config)
+    freezer, x = Freezer(LAYERS, FREEZING), _rows()
+    losses, frozen, left = [], [], []
+    for step in range(steps):
+        _set_times(run, {0, 1, 2} if step // 10 % 2 else {5, 6, 7})
+        losses.append(balanced.step(x, x.flip(0)))
+        left.append(
+            {
+                f"{i}.{n}": hashlib.sha256(p.grad.numpy().tobytes()).hexdigest()
+                for i, layer in run.layers.items()
+                for n, p in layer.named_parameters()
+                if p.grad is not None
+            }
+        )
+        frozen.append(_freeze(dict(enumerate(run.model.units)), freezer, losses[-1], run.collective))
+    return {"losses": losses, "frozen": frozen, "left": left, "moves": balanced.overhead().moves}
+
+
+def test_a_rule_that_reads_gradients_sees_them_after_every_step() -> None:
+    steps = 40
+    moved, still = run_gloo(_freezing, 3, steps, True), run_gloo(_freezing, 3, steps, False)
+    losses, frozen = _frozen_alone(steps)
+    assert moved[0]["moves"] >= 3
+    assert still[0]["moves"] == 0
+    assert frozen[-1] == FREEZING.most
+    assert moved[0]["frozen"] == still[0]["frozen"] == frozen
+    assert moved[0]["losses"] == pytest.approx(losses, rel=1e-6)
+    for step in range(steps):
+        gradients = [{k: v for rank in results for k, v in rank["left"][step].items()} for results in (moved, still)]
+        assert gradients[0] == gradients[1]
+        assert len(gradients[0]) == 2 * (LAYERS - (frozen[step - 1] if step else 0))
 
 
 def _disagree(rank: int, size: int) -> str:
