@@ -65,7 +65,7 @@ def main() -> None:
         loss_fn=loss_fn,
         counted=lambda labels: labels.numel(),
         microbatches=4,
-        balance=prophet.EngineConfig(),
+        balance_experts=prophet.EngineConfig(),
     )
     for number in range(len(layouts)):
         if number and not args.fixed:

@@ -76,7 +76,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance.leave": _PIPELINE | {"prophet.state", "pipeline_balance.pipeline"},
     "pipeline_balance.elastic": _PIPELINE
     | {"prophet.spec", "prophet.machine", "prophet.state", "prophet.engine", "pipeline_balance.pipeline"}
-    | {"pipeline_balance.schedules", "pipeline_balance.slices", "prophet.terminal"},
+    | {"pipeline_balance.schedules", "pipeline_balance.maps", "pipeline_balance.control", "pipeline_balance.slices"}
+    | {"prophet.terminal"},
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
     "pipeline_balance": {"pipeline_balance.control"},

@@ -1,4 +1,4 @@
-"""Measure, decide, move only where it pays: the controller of an `ElasticPipeline`.
+"""Measure, decide, move only where it pays: the controller of an `ElasticPipeline`, or of a job's stages.
 
 Shape legend: L layers, P ranks. It does not know why loads change. `decide` and `learn` work out what to do, from
 figures that are equal on all ranks.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost
 from pipeline_balance.control.learn import Learner, MoveTime
 from pipeline_balance.control.report import BalanceReport, Move
 from pipeline_balance.control.slice_costs import unit_costs
+from pipeline_balance.control.stages import BalancedStages, Changed, PipelineStages
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import PlanMismatch, SpecError
@@ -31,7 +32,7 @@ from prophet.spec import digest
 
 if TYPE_CHECKING:
     from pipeline_balance.pipeline.model import Batch, Labels
-    from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt
+    from pipeline_balance.pipeline.rebuild import Prepared
     from pipeline_balance.pipeline.trainer import ElasticPipeline
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class Controller:
     """Runs the steps of an `ElasticPipeline` and keeps its stages balanced. All ranks drive theirs in step.
 
     `limits` [P] are the ranks' memory and speed, equal on all ranks. Layer times measured on a rank of speed v are
-    taken as v times as long on a rank of speed 1. `learner` holds what earlier decisions have taught.
+    taken as v times as long on a rank of speed 1. `learner` holds what earlier decisions have taught. `stages` are
+    what is balanced, where that is not the whole pipeline's own.
     """
 
     def __init__(
@@ -82,38 +84,54 @@ class Controller:
         pipeline: ElasticPipeline,
         limits: Sequence[RankLimits] | None = None,
         config: ControllerConfig | None = None,
+        *,
+        stages: BalancedStages | None = None,
     ) -> None:
         slicing = pipeline.model.slicing
-        if slicing is not None and slicing.stages_per_rank > 1:
+        if stages is None and slicing is not None and slicing.stages_per_rank > 1:
             raise SpecError(
                 f"balancing gives every rank one stage, these slices ask for {slicing.stages_per_rank}: "
                 "change the stages with rebuild()"
             )
-        self.slices = slicing.slices if slicing is not None else 1
         self.pipeline = pipeline
-        self.limits = tuple(limits) if limits is not None else RankLimits.uniform(pipeline.ranks)
-        if len(self.limits) != pipeline.ranks:
-            raise SpecError(f"limits needs one entry per rank ({pipeline.ranks}), got {len(self.limits)}")
+        self.stages: BalancedStages = stages if stages is not None else PipelineStages(pipeline)
         self.config = config or ControllerConfig()
-        first = pipeline.progress.first_ranks
-        self.learner = Learner(self.limits, pipeline.config.microbatches * self.slices, self.config, first)
         self.decisions: list[Decision] = []
-        self.imbalance: Imbalance | None = None
+        self.costs: list[LayerCost] = []  # of the last decision that was carried out
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
-        self._moves: list[Rebuilt] = []
+        self._moves: list[Changed] = []
         self._report: list[Move] = []
         self._steps_s: list[float] = []  # of this rank, since the last decision
-        self._thread: Waiter | None = None
+        self._thread = Waiter("prepares a move") if self.config.prepare_in_backward else None
+        self._learned: Learner | None = None
+        self.restart(limits)
+
+    def restart(self, limits: Sequence[RankLimits] | None = None) -> None:
+        """Go on with the stages as they are now, on other ranks than before or on as many; on all ranks.
+
+        How far gains are trusted, what a move costs and the report stay.
+        """
+        stages = self.stages
+        self.limits = tuple(limits) if limits is not None else RankLimits.uniform(stages.ranks)
+        if len(self.limits) != stages.ranks:
+            raise SpecError(f"limits needs one entry per rank ({stages.ranks}), got {len(self.limits)}")
+        self.slices = stages.slices
+        self.learner = Learner(self.limits, stages.microbatches * self.slices, self.config, stages.first_ranks)
+        if self._learned is not None:
+            self.learner.trust, self.learner.move_cost = self._learned.trust, self._learned.move_cost
+        self._learned = self.learner
+        self.imbalance: Imbalance | None = None
         self._ahead: Future[_Ready] | None = None
         self._decided: _Ready | None = None  # after the last step, carried out when the next one begins
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
-        self._trainable = pipeline.owned.trainable()
-        if self.config.prepare_in_backward:
-            self._thread = Waiter("prepares a move")
-            pipeline.side_collective()
-            pipeline.meter.max_samples = self.config.measure_steps * pipeline.config.microbatches
-        pipeline.meter.enabled = self.learner.timer.measuring
+        self._trainable = self.pipeline.owned.trainable()
+        meter = self.pipeline.meter
+        meter.on_backward = None
+        if self._thread is not None:
+            self.pipeline.side_collective()
+            meter.max_samples = self.config.measure_steps * stages.microbatches
+        meter.enabled = self.learner.timer.measuring
 
     def step(
         self,
@@ -128,9 +146,15 @@ class Controller:
 
         A decided move is made when the next step begins: until then `p.grad` is what the step has left.
         """
-        if len(self.limits) != self.pipeline.ranks:
-            now = f"the group has {self.pipeline.ranks} ranks now, the controller was made for {len(self.limits)}"
+        if len(self.limits) != self.stages.ranks:
+            now = f"the group has {self.stages.ranks} ranks now, the controller was made for {len(self.limits)}"
             raise SpecError(f"{now}: attach again after the group has changed")
+        return self.around(
+            lambda: self.pipeline.step(inputs, labels, update=update, max_norm=max_norm, scaler=scaler), update=update
+        )
+
+    def around(self, train: Callable[[], float], *, update: bool) -> float:
+        """What `train` returns, which is one step of the pipeline; before it a decided move, after it a decision."""
         with self._spending("total"):
             if self._decided is not None:
                 with self._concluding():
@@ -145,7 +169,7 @@ class Controller:
             if due and self._thread is not None:
                 self.pipeline.meter.on_backward = self._begin
             began = time.perf_counter()
-            loss = self.pipeline.step(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
+            loss = train()
             self._steps_s.append(time.perf_counter() - began)
             timer.step += int(update)
             if due:
@@ -173,9 +197,9 @@ class Controller:
 
     def _carry_out(self, ready: _Ready) -> None:
         """Move where the decision says so, unless the stages were changed by hand since, and learn from it."""
-        self._decided = None
+        self._decided, self.costs = None, ready.costs
         with self._spending("move"):
-            moves = ready.decision.move and ready.decision.current == self.pipeline.stage_map
+            moves = ready.decision.move and ready.decision.current == self.stages.stage_map
             move = self._move(ready) if moves else None
             self.learner.learn(ready.decision, move)
             self._note(ready.decision, move)
@@ -235,7 +259,7 @@ class Controller:
         side = self.pipeline.side_collective()
         costs = self._measure(local, side)
         decision = self._decide(costs, side)
-        return _Ready(costs, decision, self.pipeline.prepare(decision.best, side) if decision.move else None)
+        return _Ready(costs, decision, self.stages.prepare(decision.best, side) if decision.move else None)
 
     def _decided_ahead(self) -> _Ready:
         """What was worked out beside the backward pass, once it is ready; raises what went wrong there."""
@@ -255,14 +279,14 @@ class Controller:
 
         They are of a microbatch, or of a slice of one.
         """
-        stage_map = self.pipeline.stage_map
+        stage_map = self.stages.stage_map
         costs = self.pipeline.gather_costs(local, collective)
         scaled = [_scaled(c, self.limits[r].speed) for c, r in zip(costs, stage_map.assignment(), strict=True)]
         return unit_costs(scaled, self.slices) if self.slices > 1 else scaled
 
     def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
         """A decision that all ranks share, not carried out yet; collective."""
-        current = self.pipeline.stage_map
+        current = self.stages.stage_map
         self.imbalance = Imbalance.of([x for x in rank_loads_s(costs, current, self.limits) if x > 0] or [0.0])
         decision = self.learner.decide(costs, current)
         self._check_agreed(decision, collective)
@@ -283,7 +307,7 @@ class Controller:
         best = ready.decision.best
         speeds = [r.speed for r in self.limits]
         durations = Durations.of_stages(ready.costs, best, speeds=speeds, transfer_s=self.config.transfer_s)
-        done = self.pipeline.rebuild(best, durations=durations, prepared=ready.prepared)
+        done = self.stages.change(best, durations, ready.prepared)
         self._moves.append(done)
         figures = [done.seconds, float(done.sent_bytes + done.received_bytes)]
         mine = torch.tensor(figures, dtype=torch.float64, device=self.pipeline.config.device)

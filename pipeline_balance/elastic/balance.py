@@ -44,11 +44,11 @@ class Balance:
         """How a layout is balanced. Raises `SpecError` for a machine of another size."""
         config = self.config(layout) if callable(self.config) else self.config
         if not isinstance(config, EngineConfig):
-            raise SpecError(f"balance: expected a prophet.EngineConfig, got {config!r:.100}")
+            raise SpecError(f"balance_experts: expected a prophet.EngineConfig, got {config!r:.100}")
         if isinstance(config.topology, Topology) and config.topology.ranks != layout.ep:
             raise SpecError(
-                f"balance: the topology has {config.topology.ranks} ranks, {layout} shares experts over {layout.ep}: "
-                "give a function from the layout to a configuration"
+                f"balance_experts: the topology has {config.topology.ranks} ranks, {layout} shares experts over "
+                f"{layout.ep}: give a function from the layout to a configuration"
             )
         return replace(config, accumulation_steps=microbatches)
 

@@ -157,3 +157,24 @@ def cuts(rows: int, parts: int) -> list[tuple[int, int]]:
     size, more = divmod(rows, parts)
     ends = [k * size + min(k, more) for k in range(parts + 1)]
     return list(pairwise(ends))
+
+
+def read_part(data: GlobalBatches, rows: int, each: int, replica: int, replicas: int) -> tuple[list[Any], list[Any]]:
+    """A replica's part of the next batch, which has `rows`: inputs and labels of `each` microbatches."""
+    mine = cuts(rows, each * replicas)[replica * each :][:each]
+    parts = [data.read(a, b) for a, b in mine]
+    return [inputs for inputs, _ in parts], [labels for _, labels in parts]
+
+
+def shared_out(inputs: Any, labels: Any, each: int, replica: int, replicas: int) -> tuple[list[Any], list[Any]]:
+    """A replica's microbatches of a batch, of about `each` rows.
+
+    Every replica has as many: those that share shards or experts exchange them at the same times. Of fewer rows than
+    replicas each takes all. Raises `SpecError` for a batch without rows.
+    """
+    rows = rows_of(inputs)
+    if not rows:
+        raise SpecError("there is no row to evaluate")
+    many = min(-(-rows // (each * replicas)), rows // replicas)
+    mine = cuts(rows, many * replicas)[replica * many :][:many] if many else [(0, rows)]
+    return [rows_from(inputs, a, b) for a, b in mine], [rows_from(labels, a, b) for a, b in mine]

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.control.controller import Controller
+from pipeline_balance.control.decide import ControllerConfig
+from pipeline_balance.control.measure import Meter
 from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance, BalanceConfig
-from pipeline_balance.elastic.data import GlobalBatches, Stream, cuts, microbatches_of, rows_from, rows_of
+from pipeline_balance.elastic.data import GlobalBatches, Stream, microbatches_of, read_part, rows_of, shared_out
 from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import ExpertReseater, check_unsplit, has_experts, nobody, share_out
-from pipeline_balance.elastic.groups import SHARDS, Groups, Members, met
+from pipeline_balance.elastic.experts import ExpertReseater, check_unsplit, has_experts, share_out
+from pipeline_balance.elastic.groups import Groups, Members, met
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
@@ -32,30 +35,31 @@ from pipeline_balance.elastic.reshape import (
     ShardedArrangement,
     describe,
     is_sharded,
-    mesh_axes,
     shards_in,
 )
 from pipeline_balance.elastic.saving import load_job, save_job
-from pipeline_balance.elastic.trainable import check, check_mode, check_nodes
+from pipeline_balance.elastic.seats import groups_of, seats_of
+from pipeline_balance.elastic.stages import JobStages, check_stages
+from pipeline_balance.elastic.trainable import check, check_alike, check_mode, check_nodes
 from pipeline_balance.pipeline.agreement import alike, refuse_where
 from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.pretrained import load_pretrained
-from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
 from pipeline_balance.pipeline.saved import Also
 from pipeline_balance.pipeline.scaler import PipelineScaler
-from pipeline_balance.pipeline.stages import Seats, alone
+from pipeline_balance.pipeline.stages import Seats
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import Held, gather_json, in_words, spec_rows
+from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.slices import SliceOptions
-from pipeline_balance.spec import StageMap
+from pipeline_balance.spec import RankLimits, StageMap
 from prophet.engine.engine import Engine
 from prophet.errors import SpecError, StageFailed, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
-from prophet.ranks.process_group import meet, process_rank, processes
+from prophet.ranks.process_group import process_rank, processes
 from prophet.ranks.waiting import joined
 from prophet.state.transition import Mode
 
@@ -92,8 +96,10 @@ class Job:
     on which node a process runs. An order of "fewest-bytes" is chosen at every switch from the layout in force.
 
     `prophet.MoE` layers are built whole, with `group=elastic.one_rank()`; ep processes of a stage share their experts.
-    `balance` has them balanced where ep > 1; it may be a function from a layout to its configuration. The job sets
-    `accumulation_steps`.
+    `balance_experts` has them balanced where ep > 1; it may be a function from a layout to its configuration. The job
+    sets `accumulation_steps`. `balance_stages` has the stages follow the load where a layout has several and v is 1;
+    `limits` [N] are the processes' memory and speed. `layout.stages` is then the map in force, and a layout without
+    `stages` begins with those that suit the last costs.
 
     `slices` are what layouts with slices take beside their number and that of stages per rank, as
     `SliceOptions(1, order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too. Layers of
@@ -118,18 +124,21 @@ class Job:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         budget_bytes: int = 64 << 20,
         nodes: Sequence[int] | None = None,
-        balance: BalanceConfig | None = None,
+        balance_experts: BalanceConfig | None = None,
+        balance_stages: ControllerConfig | None = None,
+        limits: Sequence[RankLimits] | None = None,
         slices: SliceOptions | None = None,
         weights: str | Path | None = None,
+        split_backward: bool = False,
+        meter: Meter | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
         self._groups = Groups(timeout_s)
-        everyone = tuple(range(processes()))
-        self._state: tuple[Members, str] = (everyone, "state")  # carries it
-        self._words: tuple[Members, str] = (everyone, "words")  # of the thread that prepares
+        self._state: tuple[Members, str] = (tuple(range(processes())), "state")  # carries it
+        self._words: tuple[Members, str] = (tuple(range(processes())), "words")  # of the thread that prepares
         self._nodes = nodes
-        self._balance = Balance(balance)
+        self._balance = Balance(balance_experts)
         self._preparing: Future[_Prepared] | None = None
         self._device = at = device if device is not None else torch.device("cpu")
         first: list[PipelineModel] = []
@@ -140,13 +149,12 @@ class Job:
             self._balance.check(layout)
             check(layout, self._plain, processes())
             check_nodes(nodes, processes())
+            check_stages(balance_stages, limits, processes())
             first.append(self._adapters.of(layout))
             return ""
 
         met("beginning a job", begin, timeout_s)
-        text = str(layout) if nodes is None else f"{layout} on nodes {[int(n) for n in nodes]}"
-        if len(set(texts := meet(Operation("comparing layouts"), text, timeout_s=timeout_s))) > 1:
-            raise SpecError(f"ranks begin with different layouts: {texts}")
+        check_alike(layout, nodes, timeout_s)
         wanted = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
         if is_sharded(layout):  # begin with the model spread out, and go there
             layout = Parallelism(pp=min(layout.ranks, len(self._plain.units)))
@@ -174,13 +182,13 @@ class Job:
             budget_bytes=budget_bytes,
             seats=seats,
             zero=layout.zero,
+            split_backward=split_backward,
+            meter=meter,
         )
+        self._stages = JobStages(self.pipeline, balance_stages, limits, self._change_stages)
         if weights is not None:
             load_pretrained(self.pipeline, weights)
-        if wanted != layout:
-            self.switch(wanted)
-        else:
-            self._balance.begin(self.pipeline, layout)
+        self._begin_balancing() if wanted == layout else self.switch(wanted)
 
     @property
     def optimizer(self) -> Any:
@@ -191,6 +199,16 @@ class Job:
     def engine(self) -> Engine | None:
         """What balances this process's experts in the layout in force, if `balance` was given; None without any."""
         return self._balance.engine
+
+    @property
+    def controller(self) -> Controller | None:
+        """What balances the stages, with its decisions and its report; None before a layout has stages to balance."""
+        return self._stages.controller
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The gradients' norm of the last update with `max_norm`, before it was clipped; equal on all processes."""
+        return self.pipeline.grad_norm
 
     @property
     def _plain(self) -> PipelineModel:
@@ -212,26 +230,27 @@ class Job:
         """Train on the next global batch; its mean loss, equal on all processes. Collective, spare ones included.
 
         `max_norm` clips the gradients, `scaler` is what `job.scaler()` makes. The data's position moves on once the
-        update is done.
+        update is done. With `balance_stages`, layers that are to move do so before the batch is trained on.
         """
-        inputs, labels = self._microbatches()
-        loss = self.pipeline.step(inputs, labels, max_norm=max_norm, scaler=scaler)
-        self.data.advance()
-        return loss
+
+        def train() -> float:
+            inputs, labels = self._microbatches()
+            loss = self.pipeline.step(inputs, labels, max_norm=max_norm, scaler=scaler)
+            self.data.advance()
+            return loss
+
+        return self._stages.around(train, update=True)
 
     def _microbatches(self) -> tuple[Any, Any]:
         """This replica's part of the next batch, in microbatches; a failure is in their place, and told to all."""
-        groups, each = self.pipeline.groups, self.pipeline.config.microbatches
+        groups = self.pipeline.groups
         try:
             rows = self.data.rows()
             if groups.spare:
                 return None, None
-            first = groups.replica * each
-            mine = cuts(rows, each * groups.replicas)[first : first + each]
-            parts = [self.data.read(a, b) for a, b in mine]
+            return read_part(self.data, rows, self.pipeline.config.microbatches, groups.replica, groups.replicas)
         except Exception as error:
             return error, None
-        return [inputs for inputs, _ in parts], [labels for _, labels in parts]
 
     def evaluate(self, inputs: Any, labels: Any) -> float:
         """The mean loss of a global batch of any size without a backward pass, equal on all processes. Collective.
@@ -241,24 +260,11 @@ class Job:
         groups = self.pipeline.groups
         if not groups.spare and inputs is not None:
             try:
-                inputs, labels = self._shared_out(inputs, labels)
+                rows = self.pipeline.progress.rows or -(-rows_of(inputs) // self.microbatches)
+                inputs, labels = shared_out(inputs, labels, rows, groups.replica, groups.replicas)
             except Exception as error:
                 inputs, labels = error, None
         return self.pipeline.evaluate(inputs, labels)
-
-    def _shared_out(self, inputs: Any, labels: Any) -> tuple[list[Any], list[Any]]:
-        """This replica's microbatches of a batch, of about the training's size.
-
-        Every replica has as many: those that share shards or experts exchange them at the same times. Of fewer rows
-        than replicas each takes all.
-        """
-        rows, groups = rows_of(inputs), self.pipeline.groups
-        if not rows:
-            raise SpecError("there is no row to evaluate")
-        each = self.pipeline.progress.rows or -(-rows // self.microbatches)
-        many = min(-(-rows // (each * groups.replicas)), rows // groups.replicas)
-        mine = cuts(rows, many * groups.replicas)[groups.replica * many :][:many] if many else [(0, rows)]
-        return [rows_from(inputs, a, b) for a, b in mine], [rows_from(labels, a, b) for a, b in mine]
 
     def scaler(self, **arguments: Any) -> PipelineScaler:
         """A `torch.amp.GradScaler` for `step(scaler=)`; see `ElasticPipeline.scaler`."""
@@ -303,9 +309,10 @@ class Job:
         runs, rules = self._plain, dict[str, Rule]()
 
         def said() -> str:
-            nonlocal runs, rules
+            nonlocal layout, runs, rules
             check_mode(mode)
             rules = check(layout, self._plain, processes())
+            layout = self._stages.filled(layout, microbatches_of(self.microbatches, layout.dp))
             self._balance.check(layout)
             runs = self._adapters.of(layout, pipe.model)
             return json.dumps([str(layout), broken])
@@ -378,8 +385,32 @@ class Job:
         """
         if layout is not None:
             self.prepare(layout, mode=mode)
+        done = self._go(mode)
+        self._begin_balancing()
+        return done
+
+    def _change_stages(self, layout: Parallelism, durations: Durations) -> Switched:
+        """Go to a layout that a controller asks for; what a user has prepared meanwhile stays so."""
+        kept, self._preparing = self._preparing, None
+        try:
+            self.prepare(layout)
+            done = self._go("safe", durations)
+            self._balance.begin(self.pipeline, self.layout)
+            return done
+        finally:
+            self._preparing = kept
+
+    def _begin_balancing(self) -> None:
+        """Balance experts and stages in the layout in force; collective."""
+        self._balance.begin(self.pipeline, self.layout)
+        self._stages.begin(self.layout)
+
+    def _go(self, mode: Mode, durations: Durations | None = None) -> Switched:
+        """Go to the prepared layout, whose stages are expected to take `durations`; see `switch`."""
         pipe, ready = self.pipeline, self._prepared()
         target, remembered = ready.target, list[Any]()
+        if target is not None and durations is not None:
+            target = replace(target, durations=durations)
 
         def told() -> list[Any]:
             return [ready.problem, ready.broken, mode, self._balance.told(self.layout)]
@@ -407,18 +438,11 @@ class Job:
         assert ready.layout is not None
         self.layout, self._shards = ready.layout, _arranged(target)
         self._balance.learn(remembered)
-        self._balance.begin(pipe, self.layout)
         return done
 
     def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""
-        rows = [(members, "stages") for members in layout.groups("pp")]
-        # torch averages what it shards
-        columns = [(members, "replicas") for members in layout.groups("dp")] if layout.zero < 2 else []
-        shards = [(group, SHARDS) for axis in mesh_axes(layout) for group in layout.groups(axis)]
-        experts = [(group, "experts") for group in layout.groups("ep")] if layout.ep > 1 else []
-        copies = [(group, "copies of experts") for group in layout.groups("edp")] if layout.ep > 1 else []
-        return [self._words, self._state, *rows, *columns, *shards, *experts, *copies]
+        return [self._words, self._state, *groups_of(layout)]
 
     @property
     def _rules(self) -> Mapping[str, Rule]:
@@ -458,29 +482,7 @@ class Job:
         return ShardedArrangement(ahead=ahead(shards) if ahead is not None and shards is not None else None, **given)
 
     def _seats(self, layout: Parallelism) -> Seats:
-        """The places of a layout whose groups were made."""
-        here = process_rank()
-        place = layout.place(here)
-        tp, every = place.tp if place is not None else 0, layout.grid.tolist()
-
-        def rows_of_shard(t: int) -> tuple[tuple[int, ...], ...]:
-            return tuple(tuple(stage[d][t] for stage in every) for d in range(layout.dp))
-
-        grid = Grid(
-            rows=rows_of_shard(tp), beside=tuple(rows_of_shard(t) for t in range(layout.tp) if t != tp), ep=layout.ep
-        )
-        experts: dict[str, Any] = {}
-        if layout.ep > 1:
-            group, same = layout.group("ep", here), layout.group("edp", here)
-            experts["experts"] = self._groups.get(group, "experts") if group else nobody(layout.ep)
-            experts["copies"] = self._groups.get(same, "copies of experts") if same else alone()
-        if grid.replica_of(here) == grid.replicas:
-            return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone(), **experts)
-        row, column = grid.replica(grid.replica_of(here)), grid.column(grid.pipeline_rank_of(here))
-        stages = self._groups.get(row, "stages")
-        replicas = self._groups.get(column, "replicas") if layout.zero < 2 else alone()
-        shards = tuple(self._groups.get(layout.group(axis, here), SHARDS) for axis in mesh_axes(layout))
-        return Seats(grid=grid, collective=stages, column=replicas, shards=shards, **experts)
+        return seats_of(layout, self._groups)
 
     def close(self) -> None:
         """End the job's threads and balancing. Its groups stay until the process group is destroyed."""

@@ -59,7 +59,7 @@ def load_job(job: Job, folder: str | Path, also: Also) -> None:
     ready[0]()
     job._shards = target if isinstance(target, ShardedArrangement) else None
     job._balance.keep(saved.run[MEMORIES])
-    job._balance.begin(pipe, layout)
+    job._begin_balancing()
 
 
 def _renew(job: Job) -> None:

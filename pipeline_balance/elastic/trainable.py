@@ -14,6 +14,8 @@ from pipeline_balance.elastic.styles import rules_for, styles_of
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.model import PipelineModel
 from prophet.errors import SpecError
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import meet
 from prophet.state.transition import Mode
 
 
@@ -48,3 +50,11 @@ def check_nodes(nodes: Any, world: int) -> None:
     whole = all(isinstance(n, Integral) and int(n) >= 0 for n in nodes)
     if not whole or len(nodes) != world:
         raise SpecError(f"nodes: expected {world} whole numbers from 0 on, a process's node each, got {nodes!r:.100}")
+
+
+def check_alike(layout: Parallelism, nodes: Any, timeout_s: float) -> None:
+    """Raise `SpecError` on all processes that begin unless they have one layout, and the same `nodes`; collective."""
+    text = str(layout) if nodes is None else f"{layout} on nodes {[int(n) for n in nodes]}"
+    texts = meet(Operation("comparing layouts"), text, timeout_s=timeout_s)
+    if len(set(texts)) > 1:
+        raise SpecError(f"ranks begin with different layouts: {texts}")

@@ -35,6 +35,7 @@ from pipeline_balance.pipeline.training_state import (
     space_of,
     spec_rows,
 )
+from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, LayoutError, SpecError, StateLost, TransitionError
 from prophet.ranks.collective import Collective, Operation
@@ -53,7 +54,7 @@ class Arrangement:
     """Who runs what: places of processes, the stage map, who updates which tensor, microbatches of a replica.
 
     `model` runs the units; it is of the same modules as the one in force, which None leaves as it is. `nodes` [N] are
-    the processes' nodes, as routes take them.
+    the processes' nodes, as routes take them. `durations` are the stages' expected seconds, None where nobody knows.
     """
 
     seats: Seats
@@ -62,6 +63,7 @@ class Arrangement:
     microbatches: int
     model: PipelineModel | None = None
     nodes: Sequence[int] | None = None
+    durations: Durations | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +368,7 @@ class Reseater:
         mover = self.mover
         mover.check_put(mover.owned.parameters)
         builder = mover.builder if self.becomes is None else replace(mover.builder, model=self.becomes.model)
-        return builder.build(target.stage_map, rank=place, config=config)
+        return builder.build(target.stage_map, target.durations, rank=place, config=config)
 
     def _beside(self, others: list[Tensor]) -> list[Tensor]:
         """What is given up with the state, and does not move: `others`, which copies have elsewhere, and padding."""

@@ -32,7 +32,7 @@ def _transformers(layout: str) -> Job:
 
 
 def _balanced(layout: str) -> Job:
-    return elastic_experts.start(layout, balance=prophet.EngineConfig())
+    return elastic_experts.start(layout, balance_experts=prophet.EngineConfig())
 
 
 # how to begin, in which layout, and where to go from there

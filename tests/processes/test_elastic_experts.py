@@ -88,7 +88,7 @@ def _remembered(job: Job) -> dict[str, Any]:
 
 def _balanced(rank: int, size: int, layouts: tuple[str, ...], every: int) -> tuple[list[float], list[int]]:
     config = prophet.EngineConfig(planner=RandomPlanner(5, 0.8), slots_per_rank=4)
-    job = start(layouts[0], balance=config)
+    job = start(layouts[0], balance_experts=config)
     losses = train(job, every)
     copies, balanced_steps = [], every if job.layout.ep > 1 else 0
     for text in layouts[1:]:
@@ -236,7 +236,7 @@ def _begins(rank: int, size: int) -> list[str]:
         said(experts(hidden=4, num_experts=5), "dp2,ep2"),
         said(experts(expert=lambda: nn.Linear(4, 4)), "dp2,ep2"),
         said(experts(hidden=4, gate=prophet.GateConfig(bias_update_rate=0.1)), "dp2,ep2"),
-        said(experts(hidden=4), "dp2,ep2", balance=config),
+        said(experts(hidden=4), "dp2,ep2", balance_experts=config),
         said(lambda: nn.Sequential(nn.Linear(4, 4)), "dp2,ep2"),
     ]
 

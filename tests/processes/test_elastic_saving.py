@@ -143,7 +143,7 @@ EXPERTS = (("dp2,ep2", 2), ("dp4,ep4,zero1", 4), ("pp2", 2))
 
 def _experts(rank: int, size: int, layout: str, folder: str, number: int, balanced: bool) -> list[float]:
     config = prophet.EngineConfig(planner=RandomPlanner(5, 0.8), slots_per_rank=4) if balanced else None
-    job = elastic_experts.start(layout, balance=config)
+    job = elastic_experts.start(layout, balance_experts=config)
     if number:
         job.load(folder)
         assert same(elastic_experts.whole(job), torch.load(Path(folder) / "truth.pt"))
@@ -261,7 +261,7 @@ def test_groups_that_are_being_made_when_a_step_fails_cross_with_no_others(tmp_p
 
 def _lost_experts(rank: int, size: int, folder: str, balanced: bool) -> list[float]:
     config = prophet.EngineConfig(planner=RandomPlanner(5, 0.8), slots_per_rank=4) if balanced else None
-    job = elastic_experts.start("dp2,ep2", balance=config)
+    job = elastic_experts.start("dp2,ep2", balance_experts=config)
     losses = train(job, 1)
     job.save(folder)
     hook = job.model[2].register_forward_pre_hook(_fails) if rank == 1 else None

@@ -1,0 +1,165 @@
+"""A job whose stages follow the load while its layout changes, equal to one process that does neither."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance import ControllerConfig
+from pipeline_balance.control.decide import MoveCost
+from pipeline_balance.elastic.job import Job
+from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.spec import RankLimits
+from prophet.errors import SpecError
+from tests.helpers import elastic_jobs
+from tests.helpers.elastic_jobs import MICROBATCHES, SEED, batches, check_held, plain_losses, same, train, whole
+from tests.helpers.launch import run_gloo
+
+SLOW_S = 4e-3
+_sleeps: dict[int, float] = {}
+
+
+class _Timed(nn.Module):
+    """A layer that takes as long as `_sleeps` says; sleeping does not need a core."""
+
+    def __init__(self, index: int, layer: nn.Module) -> None:
+        super().__init__()
+        self.index, self.layer = index, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(_sleeps.get(self.index, 0.0))
+        return self.layer(x)
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(*(_Timed(i, layer) for i, layer in enumerate(elastic_jobs.build())))
+
+
+def slow(*layers: int, seconds: float = SLOW_S) -> None:
+    _sleeps.clear()
+    _sleeps.update(dict.fromkeys(layers, seconds))
+
+
+def start(layout: str, **options: Any) -> Job:
+    config = ControllerConfig(
+        every_steps=3, measure_steps=2, min_gain=0.1, horizon_steps=40, move_cost=MoveCost(fixed_s=0.0)
+    )
+    given: dict[str, Any] = {
+        "data": batches(),
+        "loss_fn": nn.functional.cross_entropy,
+        "timeout_s": 60.0,
+        "microbatches": MICROBATCHES,
+        "seed": SEED,
+        "balance_stages": config,
+    }
+    return Job(build, elastic_jobs.make_optimizer, Parallelism.parse(layout), **{**given, **options})
+
+
+def _tour(rank: int, size: int, folder: str) -> dict[str, Any]:
+    job = start("pp2,dp2")
+    schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, 5, 0.9)
+    losses, layouts, kept = [], [], []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            losses.extend(train(job, 1, schedule))
+            layouts.append(str(job.layout))
+            check_held(job)
+            assert job.layout.stage_map(len(job.pipeline.model.units)) == job.pipeline.stage_map
+
+    slow(0, 1, 2)
+    steps(8)
+    job.prepare(Parallelism(pp=2, dp=2, zero=1))
+    slow(3, 4, 5)
+    steps(7)  # what was prepared stays so while stages move
+    for layout in (None, Parallelism(pp=2, dp=2, order=(3, 2, 1, 0)), Parallelism(pp=3)):
+        before = whole(job)
+        job.switch(layout)
+        kept.append(same(before, whole(job)))
+        steps(4)
+    assert job.controller is not None
+    job.save(folder, also={"schedule": schedule})
+    moves = len(job.controller.report.moves)
+    before = whole(job)
+    job.close()
+
+    job = start("pp4")
+    schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, 5, 0.9)
+    job.load(folder, also={"schedule": schedule})
+    kept.append(same(before, whole(job)))
+    steps(4)
+    job.close()
+    return {"losses": losses, "layouts": layouts, "kept": kept, "moves": moves}
+
+
+def test_stages_follow_the_load_in_every_layout(tmp_path: Path) -> None:
+    results = run_gloo(_tour, 4, str(tmp_path))
+    first = results[0]
+    for result in results:
+        assert result["losses"] == pytest.approx(plain_losses(31), rel=1e-10)
+        assert result["kept"] == [True] * 4
+        assert result["layouts"] == first["layouts"]
+    layouts = first["layouts"]
+    assert layouts[0] == "pp2,dp2"
+    assert layouts[7] == "pp2,dp2,stages2:4"
+    assert layouts[14].startswith("pp2,dp2,stages4:2")
+    # a layout without stages begins with those that suit the last costs, from when it was prepared
+    assert layouts[15] == "pp2,dp2,zero1,stages2:4"
+    assert layouts[18] == "pp2,dp2,zero1,stages4:2"
+    assert layouts[19] == "pp2,dp2,stages4:2,order3:2:1:0"
+    assert layouts[23].startswith("pp3,stages")
+    assert first["moves"] >= 2
+
+
+def _packed(rank: int, size: int) -> dict[str, Any]:
+    """Layers get so cheap that fewer stages do, and then slow enough that all are needed."""
+    config = ControllerConfig(
+        every_steps=3,
+        measure_steps=2,
+        min_gain=0.1,
+        horizon_steps=40,
+        move_cost=MoveCost(fixed_s=0.0),
+        repack_slowdown=0.4,
+    )
+    job = start("pp2,dp2", balance_stages=config)
+    losses, layouts = [], []
+    for step in range(24):
+        # one slow layer keeps one stage busy, whatever the other has
+        slow(*([1] if step < 12 else range(6)), seconds=3 * SLOW_S if step < 12 else SLOW_S)
+        losses += train(job, 1)
+        layouts.append(str(job.layout))
+        check_held(job)
+    job.close()
+    return {"losses": losses, "layouts": layouts}
+
+
+def test_columns_that_were_emptied_are_taken_back() -> None:
+    results = run_gloo(_packed, 4)
+    layouts = results[0]["layouts"]
+    assert all(r == results[0] for r in results)
+    assert layouts[11].startswith("dp2")
+    assert layouts[-1].startswith("pp2,dp2")
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    found = []
+    limits = RankLimits.uniform(3)
+    for options in ({"limits": limits}, {"balance_stages": True}, {"balance_stages": None, "limits": limits[:2]}):
+        try:
+            start("pp2", **options)
+        except SpecError as error:
+            found.append(str(error))
+    return found
+
+
+def test_bad_limits_are_refused_on_every_process() -> None:
+    for said in run_gloo(_refused, 2):
+        assert len(said) == 3
+        assert "limits: expected one entry for each of 2 processes, got 3" in said[0]
+        assert "balance_stages: expected a pipeline_balance.ControllerConfig, got True" in said[1]
+        assert "give balance_stages, too" in said[2]
