@@ -40,8 +40,8 @@ class Balance:
         self._layers: list[str] = []  # of the engine
         self._known: dict[str, list[Any]] = {}  # by layer: what every group remembers
 
-    def config_for(self, layout: Parallelism, microbatches: int) -> EngineConfig:
-        """How a layout is balanced. Raises `SpecError` for a machine of another size."""
+    def config_for(self, layout: Parallelism, passes: int) -> EngineConfig:
+        """How a layout is balanced, with so many passes in a step. Raises `SpecError` for a machine of another size."""
         config = self.config(layout) if callable(self.config) else self.config
         if not isinstance(config, EngineConfig):
             raise SpecError(f"balance_experts: expected a prophet.EngineConfig, got {config!r:.100}")
@@ -50,7 +50,7 @@ class Balance:
                 f"balance_experts: the topology has {config.topology.ranks} ranks, {layout} shares experts over "
                 f"{layout.ep}: give a function from the layout to a configuration"
             )
-        return replace(config, accumulation_steps=microbatches)
+        return replace(config, accumulation_steps=passes)
 
     def check(self, layout: Parallelism) -> None:
         """Raise `SpecError` where experts cannot be balanced in a layout."""
@@ -93,7 +93,7 @@ class Balance:
         self.engine, problem = None, ""
         if self.config is None or layout.ep == 1:
             return
-        config = self.config_for(layout, pipeline.config.microbatches)
+        config = self.config_for(layout, pipeline.config.microbatches * layout.slices)
         place = layout.place(process_rank())
 
         def attached(layers: nn.Module) -> Any:

@@ -105,8 +105,8 @@ class Job:
     `SliceOptions(1, order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too. Layers of
     one's own call `pipeline_balance.slices.attend` in every layout.
 
-    Raises `SpecError` for a layout that cannot be trained yet: experts with tp or slices, pp or experts with zero 2
-    and 3, slices with tp.
+    Raises `SpecError` for a layout that cannot be trained yet: experts with tp, pp or experts with zero 2 and 3, slices
+    with tp.
     """
 
     def __init__(

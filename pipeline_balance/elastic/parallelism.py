@@ -210,8 +210,8 @@ class Parallelism:
     def check_trainable(self, *, experts: bool) -> None:
         """Raise `SpecError` for combinations that can be described but not trained; `experts`: the model has some.
 
-        What can be: pp x tp x dp with zero 0 and 1, tp x dp with zero 2 and 3, pp x dp x ep with zero 0 and 1, and
-        slices with pp x dp and zero 0 and 1.
+        What can be: pp x tp x dp with zero 0 and 1, tp x dp with zero 2 and 3, and pp x dp x ep with zero 0 and 1,
+        which also goes in slices.
         """
         faults = []
         if self.zero >= 2 and self.pp > 1:
@@ -226,10 +226,8 @@ class Parallelism:
             faults.append(f"slices{self.slices} with tp{self.tp}")
         if self.slices > 1 and self.zero >= 2:
             faults.append(f"slices{self.slices} with zero{self.zero}")
-        if self.slices > 1 and experts:
-            faults.append(f"slices{self.slices} with experts")
         if faults:
             raise SpecError(
                 f"{self}: {' and '.join(faults)} cannot be trained; expected pp x tp x dp with zero 0 or 1, tp x dp "
-                "with zero 2 or 3, pp x dp x ep with zero 0 or 1, or slices with pp x dp and zero 0 or 1"
+                "with zero 2 or 3, or pp x dp x ep with zero 0 or 1, whole or in slices"
             )

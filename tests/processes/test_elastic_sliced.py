@@ -11,8 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="one of the models is of transformers'")
 
-import prophet
-from pipeline_balance import elastic
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.pipeline.model import ModuleChain
@@ -288,7 +286,6 @@ def _refused(rank: int, size: int) -> list[float]:
         (lambda: own_job("pp2,slices4", 1, slices=SliceOptions(1, recompute="full")), "is for transformers models"),
         (lambda: own_job("pp5,slices4", 1), "needs rank 4, the world has 4|5 chunks need"),
         (lambda: llama_job("dp2,zero3", KINDS, slices=SliceOptions(1, recompute="full")), "shards are not computed"),
-        (lambda: _moe("pp2,slices2"), "slices2 with experts cannot be trained"),
         (lambda: _given("pp2,slices2"), "a ModuleChain cannot be cut into slices"),
         (lambda: _bert("pp2,slices2"), "ForMaskedLM, slices need a causal"),
     ):
@@ -312,12 +309,6 @@ def _refused(rank: int, size: int) -> list[float]:
     job.switch(Parallelism(pp=2, slices=4))
     losses += [job.step(max_norm=own.MAX_NORM) for _ in range(2)]
     return losses
-
-
-def _moe(layout: str) -> Job:
-    layer = prophet.MoE(own.DIM, own.DIM, 4, group=elastic.one_rank())
-    layers = [own.Embed(), layer, torch.nn.Linear(own.DIM, own.VOCABULARY)]
-    return Job(lambda: layers, own.adam, Parallelism.parse(layout), loss_fn=own.loss_fn, microbatches=2)
 
 
 def _given(layout: str) -> Job:
