@@ -96,8 +96,8 @@ class ExpertWatch:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """The experts are right as they are now: they have been made or loaded."""
-        self._seen = None
+        """The experts are right as they are now: they have been made, loaded or exchanged for others."""
+        self._used = self._seen = None
         self._made_of, watched = self._watched()
         self._made = _digests(watched)
 

@@ -176,6 +176,7 @@ class MoE(nn.Module):
         self.experts.share_over(group.rank, group.size)
         self.collective, self.replicas = group, replicas
         self._port, self._number = self.plain_port(), None
+        self.expert_watch.remember()  # gradients so far were those of other experts
 
     def plain_port(self) -> Port:
         """A port that balances nothing."""

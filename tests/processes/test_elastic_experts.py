@@ -67,6 +67,8 @@ TOUR = (
     ("layouts", "every"),
     [
         (TOUR[:6], 1),
+        # who had the same experts as another has different ones after the first step
+        (("dp4,ep2", "dp4,ep2,order0:2:1:3"), 1),
         pytest.param(TOUR, 20, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
         *(pytest.param((text,), 30, marks=pytest.mark.slow) for text in ("dp4,ep4", "dp4,ep2", "pp2,dp2,ep2,zero1")),
     ],
