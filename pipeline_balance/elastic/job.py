@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from pipeline_balance.elastic.reshape import (
 from pipeline_balance.elastic.saving import load_job, save_job
 from pipeline_balance.elastic.seats import groups_of, seats_of
 from pipeline_balance.elastic.stages import JobStages, check_stages
+from pipeline_balance.elastic.switching import Prepared
 from pipeline_balance.elastic.trainable import check, check_alike, check_mode, check_nodes
 from pipeline_balance.pipeline.agreement import alike, refuse_where
 from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
@@ -47,7 +48,7 @@ from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.pretrained import load_pretrained
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
+from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched
 from pipeline_balance.pipeline.saved import Also
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats
@@ -64,17 +65,6 @@ from prophet.ranks.waiting import joined
 from prophet.state.transition import Mode
 
 _WHOLE = "the job goes on in the layout that it has"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """What was made ahead of a switch, or in words why it could not be; `broken`: ranks have lost each other."""
-
-    problem: str = ""
-    broken: bool = False
-    layout: Parallelism | None = None
-    target: Arrangement | None = None
-    way: Way | None = None
 
 
 class Job:
@@ -139,7 +129,8 @@ class Job:
         self._words: tuple[Members, str] = (tuple(range(processes())), "words")  # of the thread that prepares
         self._nodes = nodes
         self._balance = Balance(balance_experts)
-        self._preparing: Future[_Prepared] | None = None
+        self._preparing: Future[Prepared] | None = None
+        self._began = 0  # the data's position when the update under way began
         self._device = at = device if device is not None else torch.device("cpu")
         first: list[PipelineModel] = []
 
@@ -226,20 +217,32 @@ class Job:
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    def step(self, *, max_norm: float | None = None, scaler: PipelineScaler | None = None) -> float:
+    def step(
+        self, *, update: bool = True, max_norm: float | None = None, scaler: PipelineScaler | None = None
+    ) -> float:
         """Train on the next global batch; its mean loss, equal on all processes. Collective, spare ones included.
 
+        With `update=False` gradients are only added up, and the loss is the mean over the update so far.
+
         `max_norm` clips the gradients, `scaler` is what `job.scaler()` makes. The data's position moves on once the
-        update is done. With `balance_stages`, layers that are to move do so before the batch is trained on.
+        batch is done. With `balance_stages`, layers that are to move do so before the batch is trained on.
         """
 
         def train() -> float:
             inputs, labels = self._microbatches()
-            loss = self.pipeline.step(inputs, labels, max_norm=max_norm, scaler=scaler)
+            loss = self.pipeline.step(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
             self.data.advance()
             return loss
 
-        return self._stages.around(train, update=True)
+        if not self.pipeline.progress.parts:
+            self._began = self.data.position
+        return self._stages.around(train, update=update)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients. An update under way begins anew with the next step, at its first batch."""
+        if self.pipeline.progress.parts:
+            self.data.reach(self._began)()
+        self.pipeline.drop_gradients()
 
     def _microbatches(self) -> tuple[Any, Any]:
         """This replica's part of the next batch, in microbatches; a failure is in their place, and told to all."""
@@ -332,7 +335,7 @@ class Job:
         found = reseater.items()
         ahead = reseater.ahead() if isinstance(reseater, Reshaper) and is_sharded(layout) else None
 
-        def made() -> _Prepared:
+        def made() -> Prepared:
             self._groups.keep()
             held, stage_map = reseater.described(found), layout.stage_map(len(read.model.units))
             chosen = layout
@@ -345,18 +348,18 @@ class Job:
             if any(said for said, _ in every):
                 self._groups.undo()
                 problem = f"{chosen} could not be prepared ({in_words([said for said, _ in every])})"
-                return _Prepared(problem=problem)
+                return Prepared(problem=problem)
             target = self._arrangement(chosen, stage_map, rules, runs, reseater, ahead)
             way = reseater.way_from([rows for _, rows in every], specs, target, words.rank)
             way.itinerary.foresee(pipe.mover.budget_bytes, in_place=mode == "in-place")
-            return _Prepared(layout=chosen, target=target, way=way)
+            return Prepared(layout=chosen, target=target, way=way)
 
         self._preparing = self._groups.beside(made)
 
-    def _prepared(self) -> _Prepared:
+    def _prepared(self) -> Prepared:
         """What was made in the background, waited for."""
         if self._preparing is None:
-            return _Prepared(problem="no layout was prepared: call prepare(layout) first")
+            return Prepared(problem="no layout was prepared: call prepare(layout) first")
         pipe = self.pipeline
         with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
             try:
@@ -364,7 +367,7 @@ class Job:
             except StageFailed:
                 raise
             except Exception as error:
-                return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
+                return Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
 
     def _give_up(self, broken: Sequence[bool]) -> None:
         """Make groups anew the next time where a preparation has `broken` off on any process; on all alike."""

@@ -19,6 +19,7 @@ from prophet.errors import SpecError
 from tests.helpers import elastic_jobs
 from tests.helpers.elastic_jobs import MICROBATCHES, SEED, batches, check_held, plain_losses, same, train, whole
 from tests.helpers.launch import run_gloo
+from tests.helpers.pipeline_model import plain_step
 
 SLOW_S = 4e-3
 _sleeps: dict[int, float] = {}
@@ -163,3 +164,40 @@ def test_bad_limits_are_refused_on_every_process() -> None:
         assert "limits: expected one entry for each of 2 processes, got 3" in said[0]
         assert "balance_stages: expected a pipeline_balance.ControllerConfig, got True" in said[1]
         assert "give balance_stages, too" in said[2]
+
+
+def _accumulated(rank: int, size: int) -> list[float]:
+    job = start("pp2,dp2", balance_stages=None)
+    losses = [job.step(update=False), job.step()]
+    position, _ = job.data.position, job.step(update=False)
+    assert job.data.position != position
+    with pytest.raises(SpecError, match=r"under way: switch after step\(update=True\)"):
+        job.switch(Parallelism(pp=4))
+    job.drop_gradients()
+    assert job.data.position == position
+    job.switch(Parallelism(pp=4))
+    losses += [job.step(update=False), job.step()]
+    job.close()
+    return losses
+
+
+def _accumulated_alone() -> list[float]:
+    model, data = elastic_jobs.build(), batches()
+    optimizer, losses = elastic_jobs.make_optimizer(list(model.named_parameters())), []
+    for update in range(2):
+        optimizer.zero_grad()
+        means = []
+        for part in range(2):
+            given: dict[str, Any] = {"microbatches": MICROBATCHES, "seed": SEED, "update": update, "share": 0.5}
+            read = data.read(0, elastic_jobs.ROWS)
+            cross_entropy = nn.functional.cross_entropy
+            means.append(plain_step(list(model), *read, cross_entropy, first=part * MICROBATCHES, **given))
+            data.advance()
+            losses.append(sum(means) / len(means))
+        optimizer.step()
+    return losses
+
+
+def test_a_job_adds_up_gradients_over_global_batches() -> None:
+    for losses in run_gloo(_accumulated, 4):
+        assert losses == pytest.approx(_accumulated_alone(), rel=1e-10)
