@@ -104,7 +104,7 @@ class Balance:
                 self._layers = [names[id(layer)] for layer in self.engine.layers]
                 assert place is not None
                 carry(self.engine, [self._known.get(n, []) for n in self._layers], place.edp, layout.edp)
-            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            except Exception as error:
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
             return self.engine
 

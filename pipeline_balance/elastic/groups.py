@@ -143,7 +143,7 @@ class Groups:
         for members, purpose in lacking:
             try:
                 self._made[members, purpose] = self._one(members, 1 if purpose == SHARDS else 2)
-            except (RuntimeError, ValueError, SpecError) as error:  # the others are tried: all must count alike
+            except Exception as error:  # the others are tried: all must count alike
                 problem = problem or f"{purpose} of ranks {list(members)}: {str(error).splitlines()[0]}"
         return problem
 

@@ -36,7 +36,7 @@ from pipeline_balance.pipeline.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.ownership import check_free
 from pipeline_balance.pipeline.reseat import DECISION, raise_own
 from pipeline_balance.pipeline.training_state import Held, base_name, described, in_words, refuse_odd, union
-from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
+from prophet.errors import CollectiveError, SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.state.layout import Layout, layout_from
@@ -200,7 +200,7 @@ class _Own:
             )
             values = {piece.name: tensor for piece, tensor in moved.state.items()}
             done = target.filled(values, facts.space, facts.scalars), target
-        except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError, TypeError, ValueError) as error:
+        except Exception as error:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         against = collective.decide(DECISION, facts.name, ready=done is not None, device=live.device)
         if against or done is None:

@@ -34,7 +34,7 @@ from pipeline_balance.pipeline.training_state import (
 )
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
-from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
+from prophet.errors import BudgetError, CollectiveError, SpecError, TransitionError
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece
@@ -258,7 +258,7 @@ class StateMover:
         """What `call` returns, or in words why it failed on this rank."""
         try:
             return call()
-        except (RuntimeError, MemoryError, SpecError, LayoutError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:
             return f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
     def _agree(self, found: tuple[Stages, Change] | str) -> None:

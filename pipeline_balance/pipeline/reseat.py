@@ -37,7 +37,7 @@ from pipeline_balance.pipeline.training_state import (
 )
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
-from prophet.errors import BudgetError, LayoutError, SpecError, StateLost, TransitionError
+from prophet.errors import SpecError, StateLost, TransitionError
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Layout, whole_tensors
@@ -301,7 +301,7 @@ class Reseater:
             assert not isinstance(found, str)
             links = way.route.link_bytes
             done = found, self._change(target, moved, agreed.numbers, place)
-        except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError) as error:
+        except Exception as error:
             lost = lost or isinstance(error, StateLost)
             problem = f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         against = collective.decide(DECISION, agreed.name, ready=done is not None, device=mover.device)

@@ -219,7 +219,7 @@ class _Mover:
                 for row in self.memory.takes:
                     self._get(row)
             self.buffer = self.allocate((buffer_bytes,), torch.uint8, self.device)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             return f"no memory for the new state: {_words(error)}"
         return ""
 
@@ -237,7 +237,7 @@ class _Mover:
             return
         try:
             call()
-        except (RuntimeError, MemoryError, TransitionError) as error:
+        except Exception as error:
             self.problem = _words(error)
 
     def _begin_wave(self, pieces: list[Piece]) -> None:

@@ -1,0 +1,119 @@
+"""What strikes one rank while training state moves, for every mover: a named error in time, and one whole state.
+
+Before the decision the old state is in force on every rank that is left, after it the new one. In place the old state
+is given up on the way: then none is left, on any rank, and `load` goes on. `-k layout-killed` picks rows of the table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.launch import run_gloo
+from tests.helpers.move_faults import ALLOCATE, LIMIT_S, LOST, MOVERS, PHASES, RANKS, VICTIM, End, Row, strike
+
+MOST_S = 2 * LIMIT_S + 4.0  # a wait, one in which ranks hear why it has failed, and what they ask the store for
+NAMED = ("SpecError", "BudgetError", "TransitionError", "StageFailed", "PeerLost", "CollectiveTimeout")
+GIVEN_UP = ("moving", "building", "deciding")
+"""Phases in which a move in place has no state that is whole."""
+# these leave ranks in step, so the rows of a mover share one launch
+TOGETHER = {
+    "stages": ("asks-agreeing", "memory-preparing", "raises-moving", "raises-building"),
+    "layout": ("asks-agreeing", "memory-preparing", "raises-moving", "raises-building"),
+    "in_place": ("room-agreeing", "raises-moving", "raises-building"),
+    "own": ("asks-agreeing", "memory-preparing", "raises-building"),
+}
+SOON = ("layout-killed-moving",)
+"""Rows that have a launch to themselves, and are not slow."""
+_APART = "the state is the new one, and this rank goes on in the old {}: it is assigned after all that may fail"
+_ADDED = "waits add up: every group that is made waits for the limit"
+_NOT_CAUGHT = "what fails in deciding itself is not caught: this rank {}, and the others wait for the limit"
+_KEPT = _NOT_CAUGHT.format("keeps parts of a state that the others have given up")
+_GIVEN_UP = "nothing has moved, and the old state is given up: any wait that fails in a transition counts as its loss"
+_BARE = _NOT_CAUGHT.format("raises what has no name, and keeps a group that they make anew, so no later move can go")
+_GONE = "what follows the decision may fail: the new model never gets to the caller, and the old one refuses to run"
+WRONG = {
+    **dict.fromkeys(("stages-raises-decided", "stages-breaks-decided"), _APART.format("stage map")),
+    **dict.fromkeys(("layout-raises-decided", "layout-breaks-decided"), _APART.format("layout")),
+    **dict.fromkeys(("in_place-raises-decided", "in_place-breaks-decided"), _APART.format("layout")),
+    **dict.fromkeys(("layout-late-agreeing", "in_place-late-agreeing"), _ADDED),
+    **dict.fromkeys(("in_place-breaks-deciding", "in_place-raises-deciding"), _KEPT),
+    **dict.fromkeys([f"in_place-{fault}-preparing" for fault in ("killed", "stopped", "late")], _GIVEN_UP),
+    **dict.fromkeys(("own-breaks-deciding", "own-raises-deciding"), _BARE),
+    "stages-halved-deciding": "ranks that heard of all have the new map, others the old one: no word is kept",
+    **dict.fromkeys(("own-raises-decided", "own-breaks-decided"), _GONE),
+}
+"""Rows that do not hold, and why."""
+
+
+def _rows() -> Iterator[Row]:
+    for mover in MOVERS:
+        yield Row(mover, "asks", "agreeing")
+        yield Row(mover, "room", "agreeing")
+        yield from (Row(mover, "memory", phase) for phase in ALLOCATE[mover])
+        yield from (
+            Row(mover, fault, phase) for fault in ("raises", "breaks", "killed", "stopped", "late") for phase in PHASES
+        )
+        yield Row(mover, "halved", "deciding")
+
+
+def _shared(row: Row) -> bool:
+    return f"{row.fault}-{row.phase}" in TOGETHER[row.mover]
+
+
+def _table() -> list[Any]:
+    found = []
+    for row in _rows():
+        marks: list[Any] = [] if _shared(row) or str(row) in SOON else [pytest.mark.slow]
+        if str(row) in WRONG:
+            marks.append(pytest.mark.xfail(strict=True, reason=WRONG[str(row)]))
+        found.append(pytest.param(row, id=str(row), marks=marks))
+    return found
+
+
+@functools.cache
+def _launched(rows: tuple[Row, ...]) -> list[list[End] | None]:
+    lost = [VICTIM] if rows[0].fault in LOST else []
+    return run_gloo(strike, RANKS, list(rows), timeout_s=60.0, silent=lost)
+
+
+def _ends(row: Row) -> list[End | None]:
+    """How the move ended, by rank; None of a rank that is lost."""
+    rows = tuple(filter(_shared, _rows())) if _shared(row) else (row,)
+    rows = tuple(r for r in rows if r.mover == row.mover)
+    return [ends[rows.index(row)] if ends is not None else None for ends in _launched(rows)]
+
+
+def _in_force(row: Row) -> list[tuple[str, str]]:
+    """What all ranks that are left may have, and call theirs."""
+    new, old = ("new", "new"), ("lost" if row.mover == "in_place" and row.phase in GIVEN_UP else "old", "old")
+    if row.fault == "halved":  # whoever gives the first word decides
+        return [old, new]
+    return [new] if row.phase == "decided" else [old]
+
+
+@pytest.mark.parametrize("row", _table())
+def test_one_state_is_whole_and_all_ranks_are_told(row: Row) -> None:
+    ends = _ends(row)
+    print(f"\n{row}")
+    for rank, end in enumerate(ends):
+        print(f"  rank {rank}: {end}")
+    in_force = _in_force(row)
+    assert len({(end.state, end.says) for end in ends if end is not None}) == 1, ends
+    for rank, end in enumerate(ends):
+        if end is None:
+            assert rank == VICTIM
+            continue
+        assert (end.state, end.says) in in_force, f"rank {rank}: {end}"
+        if row.fault == "late" and row.phase == "decided":  # all others had its word
+            assert end.error == "", f"rank {rank}: {end}"
+        else:
+            assert end.error in NAMED, f"rank {rank}: {end}"
+        if row.fault != "late" or rank != VICTIM:
+            assert end.took_s < MOST_S, f"rank {rank}: {end}"
+        if row.fault not in LOST:
+            ended = row.mover == "stages" and end.error == "StageFailed"  # of a pipeline, which has no `load`
+            assert end.goes_on == ("no" if ended else "yes"), f"rank {rank}: {end}"
