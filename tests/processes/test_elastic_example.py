@@ -30,6 +30,26 @@ def test_layouts_train_as_one(program: str, layouts: int, learned: float) -> Non
     assert said[0].count("held up for") == layouts - 1
 
 
+RUN = re.compile(r"step (\d+) in (\S+): loss ([\d.]+)")
+
+
+@pytest.mark.slow
+def test_the_whole_run_trains_as_one_that_stays() -> None:
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    program = EXAMPLES / "elastic_whole_run.py"
+    moving, fixed = (RUN.findall(torchrun(program, "--steps", "6", *how, ranks=4)) for how in ((), ("--fixed",)))
+    assert [layout.split(",stages")[0] for _, layout, _ in moving] == [
+        "pp2,dp2",
+        "pp4",
+        "pp2,dp2,slices4",
+        "pp2,dp2,ep2,slices4",
+        "dp4,ep2",
+    ]
+    losses = [[float(loss) for *_, loss in run] for run in (moving, fixed)]
+    assert losses[0] == pytest.approx(losses[1], abs=5e-3)  # float32, sums in another order
+    assert losses[0][-1] < losses[0][0] - 0.5
+
+
 LOOP = re.compile(r"step (\d+) in ([\w,]+): loss of rank 0 ([\d.]+)")
 
 
