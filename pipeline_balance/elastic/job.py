@@ -54,6 +54,7 @@ from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import Held, gather_json, in_words, spec_rows
+from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.slices import SliceOptions
 from pipeline_balance.spec import RankLimits, StageMap
@@ -93,7 +94,7 @@ class Job:
 
     `slices` are what layouts with slices take beside their number and that of stages per rank, as
     `SliceOptions(1, order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too. Layers of
-    one's own call `pipeline_balance.slices.attend` in every layout.
+    one's own call `pipeline_balance.slices.attend` in every layout. `schedule` is as `ElasticPipeline` takes it.
 
     Raises `SpecError` for a layout that cannot be trained yet: experts with tp, pp or experts with zero 2 and 3, slices
     with tp.
@@ -121,14 +122,14 @@ class Job:
         weights: str | Path | None = None,
         split_backward: bool = False,
         meter: Meter | None = None,
+        schedule: str | MakeSchedule | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
         self._groups = Groups(timeout_s)
         self._state: tuple[Members, str] = (tuple(range(processes())), "state")  # carries it
         self._words: tuple[Members, str] = (tuple(range(processes())), "words")  # of the thread that prepares
-        self._nodes = nodes
-        self._balance = Balance(balance_experts)
+        self._nodes, self._balance = nodes, Balance(balance_experts)
         self._preparing: Future[Prepared] | None = None
         self._began = 0  # the data's position when the update under way began
         self._device = at = device if device is not None else torch.device("cpu")
@@ -150,10 +151,8 @@ class Job:
         if is_sharded(layout):  # begin with the model spread out, and go there
             layout = Parallelism(pp=min(layout.ranks, len(self._plain.units)))
         self.layout, self._shards = layout, _arranged(None)
-        self._experts = has_experts(self._plain.root)
         self._groups.together(self._wanted(layout))
-        seats = self._seats(layout)
-        stage_map = layout.stage_map(len(self._plain.units))
+        seats, stage_map = self._seats(layout), layout.stage_map(len(self._plain.units))
 
         def filled() -> PipelineModel:
             share_out(self._plain.root, seats)
@@ -175,6 +174,7 @@ class Job:
             zero=layout.zero,
             split_backward=split_backward,
             meter=meter,
+            schedule=schedule,
         )
         self._stages = JobStages(self.pipeline, balance_stages, limits, self._change_stages)
         if weights is not None:
@@ -456,7 +456,7 @@ class Job:
         """What takes the pipeline to `layout`; with `read`, it works on what was read of the model."""
         plain = self.pipeline.reseater()
         mover = plain.mover if read is None else replace(plain.mover, owned=read)
-        if self._experts:
+        if has_experts(self._plain.root):
             return ExpertReseater(mover, plain.passes, plain.now)
         if self._shards is None and not is_sharded(layout):
             return replace(plain, mover=mover)

@@ -212,7 +212,8 @@ class Reshaper(Reseater):
                 box = box_of(twins[id(owned.parameters[name])])
                 if box.elements and box != boxes.get(name):
                     raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
-        return replace(mover.builder, model=model).build(target.stage_map, target.durations, rank=place, config=config)
+        builder = replace(mover.builder, model=model)
+        return builder.build(target.stage_map, target.durations, rank=place, config=config, schedule=self.schedule)
 
     def ahead(self) -> Ahead:
         """Reads the modules as they are; what is returned makes them from that, in any thread.

@@ -33,6 +33,7 @@ _COMPARED = (
     ("hold a model with other names, shapes or types", "all"),
     ("train (requires_grad) other parameters", "all"),
     ("call with other arguments", "all"),
+    ("follow another schedule", "all"),
     ("have other options (such as the learning rate) in their optimizers' groups", "all"),
     ("have inputs of other shapes", "replica"),
     ("were given other inputs or labels", "replica"),
@@ -221,12 +222,13 @@ def agree_on_batch(
     device: torch.device,
     actions: Callable[[Passing], str],
     weights: int,
+    schedule: int,
 ) -> Passing:
     """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
 
     `actions` says what this rank would run, and `weights` is a digest of weights; both must be the same on the ranks
-    with these stages in all replicas. Where it fails on a rank, all ranks raise `SpecError` with that rank and its
-    reason.
+    with these stages in all replicas. `schedule` is a digest of all ranks' actions. Where it fails on a rank, all ranks
+    raise `SpecError` with that rank and its reason.
     """
     failed: Exception | None = None
     passing = Passing.nothing()
@@ -239,6 +241,7 @@ def agree_on_batch(
         owned.structure(),
         owned.trainable(),
         number_of(repr(tuple(arguments))),
+        schedule,
         optimizers.digest(),
         number_of(repr((passing.counted, shapes))),
         passing.data,
@@ -273,8 +276,8 @@ def agree_on_model(
 ) -> tuple[StageMap, dict[str, Any]]:
     """The stage map of the ranks that know it, and how far they are, from what all ranks `describe`; collective.
 
-    A description has the "model", the "settings", the "map" (None where it is not known) and the "progress". Raises
-    `SpecError` on all ranks where one cannot be made, or models, settings or maps differ.
+    A description has the "model", the "settings", the "map" (None where it is not known) with a digest of its
+    "schedule", and the "progress". Raises `SpecError` on all ranks where one cannot be made, or any of them differ.
     """
     every = from_all(describe, collective, device, Operation("comparing the ranks' models"))
     slices = [said["settings"]["slices"] for said in every]
@@ -287,9 +290,10 @@ def agree_on_model(
     knowing = [said for said in every if said["map"] is not None]
     if not knowing:
         raise SpecError("no rank of the group knows the stage map")
-    differ = [r for r, said in enumerate(every) if said["map"] is not None and said["map"] != knowing[0]["map"]]
-    if differ:
-        raise SpecError(f"ranks {differ} were given another stage map than the first")
+    for name, what in (("map", "were given another stage map"), ("schedule", "follow another schedule")):
+        differ = [r for r, said in enumerate(every) if said["map"] is not None and said[name] != knowing[0][name]]
+        if differ:
+            raise SpecError(f"ranks {differ} {what} than the first")
     return StageMap(tuple(knowing[0]["map"][0]), tuple(knowing[0]["map"][1])), knowing[0]["progress"]
 
 

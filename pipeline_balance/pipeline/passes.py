@@ -135,7 +135,8 @@ class Passes:
     ) -> Passing:
         owned, groups, device = self.owned, self.groups, self.config.device
         weights = int(self._weights) if self._weights is not None else 0
-        return agree_on_batch(prepare, owned, self.optimizers, given, groups, device, actions, weights)
+        schedule = self.stages().schedule
+        return agree_on_batch(prepare, owned, self.optimizers, given, groups, device, actions, weights, schedule)
 
     def _weights_of_next_layer(self) -> torch.Tensor | None:
         """A digest for the next agreement: replicas that came apart are found once it is that layer's turn."""

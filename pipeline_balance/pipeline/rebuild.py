@@ -32,6 +32,7 @@ from pipeline_balance.pipeline.training_state import (
     state_entries,
     union,
 )
+from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, CollectiveError, SpecError, TransitionError
@@ -157,17 +158,19 @@ class StateMover:
         """The stages of `stage_map` with the state of `now`, and what that took; collective.
 
         Without `gradients`, those are dropped once all else has moved: they have been used. `midway` says whether an
-        update is under way. Raises `SpecError` on all ranks unless all may go from map to map, or where replicas have
-        come apart. Raises `TransitionError` on all ranks where ties have come apart or the state cannot be moved. After
-        either, everything is as it was.
+        update is under way. Raises `SpecError` on all ranks unless all may go from map to map and follow one schedule,
+        or where replicas have come apart. Raises `TransitionError` on all ranks where ties have come apart or the state
+        cannot be moved. After either, everything is as it was.
         """
         began = time.perf_counter()
-        held, way, scalars = self._facts(now, stage_map, prepared, gradients=gradients, midway=midway)
+        held, way, scalars, schedule = self._facts(
+            now, stage_map, durations, prepared, gradients=gradients, midway=midway
+        )
         found: tuple[Stages, Change] | str | None = None
 
         def conclude(state: State, problem: str) -> None:
             nonlocal found
-            found = problem or self.attempt(lambda: self.assemble(stage_map, state, scalars, durations))
+            found = problem or self.attempt(lambda: self.assemble(stage_map, state, scalars, durations, schedule))
             self._agree(found)
 
         try:
@@ -196,27 +199,37 @@ class StateMover:
         )
 
     def _facts(
-        self, now: Stages, stage_map: StageMap, prepared: Prepared | None, *, gradients: bool, midway: bool
-    ) -> tuple[Held, Itinerary, dict[str, Any]]:
-        """What this rank holds, its part of the route, and optimizers' plain numbers, which go in words; collective.
+        self,
+        now: Stages,
+        stage_map: StageMap,
+        durations: Durations | None,
+        prepared: Prepared | None,
+        *,
+        gradients: bool,
+        midway: bool,
+    ) -> tuple[Held, Itinerary, dict[str, Any], Schedule | None]:
+        """What this rank holds, its part of the route, optimizers' plain numbers, and the new schedule; collective.
 
-        All that ranks compare before a move goes in one message: see `rebuild` for what is refused.
+        All that ranks compare before a move goes in one message, with plain numbers in words: see `rebuild` for what is
+        refused.
         """
         groups, before = self.groups, now.stage_map
         ties: tuple[Tie, ...] = ()
         held: Held | str = ""
+        schedule: Schedule | None = None
 
         def say() -> dict[str, Any]:
-            nonlocal ties, held
+            nonlocal ties, held, schedule
             self.owned.read()
             self.builder.check_map(stage_map)
+            schedule = self.builder.schedule(stage_map, durations)
             ties = ties_of(self.owned)
             if midway and any(len(tie.holders(m)) > 1 for tie in ties for m in (before, stage_map)):
                 raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
             held = self._collect(now, gradients=gradients)
             ready = prepared is not None and prepared.fits(stage_map, held)
-            said = {"map": [stage_map.boundaries, stage_map.ranks], "ready": ready}
-            said["state"] = described(held, tensors=not ready)
+            said = {"map": [stage_map.boundaries, stage_map.ranks], "schedule": self.builder.number(schedule)}
+            said |= {"ready": ready, "state": described(held, tensors=not ready)}
             if isinstance(held, Held):
                 names = self.owned.of(before.layers_on(groups.rank)) if groups.grid.replicas > 1 else []
                 weights = {name: digest_of([(name, self.owned.parameters[name])]) for name in names}
@@ -226,6 +239,7 @@ class StateMover:
 
         every = from_all(say, groups.world, self.device, Operation("agreeing on a move"))
         refuse_where([said["map"] for said in every], "were given another stage map")
+        refuse_where([said["schedule"] for said in every], "follow another schedule")
         space, scalars = union([said["state"] for said in every], WHOLE)
         assert isinstance(held, Held)
         for rank in range(groups.grid.pipeline_ranks):
@@ -233,10 +247,10 @@ class StateMover:
         refuse_untied(ties, before, groups.grid, [said["ties"] for said in every])
         ready = [said["ready"] for said in every]
         if prepared is not None and all(ready):
-            return held, prepared.itinerary, scalars
+            return held, prepared.itinerary, scalars, schedule
         if any(ready):  # on another rank something has changed since
             space, scalars = share(held, groups.world, self.device, WHOLE)
-        return held, self._itinerary(space, before, stage_map), scalars
+        return held, self._itinerary(space, before, stage_map), scalars, schedule
 
     def check_put(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise `TransitionError` for a parameter whose content cannot be exchanged; nothing changes."""
@@ -288,9 +302,10 @@ class StateMover:
         state: State,
         scalars: Mapping[str, Any],
         durations: Durations | None = None,
+        schedule: Schedule | None = None,
     ) -> tuple[Stages, Change]:
         """The stages of `stage_map`, and the assignments that give them this state; see `StageBuilder.build`."""
-        stages = self.builder.build(stage_map, durations)
+        stages = self.builder.build(stage_map, durations, schedule=schedule)
         return stages, self.change(stage_map.layers_on(self.groups.rank), state, scalars)
 
     def change(

@@ -18,12 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline_balance.pipeline.agreement import refuse_where
 from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership, check_free
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
-from pipeline_balance.pipeline.stages import Seats, Stages
+from pipeline_balance.pipeline.stages import PipelineConfig, Seats, Stages
 from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
 from pipeline_balance.pipeline.training_state import (
     Held,
@@ -35,6 +36,7 @@ from pipeline_balance.pipeline.training_state import (
     space_of,
     spec_rows,
 )
+from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, StateLost, TransitionError
@@ -120,6 +122,8 @@ class Reseater:
     mode: Mode = field(default="safe", init=False)
     becomes: Ownership | None = field(default=None, init=False)
     """What `mover` is to own, where another model runs the units; `check` reads it."""
+    schedule: Schedule | None = field(default=None, init=False)
+    """What ranks have agreed to run in the new stages; without an agreement, building asks for it."""
     moves_experts = False
     """Whether it takes along what replicas share of experts."""
 
@@ -205,6 +209,7 @@ class Reseater:
                 builder = replace(builder, model=target.model)
                 self.becomes = Ownership(target.model)
             builder.check_map(target.stage_map, target.seats.grid)
+            self.schedule = builder.schedule(target.stage_map, target.durations, self._config(target))
             if self.passes.progress.parts:
                 raise SpecError("an update is under way: switch after step(update=True)")
             self.check_free()
@@ -217,6 +222,7 @@ class Reseater:
         held = self.describe()
         specs = tuple(held.specs) if isinstance(held, Held) else ()
         said |= {
+            "schedule": self.mover.builder.number(self.schedule) if self.schedule is not None else 0,
             "copies": self.copies(),
             "problem": held if isinstance(held, str) else "",
             "numbers": self.told_numbers(held) if isinstance(held, Held) else {},
@@ -232,6 +238,7 @@ class Reseater:
             differ = [r for r, row in enumerate(every) if row["words"][what] != value]
             if differ:
                 raise SpecError(f"ranks {differ} have another {what} than rank 0 ({value}); {WHOLE}")
+        refuse_where([row["schedule"] for row in every], "follow another schedule")
         refuse_untied(ties, now, groups.grid, [row["ties"] for row in every])
         self.compare([row["copies"] for row in every])
         problems = in_words([row["problem"] for row in every])
@@ -267,7 +274,7 @@ class Reseater:
         self.passes.drop_gradients()  # they were used
         if self.now.executor is not None:
             self.now.executor.rest()
-        config = replace(mover.builder.config, microbatches=target.microbatches)
+        config = self._config(target)
         place = target.seats.grid.pipeline_rank_of(rank)
         problem, lost = "", False
         links: Mapping[tuple[int, int], int] = {}
@@ -368,7 +375,11 @@ class Reseater:
         mover = self.mover
         mover.check_put(mover.owned.parameters)
         builder = mover.builder if self.becomes is None else replace(mover.builder, model=self.becomes.model)
-        return builder.build(target.stage_map, target.durations, rank=place, config=config)
+        return builder.build(target.stage_map, target.durations, rank=place, config=config, schedule=self.schedule)
+
+    def _config(self, target: Arrangement) -> PipelineConfig:
+        """How the pipeline trains in `target`."""
+        return replace(self.mover.builder.config, microbatches=target.microbatches)
 
     def _beside(self, others: list[Tensor]) -> list[Tensor]:
         """What is given up with the state, and does not move: `others`, which copies have elsewhere, and padding."""

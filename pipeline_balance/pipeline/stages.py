@@ -20,9 +20,10 @@ from pipeline_balance.pipeline.executor import Executor
 from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.halves_tried import check_halves
 from pipeline_balance.pipeline.model import PipelineModel
+from pipeline_balance.pipeline.ownership import number_of
 from pipeline_balance.pipeline.replicas import Grid
-from pipeline_balance.schedules.actions import Action
-from pipeline_balance.schedules.flexible import flexible
+from pipeline_balance.schedules.actions import Action, Schedule
+from pipeline_balance.schedules.named import FLEXIBLE, MakeSchedule, check_choice, schedule_for
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.schedules.transfers import forward_rows, with_messages
 from pipeline_balance.spec import StageMap
@@ -39,7 +40,8 @@ class PipelineConfig:
 
     `microbatches` is how many parts a step's batch is cut into. Layers draw random numbers by `seed`. `split_backward`
     computes weight gradients apart from input gradients where that fills a wait. `budget_bytes` bounds the buffers that
-    a move may take on a rank, and `timeout_s` every wait for another rank.
+    a move may take on a rank, and `timeout_s` every wait for another rank. `schedule` is a name or a function, see
+    `schedules.named`; None is "flexible", or what slices bring.
     """
 
     microbatches: int
@@ -48,6 +50,7 @@ class PipelineConfig:
     split_backward: bool = False
     budget_bytes: int = 64 << 20
     timeout_s: float = DEFAULT_TIMEOUT_S
+    schedule: str | MakeSchedule | None = None
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "budget_bytes", "timeout_s"):
@@ -55,6 +58,8 @@ class PipelineConfig:
                 raise SpecError(f"{name} must be positive, got {getattr(self, name)}")
         if self.split_backward:
             check_halves()
+        if self.schedule is not None:
+            check_choice(self.schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +105,9 @@ class PipelineGroups:
         self._side: Collective | None = None
         self.arrange(1)
 
-    def arrange(self, replicas: int) -> None:
-        """Number the ranks for `replicas`; local. Raises `SpecError` unless they divide into as many."""
-        self.sit(Seats(grid=Grid.of(self.world.size, replicas), collective=self.world, column=alone()))
+    def arrange(self, replicas: int, seats: Seats | None = None) -> None:
+        """Number the ranks for `replicas`, or as `seats` do; local. Raises `SpecError` unless they divide into them."""
+        self.sit(seats or Seats(grid=Grid.of(self.world.size, replicas), collective=self.world, column=alone()))
 
     def divide(self) -> None:
         """Make the communicators of replicas and columns; collective, with the same grid on all ranks."""
@@ -168,11 +173,13 @@ class Stages:
     """What is in force on one rank: the stage map, and the executor of this rank's stages (None without one).
 
     `durations` are the stages' expected seconds that the schedule was made for, None where they are not known.
+    `schedule` is a digest of what all ranks run: see `StageBuilder.number`.
     """
 
     stage_map: StageMap
     executor: Executor | None
     durations: Durations | None = None
+    schedule: int = 0
 
 
 @dataclass(kw_only=True)
@@ -202,7 +209,28 @@ class StageBuilder:
         if self.model.slicing is not None:
             if self.config.split_backward:
                 raise SpecError("slices need split_backward=False: their backward frees keys and values at once")
+            if self.config.schedule is not None:
+                raise SpecError("slices bring their schedule: leave out schedule=")
             self.model.slicing.check(dense_ranks(stage_map).ranks)
+
+    def schedule(
+        self, stage_map: StageMap, durations: Durations | None = None, config: PipelineConfig | None = None
+    ) -> Schedule:
+        """What the ranks in use run, [P] rows without idle ranks: the user's choice asked anew, and checked.
+
+        Raises `SpecError` where it cannot be run.
+        """
+        config, ranks = config or self.config, dense_ranks(stage_map).ranks
+        if self.model.slicing is not None:
+            return self.model.slicing.schedule(ranks, config.microbatches)
+        if durations is not None and len(durations.forward_s) != stage_map.stages:
+            durations = None
+        choice, split = config.schedule or FLEXIBLE, config.split_backward
+        return schedule_for(choice, ranks, config.microbatches, durations=durations, split_backward=split)
+
+    def number(self, schedule: Schedule) -> int:
+        """A digest for comparing over ranks; 0 of "flexible", as a rank that joins does not know its durations."""
+        return number_of(str(schedule)) if self.config.schedule not in (None, FLEXIBLE) else 0
 
     def build(
         self,
@@ -211,33 +239,25 @@ class StageBuilder:
         *,
         rank: int | None = None,
         config: PipelineConfig | None = None,
+        schedule: Schedule | None = None,
     ) -> Stages:
-        """Stages and schedule for `stage_map`; nothing that is in force changes.
+        """Stages for `stage_map` with their `schedule`, asked for if None; nothing that is in force changes.
 
         With `rank` and `config`, those of this process once both are in force.
         """
-        rank = self.groups.rank if rank is None else rank
+        rank, config = self.groups.rank if rank is None else rank, config or self.config
+        schedule = schedule or self.schedule(stage_map, durations, config)  # what was chosen is compared over all ranks
         mine = stage_map.stages_on(rank)
-        executor = self._executor(stage_map, durations, rank, config or self.config) if mine else None
-        return Stages(stage_map=stage_map, executor=executor, durations=durations)
+        executor = self._executor(stage_map, schedule, rank, config) if mine else None
+        return Stages(stage_map=stage_map, executor=executor, durations=durations, schedule=self.number(schedule))
 
-    def _executor(
-        self, stage_map: StageMap, durations: Durations | None, rank: int, config: PipelineConfig
-    ) -> Executor:
-        dense = dense_ranks(stage_map)
-        if durations is not None and len(durations.forward_s) != dense.stages:
-            durations = None
+    def _executor(self, stage_map: StageMap, schedule: Schedule, rank: int, config: PipelineConfig) -> Executor:
         used = stage_map.used_ranks
 
         def spread(rows: list[list[Action]]) -> list[list[Action]]:
             """Rows of the ranks in use at their ranks' places."""
             return [rows[used.index(r)] if r in used else [] for r in range(max(used) + 1)]
 
-        if self.model.slicing is not None:
-            schedule = self.model.slicing.schedule(dense.ranks, config.microbatches)
-        else:
-            split = config.split_backward
-            schedule = flexible(dense.ranks, config.microbatches, durations=durations, split_backward=split)
         return Executor(
             self.model,
             {s: stage_map.layers_of(s) for s in stage_map.stages_on(rank)},

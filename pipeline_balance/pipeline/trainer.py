@@ -32,6 +32,7 @@ from pipeline_balance.pipeline.saved import Checkpoint, load_state, save_state
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder
 from pipeline_balance.pipeline.training_state import Held
+from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
@@ -57,7 +58,8 @@ class ElasticPipeline:
 
     `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
     map, rates and counters from them. `seats` has other processes run the stages than the first ones in a row, and
-    spare ones none. `zero` 1 has one replica alone update each tensor and keep its optimizer state.
+    spare ones none. `zero` 1 has one replica alone update each tensor and keep its optimizer state. `schedule` is a
+    name or a function, asked on every rank for every stage map: see `pipeline_balance.schedules.named`.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class ElasticPipeline:
         joins: bool = False,
         seats: Seats | None = None,
         zero: int = 0,
+        schedule: str | MakeSchedule | None = None,
     ) -> None:
         self.groups = PipelineGroups(group, timeout_s)
         self.meter = meter if meter is not None else Meter()
@@ -91,11 +94,9 @@ class ElasticPipeline:
                 split_backward=split_backward,
                 budget_bytes=budget_bytes,
                 timeout_s=timeout_s,
+                schedule=schedule,
             )
-            if seats is None:
-                self.groups.arrange(replicas)
-            else:
-                self.groups.sit(seats)
+            self.groups.arrange(replicas, seats)
             made = model if isinstance(model, PipelineModel) else model()
             check_units(made.units, made.root)
             self.owned = Ownership(made)
@@ -105,6 +106,7 @@ class ElasticPipeline:
             first = stage_map if stage_map is not None or joins else self.builder.first_map()
             if first is not None:
                 self.builder.check_map(first)
+                self._stages = self.builder.build(first)
             return self._description(None if joins else first, Progress(first_ranks=self.ranks))
 
         agreed, progress = agree_on_model(check, self.groups.world, at)
@@ -114,6 +116,7 @@ class ElasticPipeline:
         def make() -> Optimizers:
             column = self.groups.grid.column(self.rank) if seats is None else ()
             self.experts = StageExperts(self.model.units, self.groups.world.rank, column, self.meter)
+            self._stages = self.builder.build(agreed) if joins else self._stages
             self.owned.keep_only(() if joins else agreed.layers_on(self.rank))
             self.owned.to_device(at)
             return Optimizers(make_optimizer, self.owned.parameters)
@@ -124,7 +127,6 @@ class ElasticPipeline:
         self.mover = StateMover(self.builder, self.owned, self.optimizers, budget_bytes)
         owners = Owners(self.owned, self.groups.grid, agreed, zero)
         self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, lambda: self._stages, owners)
-        self._stages = self.builder.build(agreed)
         self.progress.take(progress)
         fresh = self.owned.fresh()
         if not joins:
@@ -438,10 +440,8 @@ class ElasticPipeline:
 
     def in_force(self) -> Arrangement:
         """Who runs what now."""
-        microbatches = self.config.microbatches
-        return Arrangement(
-            seats=self.groups.seats, stage_map=self.stage_map, owners=self.owners, microbatches=microbatches
-        )
+        seats, stage_map = self.groups.seats, self.stage_map
+        return Arrangement(seats=seats, stage_map=stage_map, owners=self.owners, microbatches=self.config.microbatches)
 
     def _check_static(self, how: Reseater) -> None:
         if not how.moves_experts:
@@ -464,7 +464,7 @@ class ElasticPipeline:
         """Go on in another group (None: all processes); collective over its members, between steps.
 
         `number` maps this rank's old group's ranks to the new one's and must hold every rank that runs a stage; None
-        where this process comes back and knows no stages. `leave.membership.Membership` calls this.
+        where this process comes back, and takes the others' map and counters. `leave.membership.Membership` calls this.
         """
         if self.groups.replicas > 1:
             raise SpecError("a pipeline with replicas cannot change its group: resume from a checkpoint instead")
@@ -475,25 +475,25 @@ class ElasticPipeline:
                 raise SpecError(f"ranks {lost} still run stages and cannot leave: rebuild without them first")
             known = StageMap(now.stage_map.boundaries, tuple(number[r] for r in now.stage_map.ranks))
         self.groups.enter(group)
-        self._stages = self.builder.build(self._meet(known), now.durations)
-        self.meter.reset()
-
-    def _meet(self, known: StageMap | None) -> StageMap:
-        """The group's stage map; a rank that knows none takes over how far the others are. Collective."""
-        world, device, joins = self.groups.world, self.config.device, known is None
+        world, device = self.groups.world, self.config.device
         agreed, progress = agree_on_model(lambda: self._description(known, self.progress), world, device)
-        agree_on_optimizers(lambda: self.optimizers, self.owned, world, device, joins=joins)
-        if joins:
+
+        def build() -> Optimizers:
+            self._stages = self.builder.build(agreed, now.durations)
+            return self.optimizers
+
+        agree_on_optimizers(build, self.owned, world, device, joins=known is None)
+        if known is None:
             self.progress.take(progress)
-        return agreed
+        self.meter.reset()
 
     def _description(self, known: StageMap | None, progress: Progress) -> dict[str, Any]:
         """What ranks compare when they meet."""
-        names = ("microbatches", "seed", "split_backward")
-        settings = {name: getattr(self.config, name) for name in names}
+        settings = {name: getattr(self.config, name) for name in ("microbatches", "seed", "split_backward")}
         return {
             "model": self.owned.structure(),
             "settings": {**settings, "replicas": self.groups.replicas, "slices": str(self.model.slicing)},
             "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
+            "schedule": self._stages.schedule if known is not None else 0,
             "progress": progress.to_json(),
         }

@@ -1,4 +1,4 @@
-"""1F1B (PipeDream-Flush, Narayanan et al., 2021) and interleaved 1F1B (Megatron-LM, 2021) as data.
+"""GPipe (Huang et al., 2019), 1F1B (PipeDream-Flush, Narayanan et al., 2021), interleaved 1F1B (Megatron-LM, 2021).
 
 Shape legend: P ranks, V stages per rank, M microbatches.
 """
@@ -6,6 +6,14 @@ Shape legend: P ranks, V stages per rank, M microbatches.
 from __future__ import annotations
 
 from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError, build, check_shape
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards in the same order; stage r on rank r."""
+    check_shape(ranks, microbatches)
+    order = range(microbatches)
+    rows = [[Action(r, "F", m) for m in order] + [Action(r, "B", m) for m in order] for r in range(ranks)]
+    return build(rows, ranks, microbatches)
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:

@@ -1,20 +1,13 @@
-"""GPipe, ZB-H1 and ZB-V as data: published schedules that the simulator is checked with.
+"""ZB-H1 and ZB-V as data, published schedules that the simulator is checked with, and one that a user might write.
 
-Shape legend: P ranks, M microbatches. Sources: GPipe (Huang et al., 2019), ZB-H1 (Qi et al., 2023), ZB-V (Qi et al.,
-2024).
+Shape legend: P ranks, M microbatches. Sources: ZB-H1 (Qi et al., 2023), ZB-V (Qi et al., 2024).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipeline_balance.schedules.actions import Action, Schedule, build, check_shape
-
-
-def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards in the same order; stage r on rank r."""
-    check_shape(ranks, microbatches)
-    order = range(microbatches)
-    rows = [[Action(r, "F", m) for m in order] + [Action(r, "B", m) for m in order] for r in range(ranks)]
-    return build(rows, ranks, microbatches)
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
@@ -86,3 +79,15 @@ def _zb_v_row(*, down: int, up: int, ranks: int, drawn: int) -> list[Action]:
         while done[stage, "W"] < drawn:
             run(stage, "W")
     return row
+
+
+def in_pairs(stage_ranks: Sequence[int], microbatches: int) -> list[list[str]]:
+    """As a user writes one: all forwards, then all backwards in pairs, the later of a pair first; for any map."""
+    stages, order = len(stage_ranks), sorted(range(microbatches), key=lambda m: (m // 2, -m))
+    rows: list[list[str]] = []
+    for rank in range(max(stage_ranks) + 1):
+        mine = [s for s, r in enumerate(stage_ranks) if r == rank]
+        forward = sorted((m + s, s, m) for s in mine for m in range(microbatches))
+        backward = sorted((i + stages - s, -s, m) for s in mine for i, m in enumerate(order))
+        rows.append([f"{s}F{m}" for _, s, m in forward] + [f"{-s}B{m}" for _, s, m in backward])
+    return rows

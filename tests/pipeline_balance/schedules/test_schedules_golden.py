@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeline_balance.schedules.actions import Schedule
-from pipeline_balance.schedules.classic import interleaved, one_f_one_b
+from pipeline_balance.schedules.classic import gpipe, interleaved, one_f_one_b
 from pipeline_balance.schedules.flexible import flexible
-from tests.helpers.pipeline_schedules import gpipe, zb_h1, zb_v
+from tests.helpers.pipeline_schedules import zb_h1, zb_v
 
 TABLES = {
     "gpipe": (
