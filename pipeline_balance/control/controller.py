@@ -88,6 +88,10 @@ class Controller:
         stages: BalancedStages | None = None,
     ) -> None:
         slicing = pipeline.model.slicing
+        if stages is None and pipeline.in_job:
+            raise SpecError(
+                "this pipeline is a job's, which counts the data: give Job(balance_stages=...) a configuration"
+            )
         if stages is None and slicing is not None and slicing.stages_per_rank > 1:
             raise SpecError(
                 f"balancing gives every rank one stage, these slices ask for {slicing.stages_per_rank}: "

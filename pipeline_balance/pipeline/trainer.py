@@ -82,7 +82,7 @@ class ElasticPipeline:
         zero: int = 0,
         schedule: str | MakeSchedule | None = None,
     ) -> None:
-        self.groups = PipelineGroups(group, timeout_s)
+        self.groups, self.in_job = PipelineGroups(group, timeout_s), seats is not None
         self.meter = meter if meter is not None else Meter()
         at = device if device is not None else torch.device("cpu")
 

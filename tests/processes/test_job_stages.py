@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance import ControllerConfig
+from pipeline_balance import ControllerConfig, attach
 from pipeline_balance.control.decide import MoveCost
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
@@ -155,6 +155,8 @@ def _refused(rank: int, size: int) -> list[str]:
             start("pp2", **options)
         except SpecError as error:
             found.append(str(error))
+    with pytest.raises(SpecError, match=r"a job's, which counts the data: give Job\(balance_stages=\.\.\.\)"):
+        attach(start("pp2").pipeline)
     return found
 
 
