@@ -88,9 +88,9 @@ class Job:
 
     `prophet.MoE` layers are built whole, with `group=elastic.one_rank()`; ep processes of a stage share their experts.
     `balance_experts` has them balanced where ep > 1; it may be a function from a layout to its configuration. The job
-    sets `accumulation_steps`. `balance_stages` has the stages follow the load where a layout has several and v is 1;
-    `limits` [N] are the processes' memory and speed. `layout.stages` is then the map in force, and a layout without
-    `stages` begins with those that suit the last costs.
+    sets `accumulation_steps`. `balance_stages` has the stages follow the load in layouts with several, where v and tp
+    are 1; `limits` [N] are the processes' memory and speed. `layout.stages` is then the map in force, and a layout
+    without `stages` begins with those that suit the last costs.
 
     `slices` are what layouts with slices take beside their number and that of stages per rank, as
     `SliceOptions(1, order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too. Layers of

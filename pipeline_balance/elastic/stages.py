@@ -44,7 +44,8 @@ def check_stages(config: object, limits: Sequence[RankLimits] | None, world: int
 class JobStages:
     """Balances the stages of a job by `config`; None balances nothing. `limits` [N] are of processes.
 
-    It is what its controller changes. With one stage, and with several chunks per stage, stages rest.
+    It is what its controller changes. With one stage, with several chunks per stage, and with tp, whose layers nobody
+    times, stages rest.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class JobStages:
     def begin(self, layout: Parallelism) -> None:
         """Balance the stages of a layout that was asked for, and is in force; on all processes."""
         self._asked, self._used = layout, tuple(range(layout.pp))
-        self._resting = self.config is None or layout.pp == 1 or layout.v > 1
+        self._resting = self.config is None or layout.pp == 1 or layout.v > 1 or layout.tp > 1
         self.pipeline.meter.enabled = not self._resting
         if self._resting:
             return

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -413,20 +414,26 @@ def _state(now: dict[str, str], old: dict[str, str], new: dict[str, str]) -> str
 
 
 def strike(rank: int, size: int, rows: list[Row]) -> list[End]:
-    """Let these faults of one mover strike, each a fresh run; see `End`."""
-    make = MOVERS[rows[0].mover]
+    """Let these faults strike, each a fresh run; see `End`."""
+    _store().set(f"pid of {rank}", str(os.getpid()))
+    return [end for mover, its in groupby(rows, lambda row: row.mover) for end in _of_mover(MOVERS[mover], list(its))]
+
+
+def _of_mover(make: Callable[[Path], Any], rows: list[Row]) -> list[End]:
     with tempfile.TemporaryDirectory() as own:
         told: list[Any] = [own]
         dist.broadcast_object_list(told)  # all write into one folder
         folder = Path(told[0])
-        _store().set(f"pid of {rank}", str(os.getpid()))
         unharmed = make(folder)
         unharmed.save()
         old = unharmed.held()
         unharmed.move()
         new = unharmed.held()
         assert old != new
-        return [_ended(make(folder), row, old, new) for row in rows]
+        ends = [_ended(make(folder), row, old, new) for row in rows]
+        if not any(row.fault in LOST for row in rows):
+            dist.barrier()  # nobody reads it any more
+        return ends
 
 
 def _ended(mover: Any, row: Row, old: dict[str, str], new: dict[str, str]) -> End:

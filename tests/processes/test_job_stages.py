@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytest.importorskip("transformers", reason="one of the models is of transformers'")
+
 from pipeline_balance import ControllerConfig, attach
 from pipeline_balance.control.decide import MoveCost
 from pipeline_balance.elastic.job import Job
@@ -18,8 +20,10 @@ from pipeline_balance.spec import RankLimits
 from prophet.errors import SpecError
 from tests.helpers import elastic_jobs
 from tests.helpers.elastic_jobs import MICROBATCHES, SEED, batches, check_held, plain_losses, same, train, whole
+from tests.helpers.elastic_sliced import llama_job
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import plain_step
+from tests.helpers.sliced_models import alone, model_of
 
 SLOW_S = 4e-3
 _sleeps: dict[int, float] = {}
@@ -203,3 +207,51 @@ def _accumulated_alone() -> list[float]:
 def test_a_job_adds_up_gradients_over_global_batches() -> None:
     for losses in run_gloo(_accumulated, 4):
         assert losses == pytest.approx(_accumulated_alone(), rel=1e-10)
+
+
+def _ahead(rank: int, size: int) -> dict[str, Any]:
+    config = ControllerConfig(
+        every_steps=1,
+        measure_steps=1,
+        min_gain=0.1,
+        horizon_steps=20,
+        move_cost=MoveCost(fixed_s=0.0),
+        prepare_in_backward=True,
+    )
+    job = start("pp2,dp2", balance_stages=config)
+    schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, 5, 0.9)
+    losses, layouts = [], []
+    for step in range(12):
+        slow(*((0, 1, 2) if step < 6 else (3, 4, 5)))
+        losses += train(job, 1, schedule)
+        layouts.append(str(job.layout))
+        if step == 8:
+            job.switch(Parallelism(pp=3))
+    job.close()
+    return {"losses": losses, "layouts": layouts}
+
+
+def test_decisions_beside_the_backward_pass() -> None:
+    """With a spare process, too, which has no backward pass."""
+    for result in run_gloo(_ahead, 4):
+        assert result["losses"] == pytest.approx(plain_losses(12), rel=1e-10)
+        assert "pp2,dp2,stages2:4" in result["layouts"][:7]
+
+
+def _shards(rank: int, size: int) -> dict[str, Any]:
+    config = ControllerConfig(
+        every_steps=2, measure_steps=2, min_gain=0.0, horizon_steps=99, move_cost=MoveCost(fixed_s=0.0)
+    )
+    job = llama_job("pp2,tp2,stages1:4", ["plain"] * 5, balance_stages=config)
+    losses = [job.step(max_norm=0.5) for _ in range(5)]
+    layout = str(job.layout)
+    job.close()
+    return {"losses": losses, "layout": layout}
+
+
+def test_stages_of_shards_rest() -> None:
+    """Nobody times the layers of shards."""
+    losses, *_ = alone(model_of("llama", tied=True), ["plain"] * 5, max_norm=0.5)
+    for result in run_gloo(_shards, 4):
+        assert result["losses"] == pytest.approx(losses, rel=1e-9)
+        assert result["layout"] == "tp2,pp2,stages1:4"

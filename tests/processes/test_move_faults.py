@@ -19,7 +19,7 @@ MOST_S = 2 * LIMIT_S + 4.0  # a wait, one in which ranks hear why it has failed,
 NAMED = ("SpecError", "BudgetError", "TransitionError", "StageFailed", "PeerLost", "CollectiveTimeout")
 GIVEN_UP = ("moving", "building", "deciding")
 """Phases in which a move in place has no state that is whole."""
-# these leave ranks in step, so the rows of a mover share one launch
+# these leave ranks in step, so they share one launch
 TOGETHER = {
     "stages": ("asks-agreeing", "memory-preparing", "raises-moving", "raises-building"),
     "layout": ("asks-agreeing", "memory-preparing", "raises-building"),
@@ -85,7 +85,6 @@ def _launched(rows: tuple[Row, ...]) -> list[list[End] | None]:
 def _ends(row: Row) -> list[End | None]:
     """How the move ended, by rank; None of a rank that is lost."""
     rows = tuple(filter(_shared, _rows())) if _shared(row) else (row,)
-    rows = tuple(r for r in rows if r.mover == row.mover)
     return [ends[rows.index(row)] if ends is not None else None for ends in _launched(rows)]
 
 
