@@ -109,7 +109,7 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object], text: str) -
         ("tp2,dp2", True, "tp2 with experts"),
         ("dp2,ep2", False, "ep2 with a model that has no experts"),
         ("tp2,pp2,slices2", False, "slices2 with tp2"),
-        ("pp2,slices2", True, "slices2 with experts"),
+        ("pp2,dp2,ep2,slices2", True, ""),
         ("dp2,slices2,zero2", False, "slices2 with zero2"),
         ("dp2,slices2,zero3", False, "slices2 with zero3"),
     ],
