@@ -202,7 +202,6 @@ def _goes_on(rank: int, size: int) -> None:
     refused = {
         "dp4,zero2": "zero2 with experts",
         "tp2,dp2": "tp2 with experts",
-        "dp4,ep4,slices2": "slices2",
         "dp3,tp3,ep9": "tp3 with experts",
     }
     for text, words in refused.items():
