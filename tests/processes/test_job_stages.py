@@ -25,7 +25,7 @@ from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import plain_step
 from tests.helpers.sliced_models import alone, model_of
 
-SLOW_S = 4e-3
+SLOW_S = 6e-3
 _sleeps: dict[int, float] = {}
 
 
