@@ -37,6 +37,8 @@ def check_stages(config: object, limits: Sequence[RankLimits] | None, world: int
         raise SpecError(f"balance_stages: expected a pipeline_balance.ControllerConfig, got {config!r:.100}")
     if limits is not None and config is None:
         raise SpecError("limits say what stages may need: give balance_stages, too")
+    if limits is not None and not all(isinstance(one, RankLimits) for one in limits):
+        raise SpecError(f"limits: expected a pipeline_balance.spec.RankLimits for each process, got {limits!r:.100}")
     if limits is not None and len(limits) != world:
         raise SpecError(f"limits: expected one entry for each of {world} processes, got {len(limits)}")
 
@@ -65,9 +67,11 @@ class JobStages:
     def begin(self, layout: Parallelism) -> None:
         """Balance the stages of a layout that was asked for, and is in force; on all processes."""
         self._asked, self._used = layout, tuple(range(layout.pp))
-        self._resting = self.config is None or layout.pp == 1 or layout.v > 1 or layout.tp > 1
-        self.pipeline.meter.enabled = not self._resting
+        if self.config is None:
+            return
+        self._resting = layout.pp == 1 or layout.v > 1 or layout.tp > 1
         if self._resting:
+            self.pipeline.meter.enabled = False  # nobody reads it
             return
         self.first_ranks = layout.pp
         if self.controller is None:

@@ -154,7 +154,12 @@ def test_columns_that_were_emptied_are_taken_back() -> None:
 def _refused(rank: int, size: int) -> list[str]:
     found = []
     limits = RankLimits.uniform(3)
-    for options in ({"limits": limits}, {"balance_stages": True}, {"balance_stages": None, "limits": limits[:2]}):
+    for options in (
+        {"limits": limits},
+        {"balance_stages": True},
+        {"balance_stages": None, "limits": limits[:2]},
+        {"limits": [1 << 30] * 2},
+    ):
         try:
             start("pp2", **options)
         except SpecError as error:
@@ -166,15 +171,17 @@ def _refused(rank: int, size: int) -> list[str]:
 
 def test_bad_limits_are_refused_on_every_process() -> None:
     for said in run_gloo(_refused, 2):
-        assert len(said) == 3
+        assert len(said) == 4
         assert "limits: expected one entry for each of 2 processes, got 3" in said[0]
         assert "balance_stages: expected a pipeline_balance.ControllerConfig, got True" in said[1]
         assert "give balance_stages, too" in said[2]
+        assert "limits: expected a pipeline_balance.spec.RankLimits for each process, got [1073741824" in said[3]
 
 
 def _accumulated(rank: int, size: int) -> list[float]:
     job = start("pp2,dp2", balance_stages=None)
     losses = [job.step(update=False), job.step()]
+    assert all(cost.forward_s > 0 for cost in job.pipeline.measure())  # where nothing is balanced, too
     position, _ = job.data.position, job.step(update=False)
     assert job.data.position != position
     with pytest.raises(SpecError, match=r"under way: switch after step\(update=True\)"):
