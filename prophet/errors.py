@@ -29,12 +29,12 @@ class LayoutError(SpecError):
     """A layout does not describe the space it is of; the message names tensor, box and rank."""
 
 
-class BudgetError(LayoutError):
-    """The memory budget is too small for even one element on its way."""
-
-
 class TransitionError(RuntimeError):
     """State could not be moved; what every rank held before is whole."""
+
+
+class BudgetError(LayoutError, TransitionError):
+    """The memory budget is too small for even one element on its way."""
 
 
 class StateLost(RuntimeError):

@@ -73,9 +73,16 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.state", "prophet.sharing"}
     | {"pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
     "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
-    "pipeline_balance.leave": _PIPELINE | {"prophet.state", "pipeline_balance.pipeline"},
+    "pipeline_balance.leave": {"prophet.errors", "prophet.ranks", "pipeline_balance.pipeline"},
     "pipeline_balance.elastic": _PIPELINE
-    | {"prophet.spec", "prophet.machine", "prophet.state", "prophet.engine", "pipeline_balance.pipeline"}
+    | {
+        "prophet.spec",
+        "prophet.machine",
+        "prophet.state",
+        "prophet.engine",
+        "prophet.convert",
+        "pipeline_balance.pipeline",
+    }
     | {"pipeline_balance.schedules", "pipeline_balance.maps", "pipeline_balance.control", "pipeline_balance.slices"}
     | {"prophet.terminal"},
     # its mixture of experts is made of the other half's layer

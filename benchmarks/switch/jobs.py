@@ -18,7 +18,7 @@ import prophet
 from pipeline_balance import elastic
 from pipeline_balance.elastic import Job, Parallelism
 from pipeline_balance.elastic.bound import Rates, demand_of, least_s
-from pipeline_balance.pipeline.reseat import Switched
+from pipeline_balance.pipeline.move.transaction import Switched
 from prophet.state.route import Route
 from prophet.state.transition import Mode
 
@@ -199,10 +199,10 @@ def switched(here: Any, job: Job, layout: Parallelism, mode: Mode) -> dict[str, 
     here.meet()
     began = time.perf_counter()
     job.prepare(layout, mode=mode)
-    assert job._preparing is not None
-    prepared = job._preparing.result(timeout=here.timeout_s)
+    assert job._switching.preparing is not None
+    prepared = job._switching.preparing.result(timeout=here.timeout_s)
     hidden_s = time.perf_counter() - began
-    sizes = _sizes(prepared.way.route) if prepared.way is not None else {}
+    sizes = _sizes(prepared.route.route) if prepared.route is not None else {}
     here.meet()
     began = time.perf_counter()
     done: Switched = job.switch(mode=mode)
@@ -245,7 +245,7 @@ def port_bytes(link_bytes: Any) -> int:
 def timed(job: Job) -> Iterator[dict[str, float]]:
     """Inside, what the job's preparations take: seconds of groups, of all, and of the thread's processor."""
     spent = dict.fromkeys(("groups_s", "prepared_s", "cpu_s"), 0.0)
-    groups = cast("Any", job._groups)
+    groups = cast("Any", job._switching.groups)
     make, beside = groups.make, groups.beside
 
     def made(*args: Any) -> Any:
@@ -302,7 +302,7 @@ def beside(here: Any, job: Job, steps_in: str, many: int) -> list[dict[str, floa
             began = time.perf_counter()
             job.prepare(target)
             front_s = time.perf_counter() - began
-            preparing = job._preparing
+            preparing = job._switching.preparing
             assert preparing is not None
             meanwhile: list[float] = []
             while len(meanwhile) < STEPS or (not preparing.done() and len(meanwhile) < 20 * STEPS):

@@ -22,7 +22,7 @@ from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost
 from pipeline_balance.control.learn import Learner, MoveTime
 from pipeline_balance.control.report import BalanceReport, Move
 from pipeline_balance.control.slice_costs import unit_costs
-from pipeline_balance.control.stages import BalancedStages, Changed, PipelineStages
+from pipeline_balance.control.stages import BalancedStages, PipelineStages
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import PlanMismatch, SpecError
@@ -32,7 +32,7 @@ from prophet.spec import digest
 
 if TYPE_CHECKING:
     from pipeline_balance.pipeline.model import Batch, Labels
-    from pipeline_balance.pipeline.rebuild import Prepared
+    from pipeline_balance.pipeline.move.transaction import Prepared, Switched
     from pipeline_balance.pipeline.trainer import ElasticPipeline
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Controller:
         self.decisions: list[Decision] = []
         self.costs: list[LayerCost] = []  # of the last decision that was carried out
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
-        self._moves: list[Changed] = []
+        self._moves: list[Switched] = []
         self._report: list[Move] = []
         self._steps_s: list[float] = []  # of this rank, since the last decision
         self._thread = Waiter("prepares a move") if self.config.prepare_in_backward else None

@@ -13,17 +13,8 @@ from pipeline_balance.spec import StageMap
 from prophet.ranks.collective import Collective
 
 if TYPE_CHECKING:
-    from pipeline_balance.pipeline.rebuild import Prepared
+    from pipeline_balance.pipeline.move.transaction import Prepared, Switched
     from pipeline_balance.pipeline.trainer import ElasticPipeline
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Changed:
-    """What a change of stage map took on this rank: bytes of state on the wire, seconds."""
-
-    sent_bytes: int
-    received_bytes: int
-    seconds: float
 
 
 class BalancedStages(Protocol):
@@ -52,7 +43,7 @@ class BalancedStages(Protocol):
     def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared | None:
         """Do ahead what a change needs besides the state, in a thread beside a step; collective."""
 
-    def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Changed:
+    def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
         """Go to `stage_map` between two steps, whose stages are expected to take `durations`; collective."""
 
 
@@ -86,6 +77,5 @@ class PipelineStages:
     def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared | None:
         return self.pipeline.prepare(stage_map, collective)
 
-    def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Changed:
-        done = self.pipeline.rebuild(stage_map, durations=durations, prepared=prepared)
-        return Changed(sent_bytes=done.sent_bytes, received_bytes=done.received_bytes, seconds=done.seconds)
+    def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
+        return self.pipeline.rebuild(stage_map, durations=durations, prepared=prepared)

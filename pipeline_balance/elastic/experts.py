@@ -14,27 +14,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline_balance.elastic.layouts import Block
 from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.pipeline.agreement import from_all
 from pipeline_balance.pipeline.experts import StageExperts
-from pipeline_balance.pipeline.export import root_state
 from pipeline_balance.pipeline.ownership import Ownership, put
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import registered
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater
 from pipeline_balance.pipeline.stages import Seats, alone
-from pipeline_balance.pipeline.training_state import Held, Item, base_name, refuse_odd, space_of, spec_rows
+from pipeline_balance.pipeline.training_state import Held, Item, base_name, refuse_odd
 from prophet.engine.regroup import check_regroupable, check_unsplit, has_experts, regroup, stacked_experts
 from prophet.errors import LayoutError, SpecError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 from prophet.state.layout import Layout, layout_from, slice_box
-from prophet.state.route import route
 from prophet.state.space import Box, Space
-from prophet.state.transition import Moved, transition
+from prophet.state.transition import Moved
 
 Shape = tuple[int, ...]
 
@@ -216,33 +213,5 @@ class ExpertReseater(Reseater):
         made.check()
         return made
 
-    def whole_state(self, collective: Collective, rank: int) -> dict[str, Tensor]:
-        """The unsplit model's `state_dict` in the host's memory of process `rank`, empty elsewhere; collective.
-
-        Raises `SpecError` on all processes where one cannot tell its state.
-        """
-        kept: list[Held] = []
-
-        def described() -> list[Any]:
-            self.passes.read_model()
-            found = self.describe()
-            if isinstance(found, str):
-                raise SpecError(found)
-            kept.append(found)
-            return spec_rows([spec for spec in found.specs if spec.kind != "optimizer"])
-
-        every = from_all(described, collective, self.mover.device, Operation("collecting the model"))
-        space = space_of([row for said in every for row in said])
-        before = self.layout(space, None, collective.size)
-        after = layout_from(space, collective.size, {rank: [(t.name, t.box) for t in space.tensors]})
-        moved = transition(
-            route(before, after),
-            {piece: kept[0].tensors[piece.name] for piece in before.pieces[collective.rank]},
-            collective,
-            budget_bytes=self.mover.budget_bytes,
-            device=self.mover.device,
-        )
-        if collective.rank != rank:
-            return {}
-        found = {piece.name: tensor for piece, tensor in moved.state.items()}
-        return root_state(self._owned, found, lambda root: regroup(root, alone(), None))
+    def unsplit(self, root: nn.Module) -> None:
+        regroup(root, alone(), None)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -29,6 +30,7 @@ T = TypeVar("T")
 Members = tuple[int, ...]
 SHARDS = "shards"
 """The purpose of groups that meshes take: torch itself talks in them, and nothing else, so they have one channel."""
+_GIVEN_UP_S = 0.5
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
@@ -72,6 +74,7 @@ class Groups:
 
     def __init__(self, timeout_s: float, backend: str | None = None) -> None:
         self.timeout_s, self.backend = timeout_s, backend
+        self._limit_s = timeout_s  # of the next group
         self._made: dict[tuple[Members, str], Collective | None] = {}
         self._new: list[tuple[Members, str]] = []
         self._thread = Waiter("makes groups")
@@ -137,7 +140,7 @@ class Groups:
         self._thread.close()
 
     def _make(self, wanted: list[tuple[Members, str]]) -> str:
-        problem = ""
+        problem, self._limit_s = "", self.timeout_s
         lacking = [key for key in dict.fromkeys(wanted) if key not in self._made]
         self._new += lacking
         for members, purpose in lacking:
@@ -147,16 +150,23 @@ class Groups:
                 problem = problem or f"{purpose} of ranks {list(members)}: {str(error).splitlines()[0]}"
         return problem
 
+    def _group(self, members: list[int], options: dict[str, Any]) -> Any:
+        try:
+            return dist.new_group(members, timeout=timedelta(seconds=self._limit_s), **options)
+        except Exception:  # all that are made now are given up: waiting again for whoever is missing adds nothing
+            self._limit_s = min(self.timeout_s, _GIVEN_UP_S)
+            raise
+
     def _one(self, members: Members, number: int) -> Collective | None:
         here = dist.get_rank()
         if len(members) == 1:
             return alone() if here in members else None
-        options: dict[str, Any] = {"timeout": timedelta(seconds=self.timeout_s), "backend": self.backend}
+        options: dict[str, Any] = {"backend": self.backend}
         if list(members) != sorted(members):
             if not _KEEPS_ORDER:
                 raise SpecError("this version of torch sorts a group's members: use ranks in ascending order")
             options["sort_ranks"] = False
-        made = all_made([lambda: dist.new_group(list(members), **options)] * number)
+        made = all_made([partial(self._group, list(members), options)] * number)
         if here not in members:
             return None
         found = ProcessGroupCollective(made[0], timeout_s=self.timeout_s, channels=(made[0], made[-1]))

@@ -5,10 +5,7 @@ Shape legend: N processes, M microbatches of a global batch.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,50 +19,34 @@ from pipeline_balance.control.measure import Meter
 from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance, BalanceConfig
 from pipeline_balance.elastic.data import GlobalBatches, Stream, microbatches_of, read_part, rows_of, shared_out
-from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import ExpertReseater, check_unsplit, has_experts, share_out
-from pipeline_balance.elastic.groups import Groups, Members, met
-from pipeline_balance.elastic.layouts import layout_of
+from pipeline_balance.elastic.experts import check_unsplit, share_out
+from pipeline_balance.elastic.groups import Groups, met
 from pipeline_balance.elastic.materialize import materialize
-from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.reshape import (
-    Ahead,
-    Reshaper,
-    ShardedArrangement,
-    describe,
     is_sharded,
-    shards_in,
 )
 from pipeline_balance.elastic.saving import load_job, save_job
-from pipeline_balance.elastic.seats import groups_of, seats_of
 from pipeline_balance.elastic.stages import JobStages, check_stages
-from pipeline_balance.elastic.switching import Prepared
-from pipeline_balance.elastic.trainable import check, check_alike, check_mode, check_nodes
-from pipeline_balance.pipeline.agreement import alike, refuse_where
+from pipeline_balance.elastic.switching import Switching
+from pipeline_balance.elastic.trainable import check, check_alike, check_nodes
+from pipeline_balance.pipeline.export import write_pretrained
 from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
+from pipeline_balance.pipeline.move.transaction import Switched
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
-from pipeline_balance.pipeline.owners import Owners
-from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.pretrained import load_pretrained
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched
 from pipeline_balance.pipeline.saved import Also
 from pipeline_balance.pipeline.scaler import PipelineScaler
-from pipeline_balance.pipeline.stages import Seats
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import Held, gather_json, in_words, spec_rows
 from pipeline_balance.schedules.named import MakeSchedule
-from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.slices import SliceOptions
-from pipeline_balance.spec import RankLimits, StageMap
+from pipeline_balance.spec import RankLimits
+from prophet.convert.routed import with_originals
+from prophet.convert.state import original_state_dict
 from prophet.engine.engine import Engine
-from prophet.errors import SpecError, StageFailed, TransitionError
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 from prophet.ranks.process_group import process_rank, processes
-from prophet.ranks.waiting import joined
 from prophet.state.transition import Mode
-
-_WHOLE = "the job goes on in the layout that it has"
 
 
 class Job:
@@ -126,42 +107,43 @@ class Job:
     ) -> None:
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
-        self._groups = Groups(timeout_s)
-        self._state: tuple[Members, str] = (tuple(range(processes())), "state")  # carries it
-        self._words: tuple[Members, str] = (tuple(range(processes())), "words")  # of the thread that prepares
-        self._nodes, self._balance = nodes, Balance(balance_experts)
-        self._preparing: Future[Prepared] | None = None
         self._began = 0  # the data's position when the update under way began
-        self._device = at = device if device is not None else torch.device("cpu")
+        at = device if device is not None else torch.device("cpu")
         first: list[PipelineModel] = []
+        experts, adapters = Balance(balance_experts), list[Adapters]()
 
         def begin() -> str:
-            self._adapters = Adapters(build(), loss_fn, counted, slices, at)
-            check_unsplit(self._plain.root)
-            self._balance.check(layout)
-            check(layout, self._plain, processes())
+            adapters.append(Adapters(build(), loss_fn, counted, slices, at))
+            plain = adapters[0].plain
+            check_unsplit(plain.root)
+            experts.check(layout)
+            check(layout, plain, processes())
             check_nodes(nodes, processes())
             check_stages(balance_stages, limits, processes())
-            first.append(self._adapters.of(layout))
+            first.append(adapters[0].of(layout))
             return ""
 
         met("beginning a job", begin, timeout_s)
         check_alike(layout, nodes, timeout_s)
-        wanted = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
+        wanted, plain = layout, adapters[0].plain
+        if layout.order == FEWEST_BYTES:
+            wanted = layout = replace(layout, order=None)
         if is_sharded(layout):  # begin with the model spread out, and go there
-            layout = Parallelism(pp=min(layout.ranks, len(self._plain.units)))
-        self.layout, self._shards = layout, _arranged(None)
-        self._groups.together(self._wanted(layout))
-        seats, stage_map = self._seats(layout), layout.stage_map(len(self._plain.units))
+            layout = Parallelism(pp=min(layout.ranks, len(plain.units)))
+        self._switching = to = Switching(
+            layout, Groups(timeout_s), adapters[0], experts, lambda: self.data.position, microbatches, nodes, at
+        )
+        to.groups.together(to.wanted(layout))
+        seats, stage_map = to.seats(layout), layout.stage_map(len(plain.units))
 
         def filled() -> PipelineModel:
-            share_out(self._plain.root, seats)
+            share_out(plain.root, seats)
             if weights is None:
                 mine = stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank()))
-                materialize(self._plain, mine, seed, at)
+                materialize(plain, mine, seed, at)
             return first[0]
 
-        self.pipeline = ElasticPipeline(
+        self.pipeline = to.pipeline = ElasticPipeline(
             filled,
             stage_map,
             make_optimizer=make_optimizer,
@@ -176,10 +158,15 @@ class Job:
             meter=meter,
             schedule=schedule,
         )
-        self._stages = JobStages(self.pipeline, balance_stages, limits, self._change_stages)
+        to.stages = JobStages(self.pipeline, balance_stages, limits, to.change_stages)
         if weights is not None:
             load_pretrained(self.pipeline, weights)
-        self._begin_balancing() if wanted == layout else self.switch(wanted)
+        to.balance() if wanted == layout else self.switch(wanted)
+
+    @property
+    def layout(self) -> Parallelism:
+        """The layout in force, with the stages that balancing has chosen."""
+        return self._switching.layout
 
     @property
     def optimizer(self) -> Any:
@@ -189,21 +176,17 @@ class Job:
     @property
     def engine(self) -> Engine | None:
         """What balances this process's experts in the layout in force, if `balance` was given; None without any."""
-        return self._balance.engine
+        return self._switching.experts.engine
 
     @property
     def controller(self) -> Controller | None:
         """What balances the stages, with its decisions and its report; None before a layout has stages to balance."""
-        return self._stages.controller
+        return self._switching.stages.controller
 
     @property
     def grad_norm(self) -> float | None:
         """The gradients' norm of the last update with `max_norm`, before it was clipped; equal on all processes."""
         return self.pipeline.grad_norm
-
-    @property
-    def _plain(self) -> PipelineModel:
-        return self._adapters.plain
 
     @property
     def model(self) -> nn.Module:
@@ -230,13 +213,13 @@ class Job:
 
         def train() -> float:
             inputs, labels = self._microbatches()
-            loss = self.pipeline.step(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
+            loss = self.pipeline.train(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
             self.data.advance()
             return loss
 
         if not self.pipeline.progress.parts:
             self._began = self.data.position
-        return self._stages.around(train, update=update)
+        return self._switching.stages.around(train, update=update)
 
     def drop_gradients(self) -> None:
         """Forget all gradients. An update under way begins anew with the next step, at its first batch."""
@@ -275,13 +258,27 @@ class Job:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict` on the layout's first rank, empty elsewhere. Collective."""
-        pipe, first = self.pipeline, self.pipeline.groups.grid.rows[0][0]
-        if not pipe.experts.any:
-            return pipe.state_dict(rank=first)
-        reseater = self._reseater(self.layout)
-        assert isinstance(reseater, ExpertReseater)
+        return self._whole(self.pipeline.groups.grid.rows[0][0])
+
+    def _whole(
+        self, process: int, said: Callable[[nn.Module], dict[str, Any]] = nn.Module.state_dict
+    ) -> dict[str, Tensor]:
+        """The unsplit model's `state_dict` on one process; with experts, in what a copy of it has `said`."""
+        pipe = self.pipeline
+        if not pipe.experts.any and pipe.groups.grid.replica_of(process) < pipe.groups.replicas:
+            return pipe.state_dict(rank=process)
         with pipe.failures.during(f"collecting the model before step {self.steps}", pipe.stage_map):
-            return reseater.whole_state(pipe.groups.world, first)
+            return self._switching.reseater(self.layout).whole_state(pipe.groups.world, process, said)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Write the whole model by its own `save_pretrained`, a converted one in its original layout. Collective.
+
+        Process 0 writes: on others transformers writes nothing. `options` are those of the model's method.
+        """
+        pipe = self.pipeline
+        state = self._whole(0, original_state_dict)
+        with with_originals(self.model):
+            write_pretrained(self.model, state, folder, options, pipe.collective, pipe.config)
 
     def save(self, folder: str | Path, *, also: Also = None) -> None:
         """Write all that training goes on from, for any layout and number of processes; between steps, collective.
@@ -289,7 +286,7 @@ class Job:
         `also` holds schedulers, scalers and the like, equal on all processes, by a name of yours. The checkpoint that
         is in `folder` is replaced once the new one is whole. Raises `SpecError` on all processes where it cannot be.
         """
-        save_job(self, folder, also)
+        save_job(self._switching, folder, self.data.position, also)
 
     def load(self, folder: str | Path, *, also: Also = None) -> None:
         """Go on from what `save` has written, in the layout in force; collective, after a `StageFailed` too.
@@ -297,7 +294,7 @@ class Job:
         `also` gets what was saved under the same names. Raises `SpecError` on all processes, with all as it was, for
         a checkpoint of another model or optimizer, and for damaged or missing files.
         """
-        load_job(self, folder, also)
+        load_job(self._switching, folder, self.data, also)
 
     # --- switching --------------------------------------------------------------------------------------------
 
@@ -308,72 +305,7 @@ class Job:
         make process groups itself. Raises `SpecError` on all processes for a layout that cannot be trained, for a mode
         that does not exist, or where they are given different layouts.
         """
-        pipe, broken = self.pipeline, self._prepared().broken
-        runs, rules = self._plain, dict[str, Rule]()
-
-        def said() -> str:
-            nonlocal layout, runs, rules
-            check_mode(mode)
-            rules = check(layout, self._plain, processes())
-            layout = self._stages.filled(layout, microbatches_of(self.microbatches, layout.dp))
-            self._balance.check(layout)
-            runs = self._adapters.of(layout, pipe.model)
-            return json.dumps([str(layout), broken])
-
-        with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
-            told = alike(said, pipe.collective, pipe.config.device, Operation("comparing layouts"))
-            every = [json.loads(text) for text in told]
-            self._preparing = None
-            self._give_up([lost for _, lost in every])
-            differ = [r for r, (text, _) in enumerate(every) if text != every[0][0]]
-            if differ:
-                raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0][0]})")
-        # the live model is read here; the thread works on what was read
-        read, world = pipe.owned.as_read(), processes()
-        present, rules_now = self.layout, self._rules
-        reseater = self._reseater(layout, read)
-        found = reseater.items()
-        ahead = reseater.ahead() if isinstance(reseater, Reshaper) and is_sharded(layout) else None
-
-        def made() -> Prepared:
-            self._groups.keep()
-            held, stage_map = reseater.described(found), layout.stage_map(len(read.model.units))
-            chosen = layout
-            if layout.order == FEWEST_BYTES:
-                now = layout_of(describe(read, rules_now), present, ranks=world)
-                chosen = ordered(describe(read, rules), now, layout, nodes=self._nodes)
-            problem = self._groups.make(self._wanted(chosen)) or (held if isinstance(held, str) else "")
-            words, specs = self._groups.get(*self._words), held.specs if isinstance(held, Held) else []
-            every = gather_json([problem, spec_rows(specs)], words, pipe.config.device, Operation("preparing a layout"))
-            if any(said for said, _ in every):
-                self._groups.undo()
-                problem = f"{chosen} could not be prepared ({in_words([said for said, _ in every])})"
-                return Prepared(problem=problem)
-            target = self._arrangement(chosen, stage_map, rules, runs, reseater, ahead)
-            way = reseater.way_from([rows for _, rows in every], specs, target, words.rank)
-            way.itinerary.foresee(pipe.mover.budget_bytes, in_place=mode == "in-place")
-            return Prepared(layout=chosen, target=target, way=way)
-
-        self._preparing = self._groups.beside(made)
-
-    def _prepared(self) -> Prepared:
-        """What was made in the background, waited for."""
-        if self._preparing is None:
-            return Prepared(problem="no layout was prepared: call prepare(layout) first")
-        pipe = self.pipeline
-        with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
-            try:
-                return joined(self._preparing, pipe.failures.watch.turns(math.inf))
-            except StageFailed:
-                raise
-            except Exception as error:
-                return Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
-
-    def _give_up(self, broken: Sequence[bool]) -> None:
-        """Make groups anew the next time where a preparation has `broken` off on any process; on all alike."""
-        if any(broken):
-            self._groups.undo()
-            self._groups.drop([self._state, self._words])
+        self._switching.prepare(layout, mode=mode)
 
     def switch(self, layout: Parallelism | None = None, *, mode: Mode = "safe") -> Switched:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
@@ -388,110 +320,11 @@ class Job:
         """
         if layout is not None:
             self.prepare(layout, mode=mode)
-        done = self._go(mode)
-        self._begin_balancing()
+        done = self._switching.go(mode)
+        self._switching.balance()
         return done
-
-    def _change_stages(self, layout: Parallelism, durations: Durations) -> Switched:
-        """Go to a layout that a controller asks for; what a user has prepared meanwhile stays so."""
-        kept, self._preparing = self._preparing, None
-        try:
-            self.prepare(layout)
-            done = self._go("safe", durations)
-            self._balance.begin(self.pipeline, self.layout)
-            return done
-        finally:
-            self._preparing = kept
-
-    def _begin_balancing(self) -> None:
-        """Balance experts and stages in the layout in force; collective."""
-        self._balance.begin(self.pipeline, self.layout)
-        self._stages.begin(self.layout)
-
-    def _go(self, mode: Mode, durations: Durations | None = None) -> Switched:
-        """Go to the prepared layout, whose stages are expected to take `durations`; see `switch`."""
-        pipe, ready = self.pipeline, self._prepared()
-        target, remembered = ready.target, list[Any]()
-        if target is not None and durations is not None:
-            target = replace(target, durations=durations)
-
-        def told() -> list[Any]:
-            return [ready.problem, ready.broken, mode, self._balance.told(self.layout)]
-
-        def heard(every: list[Any]) -> None:
-            refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
-            check_mode(mode)
-            self._preparing = None
-            failed = in_words([problem for problem, *_ in every])
-            self._give_up([broken for _, broken, *_ in every])
-            if failed:
-                raise TransitionError(f"{failed}; {_WHOLE}")
-            remembered.extend(told for *_, told in every)
-
-        words: Mapping[str, Any] = {"layout": str(ready.layout), "data position": self.data.position}
-        try:
-            reseater = self._reseater(ready.layout or self.layout)
-            reseater.mode = mode
-            state = self._groups.get(*self._state) if target is not None else pipe.collective
-            done = pipe.reseat(reseater, target, state, words, way=ready.way, told=told, heard=heard)
-        except TransitionError:
-            if remembered:  # the state's group may be of no more use: another one is made the next time
-                self._groups.drop([self._state])
-            raise
-        assert ready.layout is not None
-        self.layout, self._shards = ready.layout, _arranged(target)
-        self._balance.learn(remembered)
-        return done
-
-    def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
-        """The groups of a job in this layout, in the order in which all processes make them."""
-        return [self._words, self._state, *groups_of(layout)]
-
-    @property
-    def _rules(self) -> Mapping[str, Rule]:
-        """How tp cuts the model now."""
-        return self._shards.rules if self._shards is not None else {}
-
-    def _reseater(self, layout: Parallelism, read: Ownership | None = None) -> Reseater:
-        """What takes the pipeline to `layout`; with `read`, it works on what was read of the model."""
-        plain = self.pipeline.reseater()
-        mover = plain.mover if read is None else replace(plain.mover, owned=read)
-        if has_experts(self._plain.root):
-            return ExpertReseater(mover, plain.passes, plain.now)
-        if self._shards is None and not is_sharded(layout):
-            return replace(plain, mover=mover)
-        return Reshaper(mover, plain.passes, plain.now, self._plain, self._shards)
-
-    def _arrangement(
-        self,
-        layout: Parallelism,
-        stage_map: StageMap,
-        rules: Mapping[str, Rule],
-        model: PipelineModel,
-        to: Reseater,
-        ahead: Ahead | None = None,
-    ) -> Arrangement:
-        """The layout as a pipeline takes it, once its groups were made; `ahead` makes its modules."""
-        seats, owned, read = self._seats(layout), self.pipeline.owned, to.mover.owned
-        given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "model": model, "nodes": self._nodes}
-        given["microbatches"] = microbatches_of(self.microbatches, layout.dp)
-        if not is_sharded(layout):
-            owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=to.shapes(), read=read)
-            return Arrangement(owners=owners, **given)
-        shards = shards_in(layout, self._plain.root, self._groups, process_rank(), self._device)
-        cut = {p.name: layout.tp for p in describe(read, rules).parameters if p.dim is not None}
-        owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut, read=read)
-        given |= {"owners": owners, "layout": layout, "rules": rules, "shards": shards}
-        return ShardedArrangement(ahead=ahead(shards) if ahead is not None and shards is not None else None, **given)
-
-    def _seats(self, layout: Parallelism) -> Seats:
-        return seats_of(layout, self._groups)
 
     def close(self) -> None:
         """End the job's threads and balancing. Its groups stay until the process group is destroyed."""
         self.pipeline.experts.release()
-        self._groups.close()
-
-
-def _arranged(target: Arrangement | None) -> ShardedArrangement | None:
-    return replace(target, ahead=None) if isinstance(target, ShardedArrangement) else None
+        self._switching.groups.close()

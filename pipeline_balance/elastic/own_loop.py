@@ -7,8 +7,7 @@ one mover of training state brings. Once all processes have decided, what is lef
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,19 +31,19 @@ from pipeline_balance.elastic.reshape import is_sharded, mesh_axes, shards_in
 from pipeline_balance.elastic.sharded import check_parts
 from pipeline_balance.elastic.styles import styles_of
 from pipeline_balance.elastic.target import Target
-from pipeline_balance.pipeline.agreement import from_all, refuse_where
+from pipeline_balance.pipeline.agreement import refuse_where
+from pipeline_balance.pipeline.move.transaction import Assignments, Move, run
+from pipeline_balance.pipeline.move.votes import Vote, refuse_against, union
 from pipeline_balance.pipeline.ownership import check_free
-from pipeline_balance.pipeline.reseat import DECISION, raise_own
-from pipeline_balance.pipeline.training_state import Held, base_name, described, in_words, refuse_odd, union
+from pipeline_balance.pipeline.training_state import base_name, refuse_odd
 from prophet.errors import CollectiveError, SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
-from prophet.state.layout import Layout, layout_from
+from prophet.state.itinerary import Itinerary
+from prophet.state.layout import Piece, layout_from
 from prophet.state.route import route
 from prophet.state.space import Box, Space
-from prophet.state.transition import transition
-
-_WHOLE = "the model and the optimizer are as they were"
+from prophet.state.transition import Moved, State, empty
 
 
 def reshard(
@@ -84,26 +83,18 @@ def reshard(
         return ""
 
     met("resharding", begin, timeout_s)
-    return found[0].run()
+    return found[0].made()
 
 
 @dataclass
-class _Facts:
-    """What all ranks have said: the space of the state, who holds what now and afterwards, and plain numbers.
+class _Own(Move):
+    """One call of `reshard` on one rank. Raises `SpecError` when made for what this rank alone can see.
 
-    `name` is this call's alone.
+    `returned` is the model that training goes on with.
     """
 
-    space: Space
-    before: Layout
-    after: Layout
-    scalars: dict[str, Any]
-    name: str
-
-
-@dataclass
-class _Own:
-    """One call of `reshard` on one rank. Raises `SpecError` when made for what this rank alone can see."""
+    what = "a reshard"
+    whole = "the model and the optimizer are as they were"
 
     model: nn.Module
     optimizer: Any
@@ -117,6 +108,7 @@ class _Own:
     built: nn.Module = field(init=False)
     options: dict[str, Any] = field(init=False)
     groups: Groups = field(init=False)
+    returned: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
         rank = process_rank()
@@ -124,6 +116,7 @@ class _Own:
         for name, layout in (("before", self.before), ("after", self.after)):
             _check_layout(name, layout)
         self.live = live = Live(self.model, self.optimizer, self.device)
+        self.device, self.allocate = live.device, empty
         live.compare(self.before, rank)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             self.built = built = self.build()
@@ -156,17 +149,20 @@ class _Own:
 
     # --- what ranks agree on ----------------------------------------------------------------------------------
 
-    def run(self) -> nn.Module:
+    def made(self) -> nn.Module:
+        """The model in its new layout; collective."""
         self._agree()
         state: tuple[Members, str] = (tuple(range(processes())), "state")
         axes = mesh_axes(self.after) or (["dp"] if self.after.dp > 1 else [])
         wanted = [state, *((members, SHARDS) for axis in axes for members in self.after.groups(axis))]
         self.groups.together(wanted)
+        carrier = self.groups.get(*state)
         try:
-            return self._moved(self.groups.get(*state))
+            run(self, world=carrier, carrier=carrier)
         except (TransitionError, CollectiveError):
             self.groups.drop([state])  # it may be of no more use
             raise
+        return self.returned
 
     def _agree(self) -> None:
         """Before groups are made: layouts are the same on all processes, and options on all that have the model.
@@ -183,80 +179,52 @@ class _Own:
         refuse_where([first if row[2] is None else row[2] for row in every], "have other options of FSDP2 or DDP")
         self.options = options_from(first)
 
-    def _moved(self, collective: Collective) -> nn.Module:
-        """Move, and decide together."""
-        live, problem = self.live, ""
-        done: tuple[nn.Module, Target] | None = None
-        held, facts, target = self._facts(collective)
-        try:
-            way = route(facts.before, facts.after)
-            moved = transition(
-                way,
-                {piece: held.tensors[piece.name] for piece in way.before.on(collective.rank)},
-                collective,
-                budget_bytes=self.budget_bytes,
-                device=live.device,
-                conclude=raise_own,
-            )
-            values = {piece.name: tensor for piece, tensor in moved.state.items()}
-            done = target.filled(values, facts.space, facts.scalars), target
-        except Exception as error:
-            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        against = collective.decide(DECISION, facts.name, ready=done is not None, device=live.device)
-        if against or done is None:
-            raise TransitionError(f"{self._named(problem)}; {_WHOLE}") from None
-        made, target = done
-        target.make()
-        return made
+    def vote(self) -> Vote:
+        live = self.live
+        self._held, pieces = live.held(), live.pieces()
+        self._target = self._new_model()
+        return Vote.of(
+            self._held,
+            alike={
+                "have other parameters in the optimizer's groups": live.groups(),
+                "train (requires_grad) other parameters": [n for n, p in live.parameters.items() if p.requires_grad],
+            },
+            copies=digests({n: t for n, t in live.tensors().items() if n not in live.buffers}),
+            more={
+                "held": {name: box for name, box in pieces.items() if name in self._held.tensors},
+                "boxes": {name: [box.start, box.stop] for name, box in self._target.boxes().items()},
+            },
+        )
 
-    def _named(self, problem: str) -> str:
-        """What all ranks say went wrong, by way of the store: their messages may be of no more use."""
-        try:
-            said = meet(Operation("telling why a reshard failed"), problem, timeout_s=self.timeout_s)
-        except CollectiveError as error:
-            return f"{problem or 'another rank failed'}; {error}"
-        return in_words(said)
+    def compare(self, votes: Sequence[Vote]) -> None:
+        refuse_against(votes)
+        refuse_apart([vote.copies for vote in votes])
+        self._space, self._numbers = union(votes, self.whole)
+        self._boxes = [(vote.more["held"], vote.more["boxes"]) for vote in votes]
 
-    def _facts(self, collective: Collective) -> tuple[Held, _Facts, Target]:
-        """What this rank holds, what all have said, and the model without memory; collective."""
-        live, rank = self.live, collective.rank
-        held, target = Held(), None
-
-        def said() -> dict[str, Any]:
-            nonlocal held, target
-            held, pieces = live.held(), live.pieces()
-            target = self._target()
-            return {
-                "groups": live.groups(),
-                "trains": [name for name, p in live.parameters.items() if p.requires_grad],
-                "state": described(held),
-                "held": {name: box for name, box in pieces.items() if name in held.tensors},
-                "copies": digests({n: t for n, t in live.tensors().items() if n not in live.buffers}),
-                "boxes": {name: [box.start, box.stop] for name, box in target.boxes().items()},
-                "name": secrets.token_hex(8),
-            }
-
-        every = from_all(said, collective, live.device, Operation("agreeing on a reshard"))
-        refuse_where([row["groups"] for row in every], "have other parameters in the optimizer's groups")
-        refuse_where([row["trains"] for row in every], "train (requires_grad) other parameters")
-        refuse_apart([row["copies"] for row in every])
-        space, scalars = union([row["state"] for row in every], _WHOLE)
-        first = self.before.rank_of_place[0]
+    def way(self, carrier: Collective) -> Itinerary:
+        space, first, world = self._space, self.before.rank_of_place[0], len(self._boxes)
         before = {
-            r: [(n, _box(b)) for n, b in row["held"].items() if space[n].kind != "buffer" or r == first]
-            for r, row in enumerate(every)
+            r: [(n, _box(b)) for n, b in held.items() if space[n].kind != "buffer" or r == first]
+            for r, (held, _) in enumerate(self._boxes)
         }
-        after = {r: _afterwards(space, {n: _box(b) for n, b in row["boxes"].items()}) for r, row in enumerate(every)}
-        world = len(every)
-        layouts = layout_from(space, world, before), layout_from(space, world, after)
-        facts = _Facts(space, *layouts, scalars, every[0]["name"])
-        facts.before.check_complete()
-        assert target is not None
-        if self.after.place(rank) is None:
-            facts.scalars = {}
-        return held, facts, target
+        after = {
+            r: _afterwards(space, {n: _box(b) for n, b in boxes.items()}) for r, (_, boxes) in enumerate(self._boxes)
+        }
+        layout = layout_from(space, world, before)
+        layout.check_complete()
+        return Itinerary(route(layout, layout_from(space, world, after)), carrier.rank)
 
-    def _target(self) -> Target:
+    def state(self, pieces: Sequence[Piece]) -> State:
+        return {piece: self._held.tensors[piece.name] for piece in pieces}
+
+    def assemble(self, moved: Moved) -> Assignments:
+        values = {piece.name: tensor for piece, tensor in moved.state.items()}
+        numbers = self._numbers if self.after.place(process_rank()) is not None else {}
+        self.returned = self._target.filled(values, self._space, numbers)
+        return [self._target.make]
+
+    def _new_model(self) -> Target:
         """The model in its new layout on this rank, on `meta`."""
         rank, after, live = process_rank(), self.after, self.live
         runs, wrap = after.place(rank) is not None, None

@@ -28,14 +28,13 @@ from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, attributes_of, check_free, like_meta
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import registered, settings
-from pipeline_balance.pipeline.reseat import Agreed, Arrangement, Reseater, Way
+from pipeline_balance.pipeline.reseat import Arrangement, Reseater
 from pipeline_balance.pipeline.stages import Stages
 from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, state_entries
 from prophet.errors import TransitionError
-from prophet.ranks.collective import Collective
 from prophet.state.layout import Layout, layout_from
 from prophet.state.space import Box, Space
-from prophet.state.transition import Moved, State
+from prophet.state.transition import Moved
 
 Ahead = Callable[[Shards], ShardedModel | None]
 """Makes the modules of a layout of shards before a switch."""
@@ -183,17 +182,6 @@ class Reshaper(Reseater):
 
         return str(self.mover.attempt(checked))
 
-    def _agreed_way(self, agreed: Agreed, target: Arrangement, collective: Collective) -> Way:
-        way = super()._agreed_way(agreed, target, collective)
-        self._space = way.route.space
-        return way
-
-    def filled(
-        self, target: Arrangement, space: Space, state: State, scalars: Mapping[str, Any], config: Any
-    ) -> tuple[Stages, Change]:
-        self._space = space
-        return super().filled(target, space, state, scalars, config)
-
     def _ready(self, boxes: Mapping[str, Box], target: Arrangement, place: int, config: Any) -> Stages:
         shards = target.shards if isinstance(target, ShardedArrangement) else None
         now, mover, self._enters = self.now_sharded, self.mover, None
@@ -277,7 +265,7 @@ class Reshaper(Reseater):
             change.becomes[id(before)] = after
             if entries.get(name):
                 mine = entries[name]
-                change.entries[id(before)] = mine if enters is None else entries_like(after, mine, name, self._space)
+                change.entries[id(before)] = mine if enters is None else entries_like(after, mine, name, self.space)
             change.grads.append((original, None))
             if enters is None and name in values:
                 made = nn.Parameter(values[name], requires_grad=before.requires_grad)
@@ -302,7 +290,7 @@ class Reshaper(Reseater):
         """The shards with what has come for them."""
         twins = model.copy.twins()
         mine = {name: box_of(twins[id(original)]) for name, original in own.items()}
-        add_empty(values, mine, self._space, self.mover.device)
+        add_empty(values, mine, self.space, self.mover.device)
         return model.fill({id(original): values[name] for name, original in own.items()})
 
     def _buffers(self, change: Change, owned: Ownership, values: Mapping[str, Tensor]) -> None:

@@ -8,44 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline_balance.elastic.balance import Balance
-from pipeline_balance.elastic.groups import Groups, met
+from pipeline_balance.elastic.data import GlobalBatches
 from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement
+from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.pipeline.agreement import from_all
-from pipeline_balance.pipeline.saved import Also, Checkpoint
+from pipeline_balance.pipeline.saved import Also, Checkpoint, load_state, save_state
 from prophet.errors import SpecError
 from prophet.ranks.collective import Operation
-from prophet.ranks.process_group import at_work
-
-if TYPE_CHECKING:
-    from pipeline_balance.elastic.job import Job
 
 POSITION, SEED, MEMORIES = "position", "seed", "balancing"
 
 
-def save_job(job: Job, folder: str | Path, also: Also) -> None:
-    """See `Job.save`."""
-    pipe = job.pipeline
-    told = job._balance.told(job.layout)
-    with pipe.failures.during(f"saving before step {job.steps}", pipe.stage_map):
+def save_job(switching: Switching, folder: str | Path, position: int, also: Also) -> None:
+    """See `Job.save`; `position` is the data's."""
+    pipe, experts = switching.pipeline, switching.experts
+    told = experts.told(switching.layout)
+    with pipe.failures.during(f"saving before step {pipe.progress.updates}", pipe.stage_map):
         op = Operation("collecting what balancing remembers")
-        job._balance.learn(from_all(lambda: told, pipe.collective, pipe.config.device, op))
-    run = {POSITION: job.data.position, SEED: pipe.config.seed, MEMORIES: job._balance.kept()}
-    how = job._reseater(job.layout)
-    pipe.save(how, folder, step=job.steps, stage_map=pipe.stage_map, also=also, run=run)
+        experts.learn(from_all(lambda: told, pipe.collective, pipe.config.device, op))
+    run = {POSITION: position, SEED: pipe.config.seed, MEMORIES: experts.kept()}
+    how = switching.reseater(switching.layout)
+    save_state(how, folder, step=pipe.progress.updates, stage_map=pipe.stage_map, also=also, run=run)
 
 
-def load_job(job: Job, folder: str | Path, also: Also) -> None:
-    """See `Job.load`."""
-    if job.pipeline.failures.error is not None:
-        _renew(job)
-    job._groups.idle()  # balancing may make groups, too
-    pipe, layout = job.pipeline, job.layout
-    how = job._reseater(layout)
-    model = pipe.model if job._shards is None else job._plain
-    target = job._arrangement(layout, layout.stage_map(len(pipe.model.units)), job._rules, model, how)
+def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also: Also) -> None:
+    """See `Job.load`; `data` goes to where it was."""
+    if switching.pipeline.failures.error is not None:
+        switching.renew()
+    switching.groups.idle()  # balancing may make groups, too
+    pipe, layout, plain = switching.pipeline, switching.layout, switching.adapters.plain
+    how = switching.reseater(layout)
+    model = pipe.model if switching.shards is None else plain
+    target = switching.arrangement(layout, layout.stage_map(len(pipe.model.units)), switching.rules, model, how)
     ready: list[Callable[[], None]] = []
 
     def check(saved: Checkpoint) -> None:
@@ -53,42 +50,15 @@ def load_job(job: Job, folder: str | Path, also: Also) -> None:
         if isinstance(how, Reshaper) and (problem := how.refusal()):
             raise SpecError(problem)
         Balance(None).keep(saved.run[MEMORIES])
-        ready.append(job.data.reach(saved.run[POSITION]))
+        ready.append(data.reach(saved.run[POSITION]))
 
-    saved = pipe.load(how, target, folder, also=also, check=check, seed=lambda saved: saved.run[SEED])
-    ready[0]()
-    job._shards = target if isinstance(target, ShardedArrangement) else None
-    job._balance.keep(saved.run[MEMORIES])
-    job._begin_balancing()
+    def put() -> None:
+        ready[0]()
+        switching.shards = target if isinstance(target, ShardedArrangement) else None
 
-
-def _renew(job: Job) -> None:
-    """Make all communicators anew: those from before a failure are of no use. Collective."""
-    limit_s, pipe = job._groups.timeout_s, job.pipeline
-    met("loading after a failure", lambda: "", limit_s)
-
-    def ended() -> str:
-        with at_work("what was being prepared"):
-            job._groups.idle()
-        return ""
-
-    met("ending what was being prepared", ended, limit_s)  # its thread makes groups, in an order with these
-    job._preparing = None
-    job._groups.close()
-    job._groups = Groups(limit_s)
-    lost = pipe.failures.error
-
-    def entered() -> str:
-        pipe.groups.enter(None)
-        return ""
-
-    try:
-        met("making the world's process groups", entered, limit_s)
-        job._groups.together(job._wanted(job.layout))
-    except BaseException:
-        pipe.failures.error = lost  # the next load makes them
-        raise
-    pipe.groups.sit(job._seats(job.layout))
+    saved = load_state(how, target, folder, also=also, check=check, seed=lambda saved: saved.run[SEED], then=[put])
+    switching.experts.keep(saved.run[MEMORIES])
+    switching.balance()
 
 
 def _check(run: Mapping[str, Any], folder: str | Path) -> None:

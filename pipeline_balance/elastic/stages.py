@@ -16,11 +16,9 @@ import numpy as np
 
 from pipeline_balance.control.controller import Controller
 from pipeline_balance.control.decide import ControllerConfig
-from pipeline_balance.control.stages import Changed
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.maps.partition import partition_by_time
-from pipeline_balance.pipeline.rebuild import Prepared
-from pipeline_balance.pipeline.reseat import Switched
+from pipeline_balance.pipeline.move.transaction import Prepared, Switched
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import PartitionError, RankLimits, StageMap
@@ -128,13 +126,10 @@ class JobStages:
     def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared | None:
         return None  # the switch finds its route itself: preparing one is the main thread's
 
-    def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Changed:
+    def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
         done = self._switch(self._layout(stage_map), durations)
         self._used = stage_map.ranks
-        here = self.pipeline.collective.rank
-        sent = sum(n for (source, _), n in done.link_bytes.items() if source == here)
-        received = sum(n for (_, to), n in done.link_bytes.items() if to == here)
-        return Changed(sent_bytes=sent, received_bytes=received, seconds=done.seconds)
+        return done
 
     def _layout(self, stage_map: StageMap) -> Parallelism:
         """The layout whose stages are those of `stage_map`, on these columns."""

@@ -1,19 +1,276 @@
-"""What a job makes ahead of a switch."""
+"""What takes a job from layout to layout: process groups, what was prepared, what is balanced in the one in force."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
-from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.pipeline.reseat import Arrangement, Way
+import torch
+
+from pipeline_balance.elastic.adapters import Adapters
+from pipeline_balance.elastic.balance import Balance
+from pipeline_balance.elastic.data import microbatches_of
+from pipeline_balance.elastic.describe import Rule
+from pipeline_balance.elastic.experts import ExpertReseater, has_experts
+from pipeline_balance.elastic.groups import Groups, Members, met
+from pipeline_balance.elastic.layouts import layout_of
+from pipeline_balance.elastic.order import ordered
+from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.reshape import Ahead, Reshaper, ShardedArrangement, describe, is_sharded, shards_in
+from pipeline_balance.elastic.seats import groups_of, seats_of
+from pipeline_balance.elastic.stages import JobStages
+from pipeline_balance.elastic.trainable import check, check_mode
+from pipeline_balance.pipeline.agreement import alike, refuse_where
+from pipeline_balance.pipeline.model import PipelineModel
+from pipeline_balance.pipeline.move.transaction import Prepared, Switched
+from pipeline_balance.pipeline.owners import Owners
+from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.reseat import Arrangement, ArrangementMove, Reseater
+from pipeline_balance.pipeline.reseat import switch as move_to
+from pipeline_balance.pipeline.stages import Seats
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.pipeline.training_state import gather_json, in_words, spec_rows, specs_of
+from pipeline_balance.schedules.simulate import Durations
+from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError, StageFailed, TransitionError
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import at_work, process_rank, processes
+from prophet.ranks.waiting import joined
+from prophet.state.transition import Mode
+
+_WHOLE = "the job goes on in the layout that it has"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What was made ahead of a switch, or in words why it could not be; `broken`: ranks have lost each other."""
+class Switching:
+    """Takes a job to other layouts; see `Job.prepare` and `Job.switch`.
 
-    problem: str = ""
-    broken: bool = False
-    layout: Parallelism | None = None
-    target: Arrangement | None = None
-    way: Way | None = None
+    `pipeline` runs the `layout` in force, and `shards` say how its parameters are cut, None where they are not.
+    `groups` are the process groups of all layouts, `adapters` the models that layouts run. `nodes` [N] are the
+    processes' nodes. M `microbatches` are those of a global batch, and `position` says how far the data is. `experts`
+    and `stages` balance what their names say.
+    """
+
+    pipeline: ElasticPipeline
+    stages: JobStages
+
+    def __init__(
+        self,
+        layout: Parallelism,
+        groups: Groups,
+        adapters: Adapters,
+        experts: Balance,
+        position: Callable[[], int],
+        microbatches: int,
+        nodes: Sequence[int] | None,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.groups, self.adapters, self.experts = layout, groups, adapters, experts
+        self.position, self.microbatches, self.nodes, self.device = position, microbatches, nodes, device
+        self.shards: ShardedArrangement | None = None
+        self._state: tuple[Members, str] = (tuple(range(processes())), "state")  # carries it
+        self._words: tuple[Members, str] = (tuple(range(processes())), "words")  # of the thread that prepares
+        self.preparing: Future[Prepared] | None = None
+
+    def prepare(self, layout: Parallelism, *, mode: Mode = "safe") -> None:
+        """See `Job.prepare`."""
+        pipe, broken = self.pipeline, self.prepared().broken
+        runs, rules = self.adapters.plain, dict[str, Rule]()
+
+        def said() -> str:
+            nonlocal layout, runs, rules
+            check_mode(mode)
+            rules = check(layout, self.adapters.plain, processes())
+            layout = self.stages.filled(layout, microbatches_of(self.microbatches, layout.dp))
+            self.experts.check(layout)
+            runs = self.adapters.of(layout, pipe.model)
+            return json.dumps([str(layout), broken])
+
+        with pipe.failures.during(f"preparing a switch before step {pipe.progress.updates}", pipe.stage_map):
+            told = alike(said, pipe.collective, pipe.config.device, Operation("comparing layouts"))
+            every = [json.loads(text) for text in told]
+            self.preparing = None
+            self._give_up([lost for _, lost in every])
+            differ = [r for r, (text, _) in enumerate(every) if text != every[0][0]]
+            if differ:
+                raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0][0]})")
+            # the live model is read here; the thread works on what was read
+            read, world = pipe.owned.as_read(), processes()
+            present, rules_now = self.layout, self.rules
+            reseater = self.reseater(layout, read)
+            found = reseater.items()
+            ahead = reseater.ahead() if isinstance(reseater, Reshaper) and is_sharded(layout) else None
+
+        def made() -> Prepared:
+            self.groups.keep()
+            held, stage_map = reseater.described(found), layout.stage_map(len(read.model.units))
+            specs = specs_of(held)
+            chosen = layout
+            if layout.order == FEWEST_BYTES:
+                now = layout_of(describe(read, rules_now), present, ranks=world)
+                chosen = ordered(describe(read, rules), now, layout, nodes=self.nodes)
+            problem = self.groups.make(self.wanted(chosen)) or (held if isinstance(held, str) else "")
+            words = self.groups.get(*self._words)
+            every = gather_json([problem, spec_rows(specs)], words, pipe.config.device, Operation("preparing a layout"))
+            if any(said for said, _ in every):
+                self.groups.undo()
+                problem = f"{chosen} could not be prepared ({in_words([said for said, _ in every])})"
+                return Prepared(problem=problem)
+            target = self.arrangement(chosen, stage_map, rules, runs, reseater, ahead)
+            way = reseater.way([rows for _, rows in every], target, words.rank)
+            way.foresee(pipe.mover.budget_bytes, in_place=mode == "in-place")
+            return Prepared(target=(chosen, target), specs=specs, route=way)
+
+        self.preparing = self.groups.beside(made)
+
+    def prepared(self) -> Prepared:
+        """What was made in the background, waited for."""
+        if self.preparing is None:
+            return Prepared(problem="no layout was prepared: call prepare(layout) first")
+        pipe = self.pipeline
+        with pipe.failures.during(f"preparing a switch before step {pipe.progress.updates}", pipe.stage_map):
+            try:
+                return joined(self.preparing, pipe.failures.watch.turns(math.inf))
+            except StageFailed:
+                raise
+            except Exception as error:
+                return Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
+
+    def _give_up(self, broken: Sequence[bool]) -> None:
+        """Make groups anew the next time where a preparation has `broken` off on any process; on all alike."""
+        if any(broken):
+            self.groups.undo()
+            self.groups.drop([self._state, self._words])
+
+    def change_stages(self, layout: Parallelism, durations: Durations) -> Switched:
+        """Go to a layout that a controller asks for; what a user has prepared meanwhile stays so."""
+        kept, self.preparing = self.preparing, None
+        try:
+            self.prepare(layout)
+            done = self.go("safe", durations)
+            self.experts.begin(self.pipeline, self.layout)
+            return done
+        finally:
+            self.preparing = kept
+
+    def balance(self) -> None:
+        """Balance experts and stages in the layout in force; collective."""
+        self.experts.begin(self.pipeline, self.layout)
+        self.stages.begin(self.layout)
+
+    def go(self, mode: Mode, durations: Durations | None = None) -> Switched:
+        """Go to the prepared layout, whose stages are expected to take `durations`; see `switch`."""
+        pipe, ready = self.pipeline, self.prepared()
+        layout, target = ready.target or (None, None)
+        remembered = list[Any]()
+        if target is not None and durations is not None:
+            target = replace(target, durations=durations)
+
+        def told() -> list[Any]:
+            return [ready.problem, ready.broken, mode, self.experts.told(self.layout)]
+
+        def heard(every: list[Any]) -> None:
+            refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
+            check_mode(mode)
+            self.preparing = None
+            failed = in_words([problem for problem, *_ in every])
+            self._give_up([broken for _, broken, *_ in every])
+            if failed:
+                raise TransitionError(f"{failed}; {_WHOLE}")
+            remembered.extend(told for *_, told in every)
+
+        def put() -> None:
+            assert layout is not None
+            self.layout, self.shards = layout, _arranged(target)
+
+        words = {"have another layout": str(layout), "have another data position": self.position()}
+        state = self.groups.get(*self._state) if target is not None else pipe.collective
+        how = self.reseater(layout or self.layout)
+        try:
+            done = move_to(ArrangementMove(how, target, words, ready, told, heard, mode), state, [put])
+        except TransitionError:
+            if remembered:  # the state's group may be of no more use: another one is made the next time
+                self.groups.drop([self._state])
+            raise
+        self.experts.learn(remembered)
+        return done
+
+    def wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
+        """The groups of a job in this layout, in the order in which all processes make them."""
+        return [self._words, self._state, *groups_of(layout)]
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        """How tp cuts the model now."""
+        return self.shards.rules if self.shards is not None else {}
+
+    def reseater(self, layout: Parallelism, read: Ownership | None = None) -> Reseater:
+        """What takes the pipeline to `layout`; with `read`, it works on what was read of the model."""
+        plain = self.pipeline.reseater()
+        mover = plain.mover if read is None else replace(plain.mover, owned=read)
+        if has_experts(self.adapters.plain.root):
+            return ExpertReseater(mover, plain.passes)
+        if self.shards is None and not is_sharded(layout):
+            return replace(plain, mover=mover)
+        return Reshaper(mover, plain.passes, self.adapters.plain, self.shards)
+
+    def arrangement(
+        self,
+        layout: Parallelism,
+        stage_map: StageMap,
+        rules: Mapping[str, Rule],
+        model: PipelineModel,
+        to: Reseater,
+        ahead: Ahead | None = None,
+    ) -> Arrangement:
+        """The layout as a pipeline takes it, once its groups were made; `ahead` makes its modules."""
+        seats, owned, read = self.seats(layout), self.pipeline.owned, to.mover.owned
+        given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "model": model, "nodes": self.nodes}
+        given["microbatches"] = microbatches_of(self.microbatches, layout.dp)
+        if not is_sharded(layout):
+            owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=to.shapes(), read=read)
+            return Arrangement(owners=owners, **given)
+        shards = shards_in(layout, self.adapters.plain.root, self.groups, process_rank(), self.device)
+        cut = {p.name: layout.tp for p in describe(read, rules).parameters if p.dim is not None}
+        owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut, read=read)
+        given |= {"owners": owners, "layout": layout, "rules": rules, "shards": shards}
+        return ShardedArrangement(ahead=ahead(shards) if ahead is not None and shards is not None else None, **given)
+
+    def seats(self, layout: Parallelism) -> Seats:
+        """Which process runs which stages in it, once its groups were made."""
+        return seats_of(layout, self.groups)
+
+    def renew(self) -> None:
+        """Make all communicators anew: those from before a failure are of no use. Collective."""
+        limit_s, pipe = self.groups.timeout_s, self.pipeline
+        met("loading after a failure", lambda: "", limit_s)
+
+        def ended() -> str:
+            with at_work("what was being prepared"):
+                self.groups.idle()
+            return ""
+
+        met("ending what was being prepared", ended, limit_s)  # its thread makes groups, in an order with these
+        self.preparing = None
+        self.groups.close()
+        self.groups = Groups(limit_s)
+        lost = pipe.failures.error
+
+        def entered() -> str:
+            pipe.groups.enter(None)
+            return ""
+
+        try:
+            met("making the world's process groups", entered, limit_s)
+            self.groups.together(self.wanted(self.layout))
+        except BaseException:
+            pipe.failures.error = lost  # the next load makes them
+            raise
+        pipe.groups.sit(self.seats(self.layout))
+
+
+def _arranged(target: Arrangement | None) -> ShardedArrangement | None:
+    return replace(target, ahead=None) if isinstance(target, ShardedArrangement) else None

@@ -177,8 +177,8 @@ def alike(attempt: Callable[[], str], collective: Collective, device: torch.devi
 def _all_told(
     failed: Exception | None, found: Any, collective: Collective, device: torch.device, op: Operation
 ) -> list[Any]:
-    every = gather_json([_words(failed), found], collective, device, op)
-    _refuse(failed, [words for words, _ in every])
+    every = gather_json([words_of(failed), found], collective, device, op)
+    refuse(failed, [words for words, _ in every])
     return [value for _, value in every]
 
 
@@ -190,14 +190,15 @@ def write_alone(write: Callable[[], None], what: str, collective: Collective, de
     from_all(lambda: write() if collective.rank == 0 else None, collective, device, Operation(what), waits=True)
 
 
-def _words(failed: Exception | None) -> str:
+def words_of(failed: Exception | None) -> str:
+    """What a rank says of its failure; nothing without one."""
     if failed is None:
         return ""
     kind = "" if isinstance(failed, SpecError) else f"{type(failed).__name__}: "
     return f"{kind}{failed}"[:_WORDS]
 
 
-def _refuse(failed: Exception | None, words: Sequence[str]) -> None:
+def refuse(failed: Exception | None, words: Sequence[str]) -> None:
     """Raise what ranks say is wrong, the same on all of them; nothing where none says anything."""
     first = {said: r for r, said in reversed(list(enumerate(words))) if said}
     if not first:
@@ -253,7 +254,7 @@ def agree_on_batch(
     every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
     if every[:, 0].any():
         op = Operation("telling what is wrong with a batch")
-        _refuse(failed, gather_json(_words(failed), groups.world, device, op))
+        refuse(failed, gather_json(words_of(failed), groups.world, device, op))
     grid = groups.grid
     ranks = range(groups.world.size)
     first_of = {

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.agreement import write_alone
+from pipeline_balance.pipeline.move.votes import share
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.skeleton import copy_of
 from pipeline_balance.pipeline.stages import PipelineConfig
-from pipeline_balance.pipeline.training_state import Held, by_layer, share
+from pipeline_balance.pipeline.training_state import Held, by_layer
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
@@ -52,12 +53,15 @@ def whole_state(
 
 
 def root_state(
-    owned: Ownership, found: Mapping[str, Tensor], prepare: Callable[[nn.Module], None] = lambda root: None
+    owned: Ownership,
+    found: Mapping[str, Tensor],
+    prepare: Callable[[nn.Module], None] = lambda root: None,
+    said: Callable[[nn.Module], dict[str, Any]] = nn.Module.state_dict,
 ) -> dict[str, Tensor]:
     """The root's `state_dict`, in the host's memory, with `found` for its parameters and buffers by their names.
 
-    A copy of the root says it, which `prepare` may change first: modules may save parameters under other names, or in
-    parts. Raises `SpecError` for an entry that has no memory.
+    A copy of the root has `said` it, which `prepare` may change first: modules may save parameters under other names,
+    or in parts. Raises `SpecError` for an entry that has no memory.
     """
     root, names = owned.model.root, {id(p): n for n, p in owned.parameters.items()}
     values = {name: tensor.detach().cpu() for name, tensor in found.items()}
@@ -70,7 +74,7 @@ def root_state(
     for (path, _), part in zip(root.named_modules(), copy.modules(), strict=True):
         part._buffers.update({k: values.get(f"{path}.{k}" if path else k, b) for k, b in part._buffers.items()})
     prepare(copy)
-    state = {name: t.detach().cpu() if isinstance(t, Tensor) else t for name, t in copy.state_dict().items()}
+    state = {name: t.detach().cpu() if isinstance(t, Tensor) else t for name, t in said(copy).items()}
     lacking = [name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta]
     if lacking:
         raise SpecError(
@@ -91,11 +95,12 @@ def write_pretrained(
 
     Returns when everything is written. Raises `SpecError` on all ranks where that fails.
     """
-    write: Any = getattr(model, "save_pretrained", None)
+    # of the class: a converted model's method would gather what is in `state` already
+    write: Any = getattr(type(model), "save_pretrained", None)
 
     def save() -> None:
         if write is None:
             raise SpecError(f"a {type(model).__name__} has no save_pretrained: torch.save its state_dict() instead")
-        write(folder, state_dict=state, **options)
+        write(model, folder, state_dict=state, **options)
 
     write_alone(save, f"writing {folder}", collective, config.device)

@@ -32,7 +32,7 @@ from prophet.ranks.collective import Operation
 class Passes:
     """Runs batches through the stages in force and uses their gradients; see `ElasticPipeline`'s methods.
 
-    `stages` returns what is in force. `progress` counts what was done, `used` says that the gradients which are still
+    `now` are the stages in force. `progress` counts what was done, `used` says that the gradients which are still
     there were, and `grad_norm` is the last update's norm, None where it was not clipped.
     """
 
@@ -42,11 +42,11 @@ class Passes:
         owned: Ownership,
         optimizers: Optimizers,
         experts: StageExperts,
-        stages: Callable[[], Stages],
+        stages: Stages,
         owners: Owners,
     ) -> None:
         self.builder, self.groups, self.meter = builder, builder.groups, builder.meter
-        self.owned, self.optimizers, self.experts, self.stages = owned, optimizers, experts, stages
+        self.owned, self.optimizers, self.experts, self.now = owned, optimizers, experts, stages
         self.gradients = Gradients(owned, self.groups, experts)
         self.owners = owners
         self.progress = Progress(first_ranks=self.groups.grid.pipeline_ranks)
@@ -76,7 +76,7 @@ class Passes:
 
     def stage_done(self, stage: int) -> None:
         """A stage has run its last backward action of this pass."""
-        self.gradients.stage_done(self.stages().stage_map.layers_of(stage))
+        self.gradients.stage_done(self.now.stage_map.layers_of(stage))
 
     def step(
         self, inputs: Batch, labels: Labels, *, update: bool, max_norm: float | None, scaler: PipelineScaler | None
@@ -114,7 +114,7 @@ class Passes:
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.owned.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        actions = actions_of(self.stages().executor if self.groups.replicas > 1 else None, trains=True)
+        actions = actions_of(self.now.executor if self.groups.replicas > 1 else None, trains=True)
         passing = self._agree(prepare, (*arguments, scaler is None), actions)
         if self.used:
             self.drop_gradients()
@@ -135,7 +135,7 @@ class Passes:
     ) -> Passing:
         owned, groups, device = self.owned, self.groups, self.config.device
         weights = int(self._weights) if self._weights is not None else 0
-        schedule = self.stages().schedule
+        schedule = self.now.schedule
         return agree_on_batch(prepare, owned, self.optimizers, given, groups, device, actions, weights, schedule)
 
     def _weights_of_next_layer(self) -> torch.Tensor | None:
@@ -154,7 +154,7 @@ class Passes:
 
     def _mine(self) -> tuple[int, ...]:
         """The layers that run on this rank."""
-        return self.stages().stage_map.layers_on(self.groups.rank)
+        return self.now.stage_map.layers_on(self.groups.rank)
 
     def start_alike(self, fresh: Collection[str]) -> None:
         """Tied parameters begin as on their first holder, replicas as the first; collective if any are `fresh`."""
@@ -165,14 +165,14 @@ class Passes:
         if not bool(self.groups.world.all_gather(whole, op=Operation("starting a pipeline")).all()):
             return  # built on `meta`: a checkpoint brings the values
         ties = [tie for tie in ties_of(self.owned) if tie.name in fresh]
-        share_tied_weights(ties, self.stages().stage_map, self.groups.collective)
+        share_tied_weights(ties, self.now.stage_map, self.groups.collective)
         tensors = self.owned.tensors(mine, fresh)
         start_alike([t for t in tensors if t not in self.experts.parameters], self.groups.column)
         if self.groups.seats.copies is not None:
             start_alike([t for t in tensors if t in self.experts.parameters], self.groups.seats.copies)
 
     def _run(self, run: Run) -> None:
-        executor = self.stages().executor
+        executor = self.now.executor
         if executor is not None:
             self.meter.begin_step()
             executor.run(run)
@@ -187,7 +187,7 @@ class Passes:
 
     def _update(self, max_norm: float | None, scaler: PipelineScaler | None) -> None:
         """Use the gradients: one step of every optimizer, on every rank."""
-        progress, stage_map = self.progress, self.stages().stage_map
+        progress, stage_map = self.progress, self.now.stage_map
         self.gradients.complete(stage_map)
         self.gradients.scale_(progress.divisor / (progress.counted or 1))
         if scaler is not None:
@@ -218,7 +218,7 @@ class Passes:
             return batch_of(model, inputs, labels, config.microbatches, 0, config.device, rows_each=size)
 
         # without shared experts, replicas need not run the same
-        actions = actions_of(self.stages().executor if self.experts.any else None, trains=False)
+        actions = actions_of(self.now.executor if self.experts.any else None, trains=False)
         with evaluating(self.owned.model.root), self.meter.paused():
             passing = self._agree(prepare, ("evaluate",), actions)
             run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
@@ -230,6 +230,11 @@ class Passes:
         self.gradients.drop()
         self.progress.restart()
         self.used = False
+
+    def go_on(self, stages: Stages) -> None:
+        """Other stages are in force now; what was measured is of the ones from before."""
+        self.now = stages
+        self.meter.reset()
 
     def reseat(self, owners: Owners) -> None:
         """Other processes have the stages now: go on with their communicators and owners."""

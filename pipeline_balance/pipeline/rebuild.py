@@ -1,72 +1,38 @@
-"""Moving training state to another stage map: all of it, or nothing has changed.
+"""Moving training state to another stage map, within every replica of a pipeline.
 
 Layers that stay keep their memory. Layers that move bring parameters, buffers, optimizer state and gradients along, so
-the loss does not notice. Whatever can fail (memory, messages, the new stages) happens on the side. Then ranks agree
-once, and what is left is assignments.
+the loss does not notice.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.agreement import from_all, refuse_where
+from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared
+from pipeline_balance.pipeline.move.votes import WHOLE, Vote, refuse_against, share, union
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, digest_of, like_meta, put, try_put
+from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.registered import Settings, settings
 from pipeline_balance.pipeline.replicas import check_alike, refuse_apart
 from pipeline_balance.pipeline.stages import PipelineGroups, StageBuilder, Stages
 from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
-from pipeline_balance.pipeline.training_state import (
-    Held,
-    agree,
-    by_layer,
-    collect,
-    described,
-    share,
-    state_entries,
-    union,
-)
+from pipeline_balance.pipeline.training_state import Held, by_layer, collect, specs_of, state_entries
 from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
-from prophet.errors import BudgetError, CollectiveError, SpecError, TransitionError
-from prophet.ranks.collective import Collective, Operation
+from prophet.errors import SpecError, TransitionError
+from prophet.ranks.collective import Collective
 from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece
 from prophet.state.route import route
-from prophet.state.space import Space, TensorSpec
-from prophet.state.transition import Allocate, State, empty, transition
-
-WHOLE = "the state from before the move is whole"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rebuilt:
-    """What a change of stage map took on this rank: bytes on the wire, memory beyond the old state, seconds."""
-
-    sent_bytes: int
-    received_bytes: int
-    buffer_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """What `StateMover.prepare` has done ahead of a change to `stage_map`."""
-
-    stage_map: StageMap
-    specs: tuple[TensorSpec, ...]
-    itinerary: Itinerary
-
-    def fits(self, stage_map: StageMap, held: Held | str) -> bool:
-        """Whether it is for this map, and this rank's state still has that shape."""
-        return self.stage_map == stage_map and isinstance(held, Held) and self.specs == tuple(held.specs)
+from prophet.state.space import Space
+from prophet.state.transition import Allocate, Moved, State, empty
 
 
 @dataclass
@@ -131,12 +97,11 @@ class StateMover:
     def prepare(self, now: Stages, stage_map: StageMap, collective: Collective) -> Prepared:
         """Describe the state and find the route; collective."""
         self.builder.check_map(stage_map)
-        held = self._collect(now, gradients=False)
-        space, _ = share(held, collective, self.device, WHOLE)
-        way = self._itinerary(space, now.stage_map, stage_map)
+        held = self.collect(now, gradients=False)
+        space, _ = share(held, collective, self.device)
+        way = self.way(space, now.stage_map, stage_map)
         way.foresee(self.budget_bytes, in_place=False)
-        specs = tuple(held.specs) if isinstance(held, Held) else ()
-        return Prepared(stage_map=stage_map, specs=specs, itinerary=way)
+        return Prepared(target=stage_map, specs=specs_of(held), route=way)
 
     def check_replicas(self, stage_map: StageMap) -> None:
         """Raise `SpecError` on a column whose replicas have other parameters; collective over each column."""
@@ -144,113 +109,6 @@ class StateMover:
         names = self.owned.of(stage_map.layers_on(groups.rank))
         named = [(name, self.owned.parameters[name]) for name in names]
         check_alike(named, groups.column, groups.grid.column(groups.rank))
-
-    def rebuild(
-        self,
-        now: Stages,
-        stage_map: StageMap,
-        durations: Durations | None = None,
-        prepared: Prepared | None = None,
-        *,
-        gradients: bool = True,
-        midway: bool = False,
-    ) -> tuple[Stages, Rebuilt]:
-        """The stages of `stage_map` with the state of `now`, and what that took; collective.
-
-        Without `gradients`, those are dropped once all else has moved: they have been used. `midway` says whether an
-        update is under way. Raises `SpecError` on all ranks unless all may go from map to map and follow one schedule,
-        or where replicas have come apart. Raises `TransitionError` on all ranks where ties have come apart or the state
-        cannot be moved. After either, everything is as it was.
-        """
-        began = time.perf_counter()
-        held, way, scalars, schedule = self._facts(
-            now, stage_map, durations, prepared, gradients=gradients, midway=midway
-        )
-        found: tuple[Stages, Change] | str | None = None
-
-        def conclude(state: State, problem: str) -> None:
-            nonlocal found
-            found = problem or self.attempt(lambda: self.assemble(stage_map, state, scalars, durations, schedule))
-            self._agree(found)
-
-        try:
-            moved = transition(
-                way.route,
-                {piece: self._piece(held, piece) for piece in way.route.before.on(self.groups.rank)},
-                self.groups.collective,
-                budget_bytes=self.budget_bytes,
-                device=self.device,
-                allocate=self.allocate,
-                conclude=conclude,
-                ahead=way,
-            )
-        except (TransitionError, BudgetError) as error:
-            if found is None and self.groups.grid.replicas > 1:
-                self._agree(str(error))  # other replicas may be ready
-            raise
-        assert isinstance(found, tuple)
-        stages, change = found
-        change.make()
-        return stages, Rebuilt(
-            sent_bytes=moved.sent_bytes,
-            received_bytes=moved.received_bytes,
-            buffer_bytes=moved.buffer_bytes,
-            seconds=time.perf_counter() - began,
-        )
-
-    def _facts(
-        self,
-        now: Stages,
-        stage_map: StageMap,
-        durations: Durations | None,
-        prepared: Prepared | None,
-        *,
-        gradients: bool,
-        midway: bool,
-    ) -> tuple[Held, Itinerary, dict[str, Any], Schedule | None]:
-        """What this rank holds, its part of the route, optimizers' plain numbers, and the new schedule; collective.
-
-        All that ranks compare before a move goes in one message, with plain numbers in words: see `rebuild` for what is
-        refused.
-        """
-        groups, before = self.groups, now.stage_map
-        ties: tuple[Tie, ...] = ()
-        held: Held | str = ""
-        schedule: Schedule | None = None
-
-        def say() -> dict[str, Any]:
-            nonlocal ties, held, schedule
-            self.owned.read()
-            self.builder.check_map(stage_map)
-            schedule = self.builder.schedule(stage_map, durations)
-            ties = ties_of(self.owned)
-            if midway and any(len(tie.holders(m)) > 1 for tie in ties for m in (before, stage_map)):
-                raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
-            held = self._collect(now, gradients=gradients)
-            ready = prepared is not None and prepared.fits(stage_map, held)
-            said = {"map": [stage_map.boundaries, stage_map.ranks], "schedule": self.builder.number(schedule)}
-            said |= {"ready": ready, "state": described(held, tensors=not ready)}
-            if isinstance(held, Held):
-                names = self.owned.of(before.layers_on(groups.rank)) if groups.grid.replicas > 1 else []
-                weights = {name: digest_of([(name, self.owned.parameters[name])]) for name in names}
-                said["weights"] = weights
-                said["ties"] = tie_digests(ties, before, groups.rank, self.optimizers.state(), weights)
-            return said
-
-        every = from_all(say, groups.world, self.device, Operation("agreeing on a move"))
-        refuse_where([said["map"] for said in every], "were given another stage map")
-        refuse_where([said["schedule"] for said in every], "follow another schedule")
-        space, scalars = union([said["state"] for said in every], WHOLE)
-        assert isinstance(held, Held)
-        for rank in range(groups.grid.pipeline_ranks):
-            refuse_apart({process: every[process]["weights"] for process in groups.grid.column(rank)})
-        refuse_untied(ties, before, groups.grid, [said["ties"] for said in every])
-        ready = [said["ready"] for said in every]
-        if prepared is not None and all(ready):
-            return held, prepared.itinerary, scalars, schedule
-        if any(ready):  # on another rank something has changed since
-            space, scalars = share(held, groups.world, self.device, WHOLE)
-        return held, self._itinerary(space, before, stage_map), scalars, schedule
 
     def check_put(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise `TransitionError` for a parameter whose content cannot be exchanged; nothing changes."""
@@ -275,38 +133,11 @@ class StateMover:
         except Exception as error:
             return f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
-    def _agree(self, found: tuple[Stages, Change] | str) -> None:
-        """Raise `TransitionError` on all ranks unless all have assembled theirs; the last thing that can fail."""
-        problem = f"the new stages could not be built ({found})" if isinstance(found, str) else ""
-        op = Operation("concluding a move")
-        try:
-            agree(problem, self.groups.world, self.device, op, WHOLE)
-        except CollectiveError as error:
-            raise TransitionError(f"{error}; {WHOLE}") from error
-
-    def _piece(self, held: Held, piece: Piece) -> Tensor:
-        """What this rank has of a piece; of a gradient that only other replicas have so far, zeros."""
-        name, _, kind = piece.name.partition("#")
-        if kind == "grad" and piece.name not in held.tensors:
-            return torch.zeros_like(self.owned.parameters[name])
-        return held.tensors[piece.name]
-
-    def _collect(self, now: Stages, *, gradients: bool) -> Held | str:
+    def collect(self, now: Stages, *, gradients: bool) -> Held | str:
+        """What this rank holds, or in words why it cannot be moved."""
         units = now.stage_map.layers_on(self.groups.rank)
         held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
         return held
-
-    def assemble(
-        self,
-        stage_map: StageMap,
-        state: State,
-        scalars: Mapping[str, Any],
-        durations: Durations | None = None,
-        schedule: Schedule | None = None,
-    ) -> tuple[Stages, Change]:
-        """The stages of `stage_map`, and the assignments that give them this state; see `StageBuilder.build`."""
-        stages = self.builder.build(stage_map, durations, schedule=schedule)
-        return stages, self.change(stage_map.layers_on(self.groups.rank), state, scalars)
 
     def change(
         self, units: Collection[int], state: State, scalars: Mapping[str, Any], becomes: Ownership | None = None
@@ -342,7 +173,100 @@ class StateMover:
         change.check()
         return change
 
-    def _itinerary(self, space: Space, before: StageMap, after: StageMap) -> Itinerary:
+    def way(self, space: Space, before: StageMap, after: StageMap) -> Itinerary:
+        """The route from map to map of what all ranks of a replica hold."""
         ranks, tied = self.groups.grid.pipeline_ranks, self.owned.tied()
-        way = route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))
-        return Itinerary(way, self.groups.rank)
+        found = route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))
+        return Itinerary(found, self.groups.rank)
+
+
+@dataclass
+class StageMove(Move):
+    """The stages of a pipeline go to `stage_map`; see `ElasticPipeline.rebuild`.
+
+    Gradients that were used are dropped once all else has moved. What `compare` refuses: ranks that do not go from map
+    to map alike or follow other schedules, replicas that have come apart (`SpecError`), ties that have, and state that
+    cannot be moved (`TransitionError`).
+    """
+
+    mover: StateMover
+    passes: Passes
+    stage_map: StageMap
+    durations: Durations | None = None
+    prepared: Prepared = field(default_factory=Prepared)
+
+    def __post_init__(self) -> None:
+        mover = self.mover
+        self.device, self.budget_bytes, self.allocate = mover.device, mover.budget_bytes, mover.allocate
+        self._held: Held | str = ""
+        self._ties: tuple[Tie, ...] = ()
+        self._schedule: Schedule | None = None
+
+    def vote(self) -> Vote:
+        mover, before = self.mover, self.passes.now.stage_map
+        mover.owned.read()
+        mover.builder.check_map(self.stage_map)
+        self._schedule = mover.builder.schedule(self.stage_map, self.durations)
+        self._ties = ties_of(mover.owned)
+        if self._midway and any(len(tie.holders(m)) > 1 for tie in self._ties for m in (before, self.stage_map)):
+            raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
+        self._held = held = mover.collect(self.passes.now, gradients=not self.passes.used)
+        ahead = self.prepared
+        ready = ahead.route is not None and ahead.target == self.stage_map and ahead.specs == specs_of(held)
+        vote = Vote.of(
+            held,
+            tensors=not ready,
+            alike={
+                "were given another stage map": [self.stage_map.boundaries, self.stage_map.ranks],
+                "follow another schedule": mover.builder.number(self._schedule),
+            },
+            ready=ready,
+        )
+        if isinstance(held, str):
+            return vote
+        rank, replicas = mover.groups.rank, mover.groups.grid.replicas
+        names = mover.owned.of(before.layers_on(rank)) if replicas > 1 else []
+        weights = {name: digest_of([(name, mover.owned.parameters[name])]) for name in names}
+        return replace(
+            vote, copies=weights, ties=tie_digests(self._ties, before, rank, mover.optimizers.state(), weights)
+        )
+
+    def compare(self, votes: Sequence[Vote]) -> None:
+        refuse_against(votes)
+        self._space, self._numbers = union(votes, WHOLE)
+        grid = self.mover.groups.grid
+        for rank in range(grid.pipeline_ranks):
+            refuse_apart({process: votes[process].copies for process in grid.column(rank)})
+        refuse_untied(self._ties, self.passes.now.stage_map, grid, [vote.ties for vote in votes])
+        self._ready = [vote.ready for vote in votes]
+
+    def way(self, carrier: Collective) -> Itinerary:
+        mover = self.mover
+        if self.prepared.route is not None and all(self._ready):
+            return self.prepared.route
+        if any(self._ready):  # on another rank something has changed since
+            self._space, self._numbers = share(self._held, mover.groups.world, self.device)
+        return mover.way(self._space, self.passes.now.stage_map, self.stage_map)
+
+    def state(self, pieces: Sequence[Piece]) -> State:
+        return {piece: self._piece(piece) for piece in pieces}
+
+    def _piece(self, piece: Piece) -> Tensor:
+        """What this rank has of a piece; of a gradient that only other replicas have so far, zeros."""
+        assert isinstance(self._held, Held)
+        name, _, kind = piece.name.partition("#")
+        if kind == "grad" and piece.name not in self._held.tensors:
+            return torch.zeros_like(self.mover.owned.parameters[name])
+        return self._held.tensors[piece.name]
+
+    def assemble(self, moved: Moved) -> Assignments:
+        mover = self.mover
+        stages = mover.builder.build(self.stage_map, self.durations, schedule=self._schedule)
+        change = mover.change(self.stage_map.layers_on(mover.groups.rank), moved.state, self._numbers)
+        kept = [self.passes.gradients.keep] if self._midway else []
+        return [change.make, lambda: self.passes.go_on(stages), *kept]
+
+    @property
+    def _midway(self) -> bool:
+        """Whether an update is under way."""
+        return self.passes.progress.parts > 0

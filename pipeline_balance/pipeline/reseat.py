@@ -1,29 +1,29 @@
 """Moving a whole pipeline to other processes: other stages, other replicas, other owners of the optimizer's state.
 
 `rebuild` moves layers within every replica. Here all processes move at once, from the places they have to the places
-that others are to have. Everything that can fail is done on the side. Then the processes decide once, in the store of
-their process group, and what is left are assignments. Until that decision the state from before is whole and in force.
+that others are to have.
 
 Shape legend: N processes, R replicas, P pipeline ranks.
 """
 
 from __future__ import annotations
 
-import functools
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeline_balance.pipeline.agreement import refuse_where
+from pipeline_balance.pipeline.agreement import from_all, words_of
+from pipeline_balance.pipeline.export import root_state
 from pipeline_balance.pipeline.model import PipelineModel
+from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared, Switched, run
+from pipeline_balance.pipeline.move.votes import Vote, refuse_against, refuse_unmovable
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership, check_free
 from pipeline_balance.pipeline.passes import Passes
-from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
+from pipeline_balance.pipeline.rebuild import Change, StateMover
 from pipeline_balance.pipeline.stages import PipelineConfig, Seats, Stages
 from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
 from pipeline_balance.pipeline.training_state import (
@@ -31,24 +31,21 @@ from pipeline_balance.pipeline.training_state import (
     Item,
     base_name,
     gather_json,
-    in_words,
     items,
     space_of,
     spec_rows,
+    specs_of,
 )
 from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
-from prophet.errors import SpecError, StateLost, TransitionError
+from prophet.errors import SpecError, TransitionError
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.itinerary import Itinerary
-from prophet.state.layout import Layout, whole_tensors
-from prophet.state.route import Route, route
-from prophet.state.space import Box, Space, TensorSpec
+from prophet.state.layout import Layout, Piece, layout_from, whole_tensors
+from prophet.state.route import route
+from prophet.state.space import Box, Space
 from prophet.state.transition import Mode, Moved, State, transition
-
-DECISION = Operation("deciding on a switch")
-LOST = "neither the old state nor the new one is whole"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,64 +65,39 @@ class Arrangement:
     durations: Durations | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """A route that was found ahead, and the description of this process's state that it holds for."""
-
-    specs: tuple[TensorSpec, ...]
-    itinerary: Itinerary
-
-    @property
-    def route(self) -> Route:
-        return self.itinerary.route
-
-
-@dataclass(frozen=True, kw_only=True)
-class Agreed:
-    """What this process holds, and what all of them have agreed on before a switch, which they call `name`.
-
-    `way` is None where it has to be found. `numbers` are the plain ones that travel in words: of the lowest process
-    that updates their parameter.
-    """
-
-    held: Held
-    way: Way | None
-    numbers: Mapping[str, Any]
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Switched:
-    """What a switch took.
-
-    `seconds` is how long this process was held up. `link_bytes` has the bytes of the state by sending and receiving
-    process, the same on all of them; `messages` those that this one has sent. `peak_bytes` is the most that state and
-    buffers took here: the old state, what is new, the buffers of the move.
-    """
-
-    seconds: float
-    link_bytes: Mapping[tuple[int, int], int]
-    messages: int
-    peak_bytes: int
-
-
 @dataclass
 class Reseater:
-    """Takes a pipeline from one arrangement to another.
-
-    `mover` has its parts, `passes` what it has under way, `now` what is in force. `mode` is how state moves.
-    """
+    """Takes a pipeline from one arrangement to another. `mover` has its parts, `passes` what it has under way."""
 
     mover: StateMover
     passes: Passes
-    now: Stages
-    mode: Mode = field(default="safe", init=False)
     becomes: Ownership | None = field(default=None, init=False)
     """What `mover` is to own, where another model runs the units; `check` reads it."""
     schedule: Schedule | None = field(default=None, init=False)
     """What ranks have agreed to run in the new stages; without an agreement, building asks for it."""
+    space: Space = field(default=Space(()), init=False)
+    """Of the state on its way."""
     moves_experts = False
     """Whether it takes along what replicas share of experts."""
+
+    @property
+    def now(self) -> Stages:
+        """The stages in force."""
+        return self.passes.now
+
+    def in_force(self) -> Arrangement:
+        """Who runs what now."""
+        given: dict[str, Any] = {"seats": self.mover.groups.seats, "stage_map": self.now.stage_map}
+        return Arrangement(owners=self.passes.owners, microbatches=self.mover.builder.config.microbatches, **given)
+
+    def during(self, what: str) -> AbstractContextManager[None]:
+        """What all processes do together before the next step: see `Failures.during`."""
+        return self.mover.groups.failures.during(f"{what} {self.passes.progress.updates}", self.now.stage_map)
+
+    def check_static(self, what: str) -> None:
+        """Raise `SpecError` where layers share experts that this does not take along."""
+        if not self.moves_experts:
+            self.passes.experts.check_static(what)
 
     def items(self) -> list[Item] | str:
         """This process's state without gradients as it was found, or in words why it cannot be moved."""
@@ -144,18 +116,10 @@ class Reseater:
         """This process's state without gradients, or in words why it cannot be moved."""
         return self.described(self.items())
 
-    def way(self, specs: Sequence[TensorSpec], target: Arrangement, collective: Collective) -> Way:
-        """The route from what is in force to `target`; collective."""
-        every = gather_json(spec_rows(specs), collective, self.mover.device, Operation("describing state"))
-        return self.way_from(every, specs, target, collective.rank)
-
-    def way_from(
-        self, every: Sequence[Sequence[Any]], specs: Sequence[TensorSpec], target: Arrangement, rank: int
-    ) -> Way:
-        """The same from what `every` process says it holds (`spec_rows`); in any thread."""
+    def way(self, every: Sequence[Sequence[Any]], target: Arrangement, rank: int) -> Itinerary:
+        """The route from what `every` process says it holds (`spec_rows`) to `target`; in any thread."""
         space, before = self.held_by(every)
-        after = self.layout(space, target, len(every))
-        return Way(specs=tuple(specs), itinerary=Itinerary(route(before, after, nodes=target.nodes), rank))
+        return Itinerary(route(before, self.layout(space, target, len(every)), nodes=target.nodes), rank)
 
     def held_by(self, every: Sequence[Sequence[Any]]) -> tuple[Space, Layout]:
         """The space of what all processes say they hold (`spec_rows`), and who holds what in force.
@@ -180,77 +144,6 @@ class Reseater:
         grid = self.mover.groups.grid
         return layout_over(space, grid.rows, self.now.stage_map, self.passes.owners, tied, processes, first=True)
 
-    def agree(
-        self,
-        words: Mapping[str, Any],
-        target: Arrangement | None,
-        way: Way | None,
-        told: Callable[[], Any],
-        heard: Callable[[list[Any]], None],
-    ) -> Agreed:
-        """Raise `SpecError` on all processes unless all are between updates and say the same `words`; collective.
-
-        Raises `TransitionError` where tied parameters have come apart, or a process's state cannot be moved. Nothing
-        has been touched then. All goes in one message, with what the caller has `told`; the caller has `heard` of that
-        first, and may raise. It must where a process has no `target`. `way` was found ahead.
-        """
-        if not self.moves_experts:
-            self.passes.experts.check_static("switch")
-        groups, now = self.mover.groups, self.now.stage_map
-        ties: tuple[Tie, ...] = ()
-
-        def read() -> dict[str, tuple[int, int]]:
-            nonlocal ties
-            if target is None:
-                return {}
-            self.passes.read_model()
-            builder = self.mover.builder
-            if target.model not in (None, self.mover.owned.model):
-                builder = replace(builder, model=target.model)
-                self.becomes = Ownership(target.model)
-            builder.check_map(target.stage_map, target.seats.grid)
-            self.schedule = builder.schedule(target.stage_map, target.durations, self._config(target))
-            if self.passes.progress.parts:
-                raise SpecError("an update is under way: switch after step(update=True)")
-            self.check_free()
-            ties = ties_of(self.mover.owned) if self.passes.owners.zero < 2 else ()  # else all have other shards
-            # moments of one owner are compared with nobody's
-            state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
-            return tie_digests(ties, now, groups.rank, state)
-
-        said = {"told": told(), "ties": self.mover.attempt(read), "words": {**words, "mode": self.mode}}
-        held = self.describe()
-        specs = tuple(held.specs) if isinstance(held, Held) else ()
-        said |= {
-            "schedule": self.mover.builder.number(self.schedule) if self.schedule is not None else 0,
-            "copies": self.copies(),
-            "problem": held if isinstance(held, str) else "",
-            "numbers": self.told_numbers(held) if isinstance(held, Held) else {},
-            "fits": way is not None and way.specs == specs,
-            "name": secrets.token_hex(8),
-        }
-        every = gather_json(said, groups.world, self.mover.device, Operation("agreeing on a switch"))
-        heard([row["told"] for row in every])
-        refused = in_words([row["ties"] if isinstance(row["ties"], str) else "" for row in every])
-        if refused:
-            raise SpecError(f"{refused}; {WHOLE}")
-        for what, value in every[0]["words"].items():
-            differ = [r for r, row in enumerate(every) if row["words"][what] != value]
-            if differ:
-                raise SpecError(f"ranks {differ} have another {what} than rank 0 ({value}); {WHOLE}")
-        refuse_where([row["schedule"] for row in every], "follow another schedule")
-        refuse_untied(ties, now, groups.grid, [row["ties"] for row in every])
-        self.compare([row["copies"] for row in every])
-        problems = in_words([row["problem"] for row in every])
-        if problems:
-            raise TransitionError(_ended(problems))
-        assert isinstance(held, Held)
-        numbers: dict[str, Any] = {}
-        for row in reversed(every):
-            numbers.update(row["numbers"])
-        fits = all(row["fits"] for row in every)
-        return Agreed(held=held, way=way if fits else None, numbers=numbers, name=every[0]["name"])
-
     def check_free(self) -> None:
         """Raise `SpecError` where something holds what a switch replaces, and would go on with the old values."""
         check_free(self.mover.owned.parameters)
@@ -262,80 +155,23 @@ class Reseater:
     def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
         """Raise `SpecError` where the `copies` of all processes differ."""
 
-    def move(self, target: Arrangement, collective: Collective, agreed: Agreed) -> tuple[Stages, Switched]:
-        """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.
-
-        Whatever can be made and checked beforehand is. Raises `TransitionError` on all processes, with everything as it
-        was, or on none. In place, what fails on the way is a `StateLost` on all of them, and no process has parameters
-        any more.
-        """
-        began = time.perf_counter()
-        mover, rank, held = self.mover, collective.rank, agreed.held
-        self.passes.drop_gradients()  # they were used
-        if self.now.executor is not None:
-            self.now.executor.rest()
-        config = self._config(target)
-        place = target.seats.grid.pipeline_rank_of(rank)
-        problem, lost = "", False
-        links: Mapping[tuple[int, int], int] = {}
-        done: tuple[Stages, Change] | None = None
-
-        def conclude(state: State, wrong: str) -> None:
-            nonlocal lost
-            lost = self.mode == "in-place"  # from here on the new state is the only one
-            raise_own(state, wrong)
-
-        try:
-            way = self._agreed_way(agreed, target, collective)
-            boxes = {piece.name: piece.box for piece in way.route.after.on(rank)}
-            ready = functools.partial(self._ready, boxes, target, place, config)
-            found: Stages | str = mover.attempt(ready)
-            pieces = way.route.before.on(rank)
-            moving = {piece.name for piece in pieces}
-            moved = transition(
-                way.route,
-                {piece: held.tensors[piece.name] for piece in pieces},
-                collective,
-                budget_bytes=mover.budget_bytes,
-                mode=self.mode,
-                device=mover.device,
-                allocate=mover.allocate,
-                beside=self._beside([t for name, t in held.tensors.items() if name not in moving]),
-                problem=found if isinstance(found, str) else "",
-                conclude=conclude,
-                ahead=way.itinerary,
-            )
-            assert not isinstance(found, str)
-            links = way.route.link_bytes
-            done = found, self._change(target, moved, agreed.numbers, place)
-        except Exception as error:
-            lost = lost or isinstance(error, StateLost)
-            problem = f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        against = collective.decide(DECISION, agreed.name, ready=done is not None, device=mover.device)
-        if against or done is None:
-            if lost:
-                self.drop()
-                raise StateLost(_ended(problem or against, LOST)) from None
-            raise TransitionError(_ended(problem or against)) from None
-        stages, change = done
-        self.put_in_force(target, change, config)
-        return stages, Switched(
-            seconds=time.perf_counter() - began,
-            link_bytes=links,
-            messages=moved.messages,
-            peak_bytes=moved.peak_bytes,
-        )
-
-    def put_in_force(self, target: Arrangement, change: Change, config: Any) -> None:
-        """What was assembled is used from here on: assignments, which cannot fail."""
+    def assignments(self, target: Arrangement, stages: Stages, change: Change, config: PipelineConfig) -> Assignments:
+        """What puts `stages` in force with their state; `change` also has the modules, where they are other ones."""
         mover = self.mover
-        change.make()  # also the modules, where they are other ones
-        if change.owned is not None:
-            mover.owned.become(change.owned)
-            mover.builder.model = mover.owned.model
-        mover.builder.config = config
-        mover.groups.sit(target.seats)
-        self.passes.reseat(target.owners)
+
+        def model() -> None:
+            if change.owned is not None:
+                mover.owned.become(change.owned)
+                mover.builder.model = mover.owned.model
+
+        def train() -> None:
+            mover.builder.config = config
+
+        def sit() -> None:
+            mover.groups.sit(target.seats)
+
+        reseat, go_on = self.passes.reseat, self.passes.go_on
+        return [change.make, model, train, sit, lambda: reseat(target.owners), lambda: go_on(stages)]
 
     def told_numbers(self, held: Held) -> dict[str, Any]:
         """The plain numbers that this process tells all others: those of parameters that it updates."""
@@ -353,6 +189,7 @@ class Reseater:
         self, target: Arrangement, space: Space, state: State, scalars: Mapping[str, Any], config: Any
     ) -> tuple[Stages, Change]:
         """The stages of `target` with a state that has come from elsewhere, all checked; nothing is in force yet."""
+        self.space = space
         came = Moved(
             state=dict(state),
             sent_bytes=0,
@@ -399,9 +236,165 @@ class Reseater:
         mine = {name: value for name, value in scalars.items() if updates(base_name(name))}
         return self.mover.change(target.stage_map.layers_on(place), moved.state, mine, self.becomes)
 
-    def _agreed_way(self, agreed: Agreed, target: Arrangement, collective: Collective) -> Way:
-        """The route: as it was found ahead, where every process's state still has that shape."""
-        return agreed.way if agreed.way is not None else self.way(agreed.held.specs, target, collective)
+    def whole_state(
+        self, collective: Collective, rank: int, said: Callable[[nn.Module], dict[str, Any]]
+    ) -> dict[str, Tensor]:
+        """The unsplit model's `state_dict` in the host's memory of process `rank`, empty elsewhere; collective.
+
+        `said` is how a copy of the whole model says it.
+
+        Raises `SpecError` on all processes where one cannot tell its state.
+        """
+        kept: list[Held] = []
+
+        def described() -> list[Any]:
+            self.passes.read_model()
+            found = self.describe()
+            if isinstance(found, str):
+                raise SpecError(found)
+            kept.append(found)
+            return spec_rows([spec for spec in found.specs if spec.kind != "optimizer"])
+
+        every = from_all(described, collective, self.mover.device, Operation("collecting the model"))
+        space = space_of([row for said in every for row in said])
+        before = self.layout(space, None, collective.size)
+        after = layout_from(space, collective.size, {rank: [(t.name, t.box) for t in space.tensors]})
+        moved = transition(
+            route(before, after),
+            {piece: kept[0].tensors[piece.name] for piece in before.pieces[collective.rank]},
+            collective,
+            budget_bytes=self.mover.budget_bytes,
+            device=self.mover.device,
+        )
+        if collective.rank != rank:
+            return {}
+        found = {piece.name: tensor for piece, tensor in moved.state.items()}
+        return root_state(self.mover.owned, found, self.unsplit, said)
+
+    def unsplit(self, root: nn.Module) -> None:
+        """Make a copy of the root say all of the state, where modules hold parts of it."""
+
+
+@dataclass
+class ArrangementMove(Move):
+    """A pipeline goes to `target`, with the state that `how` knows; between updates.
+
+    `words` must be the same on all processes, by what those do that differ. `told` is what the caller says besides; it
+    has `heard` what all have told before anything else is compared, and may raise: it must where a process has no
+    `target`. `prepared` is a route that was found ahead. What `compare` refuses: an update under way, other words, ties
+    that have come apart (`SpecError`), state that cannot be moved (`TransitionError`). Gradients are dropped.
+    """
+
+    what = "a switch"
+
+    how: Reseater
+    target: Arrangement | None
+    words: Mapping[str, Any]
+    prepared: Prepared = field(default_factory=Prepared)
+    told: Callable[[], Any] = lambda: None
+    heard: Callable[[list[Any]], None] = lambda told: None
+    mode: Mode = "safe"
+
+    def __post_init__(self) -> None:
+        mover = self.how.mover
+        self.device, self.budget_bytes, self.allocate = mover.device, mover.budget_bytes, mover.allocate
+        self._ties: tuple[Tie, ...] = ()
+
+    def vote(self) -> Vote:
+        how, refused, ties = self.how, "", dict[str, tuple[int, int]]()
+        said = self.told()
+        try:
+            ties = self._read() if self.target is not None else {}
+        except Exception as error:
+            refused = words_of(error)
+        self._held = held = how.describe()
+        ready = self.prepared.route is not None and self.prepared.specs == specs_of(held)
+        schedule = how.mover.builder.number(how.schedule) if how.schedule is not None else 0
+        return Vote(
+            alike={**self.words, "switch in another mode": self.mode, "follow another schedule": schedule},
+            refused=refused,
+            cannot=held if isinstance(held, str) else "",
+            numbers=how.told_numbers(held) if isinstance(held, Held) else {},
+            ready=ready,
+            copies=how.copies(),
+            ties=ties,
+            more=said,
+        )
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        """Look at what is in force and at the target; digests of tied parameters."""
+        how, target = self.how, self.target
+        assert target is not None
+        how.check_static("switch")
+        how.passes.read_model()
+        builder = how.mover.builder
+        if target.model not in (None, how.mover.owned.model):
+            builder = replace(builder, model=target.model)
+            how.becomes = Ownership(target.model)
+        builder.check_map(target.stage_map, target.seats.grid)
+        how.schedule = builder.schedule(target.stage_map, target.durations, how._config(target))
+        if how.passes.progress.parts:
+            raise SpecError("an update is under way: switch after step(update=True)")
+        how.check_free()
+        owners = how.passes.owners
+        self._ties = ties_of(how.mover.owned) if owners.zero < 2 else ()  # else all have other shards
+        state = how.mover.optimizers.state() if not owners.zero else {}  # moments of one owner have no copies
+        return tie_digests(self._ties, how.now.stage_map, how.mover.groups.rank, state)
+
+    def compare(self, votes: Sequence[Vote]) -> None:
+        self.heard([vote.more for vote in votes])
+        refuse_against(votes)
+        refuse_untied(self._ties, self.how.now.stage_map, self.how.mover.groups.grid, [vote.ties for vote in votes])
+        self.how.compare([vote.copies for vote in votes])
+        refuse_unmovable(votes, self.whole)
+        self._ready = all(vote.ready for vote in votes)
+        self._numbers = dict[str, Any]()
+        for vote in reversed(votes):
+            self._numbers.update(vote.numbers)
+
+    def way(self, carrier: Collective) -> Itinerary:
+        if self._ready and self.prepared.route is not None:
+            return self.prepared.route
+        assert self.target is not None
+        rows = spec_rows(specs_of(self._held))
+        every = gather_json(rows, carrier, self.device, Operation("describing state"))
+        return self.how.way(every, self.target, carrier.rank)
+
+    def prepare(self, way: Itinerary) -> None:
+        how, target = self.how, self.target
+        assert target is not None
+        how.passes.drop_gradients()  # they were used
+        if how.now.executor is not None:
+            how.now.executor.rest()
+        rank = how.mover.groups.world.rank
+        how.space = way.route.space
+        self._place = target.seats.grid.pipeline_rank_of(rank)
+        boxes = {piece.name: piece.box for piece in way.route.after.on(rank)}
+        self._stages = how._ready(boxes, target, self._place, how._config(target))
+
+    def state(self, pieces: Sequence[Piece]) -> State:
+        assert isinstance(self._held, Held)
+        return {piece: self._held.tensors[piece.name] for piece in pieces}
+
+    def beside(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        assert isinstance(self._held, Held)
+        moving = {piece.name for piece in pieces}
+        return self.how._beside([t for name, t in self._held.tensors.items() if name not in moving])
+
+    def assemble(self, moved: Moved) -> Assignments:
+        how, target = self.how, self.target
+        assert target is not None
+        change = how._change(target, moved, self._numbers, self._place)
+        return how.assignments(target, self._stages, change, how._config(target))
+
+    def drop(self) -> None:
+        self.how.drop()
+
+
+def switch(move: ArrangementMove, carrier: Collective, then: Assignments = ()) -> Switched:
+    """Take a pipeline to another arrangement; collective over all processes, spare ones too. See `run` for errors."""
+    with move.how.during("switch before step"):
+        return run(move, world=move.how.mover.groups.world, carrier=carrier, then=then)
 
 
 def layout_over(
@@ -433,13 +426,3 @@ def layout_over(
                 column = column[:1]
             holders[-1] += column
     return whole_tensors(space, processes, holders)
-
-
-def raise_own(state: State, problem: str) -> None:
-    """How a move concludes whose ranks decide afterwards on all of it: each raises its own `problem`, if it has any."""
-    if problem:
-        raise TransitionError(problem)
-
-
-def _ended(said: str, after: str = WHOLE) -> str:
-    return said if after in said else f"{said}; {after}"

@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeline_balance.pipeline.agreement import from_all, refuse_where
+from pipeline_balance.pipeline.move.transaction import Assignments, apply
 from pipeline_balance.pipeline.ownership import digest_of, number_of
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Change
@@ -90,7 +91,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     path, found = folder / DESCRIPTION, read_description(folder)
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected an object written by save_checkpoint, got {found!r:.60}")
+        raise CheckpointError(f"{path}: expected an object written by pipe.save or job.save, got {found!r:.60}")
 
     def field(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
         if not fits(found.get(name)):
@@ -170,12 +171,26 @@ def _are_options(value: Any) -> bool:
 
 
 def save_state(
-    how: Reseater, folder: Path, *, step: int, stage_map: StageMap, also: Also, run: Mapping[str, Any] | None = None
+    how: Reseater,
+    folder: str | Path,
+    *,
+    step: int,
+    stage_map: StageMap,
+    also: Also,
+    run: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the state that `how` would move, with its counters, between updates; collective over all processes.
 
     Raises `SpecError` on all of them where one cannot, with the checkpoint in `folder` as it was.
     """
+    with how.during("saving before step"):
+        how.check_static("save a checkpoint")
+        _save(how, Path(folder), step, stage_map, also, run)
+
+
+def _save(
+    how: Reseater, folder: Path, step: int, stage_map: StageMap, also: Also, run: Mapping[str, Any] | None
+) -> None:
     agree, mover = _agreement(how), how.mover
     here, kept = mover.groups.world.rank, [Held()]
     parts = dict[str, Any]()
@@ -265,17 +280,32 @@ def _refuse_apart(every: list[dict[str, int]]) -> None:
 def load_state(
     how: Reseater,
     target: Arrangement,
-    folder: Path,
+    folder: str | Path,
     *,
     also: Also,
     check: Callable[[Checkpoint], None] = lambda saved: None,
     seed: Callable[[Checkpoint], int | None] = lambda saved: None,
-) -> tuple[Stages, Checkpoint]:
+    then: Assignments = (),
+) -> Checkpoint:
     """Go to the arrangement `target` with the state in `folder`; collective over all processes, all or nothing.
 
-    `check` refuses more; `seed` says by what the run draws random numbers from now on (None: as it does). Returns the
-    stages that are in force.
+    `check` refuses more; `seed` says by what the run draws random numbers from now on (None: as it does). `then` are
+    assignments that follow those of the state.
     """
+    with how.during("loading before step"):
+        how.check_static("load a checkpoint")
+        return _load(how, target, Path(folder), also, check, seed, then)
+
+
+def _load(
+    how: Reseater,
+    target: Arrangement,
+    folder: Path,
+    also: Also,
+    check: Callable[[Checkpoint], None],
+    seed: Callable[[Checkpoint], int | None],
+    then: Assignments,
+) -> Checkpoint:
     agree, mover = _agreement(how), how.mover
     here = mover.groups.world.rank
     found: list[tuple[Checkpoint, Files, dict[Piece, Tensor]]] = []
@@ -319,20 +349,17 @@ def load_state(
                 it.load_state_dict(state_before)
         raise
     stages, change = made[0]
-    _put_in_force(how, target, change, saved, config)
-    return stages, saved
-
-
-def _put_in_force(how: Reseater, target: Arrangement, change: Change, saved: Checkpoint, config: Any) -> None:
-    """All that is left once all processes have what they need: assignments."""
-    mover, progress = how.mover, Progress()
+    progress = Progress()
     progress.take(saved.progress)
-    how.passes.drop_gradients()
-    how.put_in_force(target, change, config)
-    mover.optimizers.set_options(saved.options)
-    for name, parameter in mover.owned.parameters.items():
-        parameter.requires_grad_(name not in saved.frozen)
-    how.passes.resume(progress)
+
+    def options() -> None:
+        mover.optimizers.set_options(saved.options)
+        for name, parameter in mover.owned.parameters.items():
+            parameter.requires_grad_(name not in saved.frozen)
+
+    placed = how.assignments(target, stages, change, config)
+    apply([how.passes.drop_gradients, *placed, options, lambda: how.passes.resume(progress), *then])
+    return saved
 
 
 def _fitting(how: Reseater, saved: Checkpoint, folder: Path, also: Mapping[str, Stateful]) -> Checkpoint:

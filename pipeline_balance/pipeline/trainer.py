@@ -7,6 +7,7 @@ state to another map, `agreement` compares ranks before a step, and this module 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,18 @@ from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import held_by_root, whole_state, write_pretrained
 from pipeline_balance.pipeline.failures import Failures, together
 from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel, Slicer
+from pipeline_balance.pipeline.move.transaction import Prepared, Switched, run
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.progress import Progress
-from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
+from pipeline_balance.pipeline.rebuild import StageMove, StateMover
 from pipeline_balance.pipeline.replicas import check_units
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched
-from pipeline_balance.pipeline.saved import Checkpoint, load_state, save_state
+from pipeline_balance.pipeline.reseat import Reseater
+from pipeline_balance.pipeline.saved import Also, Checkpoint, load_state, save_state
 from pipeline_balance.pipeline.scaler import PipelineScaler
-from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder
+from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder, Stages
 from pipeline_balance.pipeline.training_state import Held
 from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.schedules.simulate import Durations
@@ -86,6 +88,8 @@ class ElasticPipeline:
         self.meter = meter if meter is not None else Meter()
         at = device if device is not None else torch.device("cpu")
 
+        built: list[Stages] = []
+
         def check() -> dict[str, Any]:
             config = PipelineConfig(
                 microbatches=microbatches,
@@ -103,11 +107,11 @@ class ElasticPipeline:
             self.builder = StageBuilder(
                 model=made, config=config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
             )
-            first = stage_map if stage_map is not None or joins else self.builder.first_map()
-            if first is not None:
+            if not joins:
+                first = stage_map if stage_map is not None else self.builder.first_map()
                 self.builder.check_map(first)
-                self._stages = self.builder.build(first)
-            return self._description(None if joins else first, Progress(first_ranks=self.ranks))
+                built.append(self.builder.build(first))
+            return self._description(None if joins else built[0], Progress(first_ranks=self.ranks))
 
         agreed, progress = agree_on_model(check, self.groups.world, at)
         if seats is None:
@@ -116,7 +120,8 @@ class ElasticPipeline:
         def make() -> Optimizers:
             column = self.groups.grid.column(self.rank) if seats is None else ()
             self.experts = StageExperts(self.model.units, self.groups.world.rank, column, self.meter)
-            self._stages = self.builder.build(agreed) if joins else self._stages
+            if not built:
+                built.append(self.builder.build(agreed))
             self.owned.keep_only(() if joins else agreed.layers_on(self.rank))
             self.owned.to_device(at)
             return Optimizers(make_optimizer, self.owned.parameters)
@@ -126,7 +131,7 @@ class ElasticPipeline:
             self.groups.include(collective)
         self.mover = StateMover(self.builder, self.owned, self.optimizers, budget_bytes)
         owners = Owners(self.owned, self.groups.grid, agreed, zero)
-        self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, lambda: self._stages, owners)
+        self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, built[0], owners)
         self.progress.take(progress)
         fresh = self.owned.fresh()
         if not joins:
@@ -196,9 +201,14 @@ class ElasticPipeline:
         return self.model.root
 
     @property
+    def stages(self) -> Stages:
+        """The stages in force: their map, and what runs those of this rank."""
+        return self._passes.now
+
+    @property
     def stage_map(self) -> StageMap:
         """The stage map in force."""
-        return self._stages.stage_map
+        return self.stages.stage_map
 
     @property
     def layers(self) -> dict[int, nn.Module]:
@@ -255,7 +265,6 @@ class ElasticPipeline:
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    @together("step")
     def step(
         self,
         inputs: Batch,
@@ -273,7 +282,17 @@ class ElasticPipeline:
         `pipeline.scaler()` makes. The loss is the mean over all labels of the update so far that count. Raises
         `SpecError` on all ranks, before any data moves, where ranks disagree or the batch does not fit.
         """
-        return self._passes.step(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
+        self._refuse_in_job("trains by job.step(), which reads its data")
+        return self.train(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
+
+    @together("step")
+    def train(self, inputs: Batch, labels: Labels, **how: Any) -> float:
+        """`step`, for a job."""
+        return self._passes.step(inputs, labels, **how)
+
+    def _refuse_in_job(self, does: str) -> None:
+        if self.in_job:
+            raise SpecError(f"this pipeline is a job's, which {does}")
 
     def scaler(self, **arguments: Any) -> PipelineScaler:
         """A `torch.amp.GradScaler` for `step(scaler=)`, the same on all ranks; it takes that class's arguments by name.
@@ -371,7 +390,7 @@ class ElasticPipeline:
 
         With the `side_collective` it may run in another thread while a step is under way.
         """
-        return self.mover.prepare(self._stages, stage_map, collective)
+        return self.mover.prepare(self.stages, stage_map, collective)
 
     def side_collective(self) -> Collective:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
@@ -380,7 +399,7 @@ class ElasticPipeline:
     @together("move before step")
     def rebuild(
         self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
-    ) -> Rebuilt:
+    ) -> Switched:
         """Change to `stage_map`, between steps; collective over all ranks, whether they run a stage or not.
 
         `durations` of the new stages, equal on all ranks, let the schedule order what is ready by when it will be.
@@ -388,64 +407,38 @@ class ElasticPipeline:
         Gradients that an update has used are dropped. Raises `TransitionError` on every rank, with everything as it
         was, if the state cannot be moved, and `SpecError` if ranks are given different maps, or replicas differ.
         """
+        self._refuse_in_job("moves layers by job.switch(dataclasses.replace(job.layout, stages=(...)))")
         self.experts.check_static("move layers")
         self._check_unsharded("move layers by rebuild")
-        used, midway = self._passes.used, self.progress.parts > 0
-        self._stages, done = self.mover.rebuild(
-            self._stages, stage_map, durations, prepared, gradients=not used, midway=midway
-        )
-        if midway:
-            self._passes.gradients.keep()
-        self.meter.reset()
-        return done
+        move = StageMove(self.mover, self._passes, stage_map, durations, prepared or Prepared())
+        return run(move, world=self.groups.world, carrier=self.groups.collective)
 
     def reseater(self) -> Reseater:
         """What takes this pipeline to other processes; see `pipeline_balance.elastic`."""
-        return Reseater(self.mover, self._passes, self._stages)
+        return Reseater(self.mover, self._passes)
 
-    @together("switch before step")
-    def reseat(
-        self,
-        switch: Reseater,
-        target: Arrangement | None,
-        collective: Collective,
-        words: Mapping[str, Any],
-        **ahead: Any,
-    ) -> Switched:
-        """Go to the arrangement `target` by `switch`, between updates; collective over all processes, spare ones too.
+    def save(
+        self, folder: str | Path, *, step: int | None = None, stage_map: StageMap | None = None, also: Also = None
+    ) -> None:
+        """Write parameters, buffers, optimizers with their groups, and the run's counters; collective, between updates.
 
-        `collective` carries the state. `words` must be the same on all of them; `ahead` is what `Reseater.agree` takes
-        beside. Raises `SpecError` where they differ and `TransitionError` where state cannot be moved: on all, with
-        everything as it was.
+        Names are the unsplit model's. `step` is the number of the next one, by default of updates so far. `stage_map`
+        is for the run that reads it, on any number of ranks (None: the one in force). `also` holds schedulers and the
+        like, equal on all ranks, by a name of yours. The checkpoint that is in `folder` is replaced once the new one is
+        whole. Raises `SpecError` on all ranks where it cannot be written.
         """
-        agreed = switch.agree(words, target, **ahead)
-        assert target is not None
-        self._stages, done = switch.move(target, collective, agreed)
-        self.meter.reset()
-        return done
+        step, after = self.progress.updates if step is None else step, stage_map or self.stage_map
+        save_state(self.reseater(), folder, step=step, stage_map=after, also=also)
 
-    @together("saving before step")
-    def save(self, how: Reseater, folder: str | Path, **given: Any) -> None:
-        """Write the state that `how` would move to `folder`: see `save_state`. Collective."""
-        self._check_static(how)
-        save_state(how, Path(folder), **given)
+    def load(self, folder: str | Path, *, also: Also = None) -> Checkpoint:
+        """Take over the state that other ranks, of any number, have saved; collective, between updates.
 
-    @together("loading before step")
-    def load(self, how: Reseater, target: Arrangement, folder: str | Path, **given: Any) -> Checkpoint:
-        """Go to the arrangement `target` with the state in `folder`: see `load_state`. Collective."""
-        self._check_static(how)
-        self._stages, saved = load_state(how, target, Path(folder), **given)
-        self.meter.reset()
-        return saved
-
-    def in_force(self) -> Arrangement:
-        """Who runs what now."""
-        seats, stage_map = self.groups.seats, self.stage_map
-        return Arrangement(seats=seats, stage_map=stage_map, owners=self.owners, microbatches=self.config.microbatches)
-
-    def _check_static(self, how: Reseater) -> None:
-        if not how.moves_experts:
-            self.experts.check_static("save or load a checkpoint")
+        The pipeline keeps its stage map: build it with `read_checkpoint(folder).stage_map` to use the saved one. `also`
+        gets what was saved under the same names. Raises `SpecError` on all ranks, with all as it was, for a checkpoint
+        of another model or other optimizer groups, and for damaged or missing files.
+        """
+        how = self.reseater()
+        return load_state(how, how.in_force(), folder, also=also)
 
     def _check_unsharded(self, what: str, *, owners: bool = True) -> None:
         if self._passes.owners.sharded or (owners and self._passes.owners.zero):
@@ -468,18 +461,19 @@ class ElasticPipeline:
         """
         if self.groups.replicas > 1:
             raise SpecError("a pipeline with replicas cannot change its group: resume from a checkpoint instead")
-        now, known = self._stages, None
+        known: Stages | None = None
         if number is not None:
-            lost = sorted(set(now.stage_map.used_ranks) - set(number))
+            now = self.stage_map
+            lost = sorted(set(now.used_ranks) - set(number))
             if lost:
                 raise SpecError(f"ranks {lost} still run stages and cannot leave: rebuild without them first")
-            known = StageMap(now.stage_map.boundaries, tuple(number[r] for r in now.stage_map.ranks))
+            known = replace(self.stages, stage_map=StageMap(now.boundaries, tuple(number[r] for r in now.ranks)))
         self.groups.enter(group)
         world, device = self.groups.world, self.config.device
         agreed, progress = agree_on_model(lambda: self._description(known, self.progress), world, device)
 
         def build() -> Optimizers:
-            self._stages = self.builder.build(agreed, now.durations)
+            self._passes.now = self.builder.build(agreed, self.stages.durations)
             return self.optimizers
 
         agree_on_optimizers(build, self.owned, world, device, joins=known is None)
@@ -487,13 +481,14 @@ class ElasticPipeline:
             self.progress.take(progress)
         self.meter.reset()
 
-    def _description(self, known: StageMap | None, progress: Progress) -> dict[str, Any]:
-        """What ranks compare when they meet."""
+    def _description(self, stages: Stages | None, progress: Progress) -> dict[str, Any]:
+        """What ranks compare when they meet; without `stages`, this one takes those of the others."""
         settings = {name: getattr(self.config, name) for name in ("microbatches", "seed", "split_backward")}
+        known = stages.stage_map if stages is not None else None
         return {
             "model": self.owned.structure(),
             "settings": {**settings, "replicas": self.groups.replicas, "slices": str(self.model.slicing)},
             "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
-            "schedule": self._stages.schedule if known is not None else 0,
+            "schedule": stages.schedule if stages is not None else 0,
             "progress": progress.to_json(),
         }

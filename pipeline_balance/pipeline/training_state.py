@@ -22,7 +22,7 @@ from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, local
 from pipeline_balance.pipeline.registered import MARK, registered
 from pipeline_balance.spec import StageMap
-from prophet.errors import LayoutError, TransitionError
+from prophet.errors import LayoutError
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.layout import Layout, whole_tensors
 from prophet.state.space import ITEM_BYTES, Space, StateKind, TensorSpec
@@ -141,17 +141,6 @@ def _as_tensor(message: bytearray, device: torch.device) -> Tensor:
     return torch.frombuffer(message, dtype=torch.uint8).to(device)
 
 
-def agree(problem: str, collective: Collective, device: torch.device, op: Operation, after: str) -> None:
-    """Raise `TransitionError` on every rank if any has a `problem` (empty: none), naming rank and problem."""
-    refuse(gather_json(problem, collective, device, op), after)
-
-
-def refuse(said: Sequence[str], after: str) -> None:
-    """Raise `TransitionError` for what ranks have said, if they have."""
-    if any(said):
-        raise TransitionError(f"{in_words(said)}; {after}")
-
-
 def in_words(said: Sequence[str], most: int = 3) -> str:
     """What ranks say is wrong, each reason once with the first rank that gives it; nothing where none says anything."""
     first = {words: r for r, words in reversed(list(enumerate(said))) if words}
@@ -174,29 +163,9 @@ def spec_rows(specs: Sequence[TensorSpec]) -> list[list[Any]]:
     return [[s.name, s.shape, s.dtype, s.kind, s.layer] for s in specs]
 
 
-def described(held: Held | str, *, tensors: bool = True) -> dict[str, Any]:
-    """What `union` takes of one rank; of a rank that could not collect, the reason. Without `tensors`, numbers only."""
-    if isinstance(held, str):
-        return {"problem": held, "tensors": [], "scalars": {}}
-    return {"problem": "", "tensors": spec_rows(held.specs) if tensors else [], "scalars": held.scalars}
-
-
-def union(every: Sequence[Mapping[str, Any]], after: str) -> tuple[Space, dict[str, Any]]:
-    """The space of all ranks' tensors and all scalars by name, from what they have `described`.
-
-    Raises `TransitionError` where one could not collect, with `after` for how things stand.
-    """
-    refuse([said["problem"] for said in every], after)
-    scalars: dict[str, Any] = {}
-    for said in every:
-        for name, value in said["scalars"].items():
-            scalars.setdefault(name, value)  # of the lowest rank that has it
-    return space_of([row for said in every for row in said["tensors"]]), scalars
-
-
-def share(held: Held | str, collective: Collective, device: torch.device, after: str) -> tuple[Space, dict[str, Any]]:
-    """The `union` of what all ranks hold; collective."""
-    return union(gather_json(described(held), collective, device, Operation("describing state")), after)
+def specs_of(held: Held | str) -> tuple[TensorSpec, ...]:
+    """The description of what a rank holds; empty where it could not be found."""
+    return tuple(held.specs) if isinstance(held, Held) else ()
 
 
 def refuse_odd(name: str, shape: Sequence[int], parameter: Sequence[int]) -> None:

@@ -9,12 +9,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from prophet.errors import CollectiveError, OutOfStep, StageFailed
 from prophet.ranks.messages import Frames, tell
 
 Channel = Literal["tokens", "weights"]
@@ -33,6 +32,16 @@ class Operation:
 
     def __str__(self) -> str:
         return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
+
+
+class Decision(NamedTuple):
+    """What ranks have decided: in words what stands `against` it, nothing if all agree; who has said to be `unready`.
+
+    Where something stands against it and nobody was unready, ranks have lost each other.
+    """
+
+    against: str = ""
+    unready: tuple[int, ...] = ()
 
 
 class Pending(ABC):
@@ -154,26 +163,25 @@ class Collective(ABC):
         said = tell(self, [int(failed)], op=op, device=torch.device("cpu"))
         return [rank for rank, (number,) in enumerate(said.tolist()) if number]
 
-    def decide(self, op: Operation, name: str, *, ready: bool, device: torch.device) -> str:
-        """One decision of all ranks, which all of them call for: in words what stands against it, nothing if all agree.
+    def decide(self, op: Operation, name: str, *, ready: bool, device: torch.device) -> Decision:
+        """One decision of all ranks, which all of them call for: yes where every rank is `ready`.
 
-        Every rank must be `ready`. A rank that does not come within the time limit, or has ended, was not. Those that
-        hear from all ranks that they are ready say yes, those that do not hear it say no, and the first word holds: see
-        `settle`. So ranks that have lost each other still decide alike. name: of this decision, and of no other one.
-        device: where ranks exchange tensors.
+        A rank that does not come within the time limit, or has ended, was not. Those that hear from all ranks that they
+        are ready say yes, those that do not hear it say no, and the first word holds: see `settle`. So ranks that have
+        lost each other still decide alike. name: of this decision, and of no other one. device: where ranks exchange
+        tensors.
         """
-        against = ""
         try:
             told = self.gather_at_once(torch.tensor([int(ready)], device=device), op=op).reshape(-1).tolist()
-        except (CollectiveError, OutOfStep, StageFailed) as error:
-            against = str(error)
-        else:
-            unready = [rank for rank, said in enumerate(told) if not said]
-            if unready:  # then no rank can say yes
-                return f"ranks {unready} were not ready"
-        if self.settle(name, "no" if against else "yes") == "yes":
-            return ""
-        return against or "another rank has not heard that all were ready"
+        except Exception as error:
+            return self._settled(name, "no", Decision(against=str(error) or type(error).__name__))
+        unready = tuple(rank for rank, said in enumerate(told) if not said)
+        if unready:  # then no rank can say yes
+            return Decision(against=f"ranks {list(unready)} were not ready", unready=unready)
+        return self._settled(name, "yes", Decision(against="another rank has not heard that all were ready"))
+
+    def _settled(self, name: str, word: str, against: Decision) -> Decision:
+        return Decision() if self.settle(name, word) == "yes" else against
 
     def settle(self, name: str, word: str) -> str:
         """The word of the first rank that gave one for `name`. Processes compare and set it in their group's store."""

@@ -52,8 +52,6 @@ _WHOLE = "the state from before the move is whole"
 _LOST = "neither the old state nor the new one is whole: take it from copies or from a checkpoint"
 
 State = Mapping[Piece, Tensor]
-Conclude = Callable[[State, str], None]
-"""Takes the new state and, in words, what went wrong on this rank on the way (nothing: empty)."""
 
 
 class Allocate(Protocol):
@@ -99,7 +97,8 @@ def transition(
     depth: int = DEPTH,
     beside: Sequence[Tensor] = (),
     problem: str = "",
-    conclude: Conclude | None = None,
+    begin: Callable[[], None] = lambda: None,
+    votes: bool = True,
     ahead: Itinerary | None = None,
 ) -> Moved:
     """Move this rank from `route.before` to `route.after`; collective over `route.ranks` ranks.
@@ -116,11 +115,12 @@ def transition(
     the way `StateLost` is raised on every rank. `beside` are tensors that the caller gives up with the state, such as
     padding in the same storages.
 
-    `problem` says, if anything, why this rank cannot go on after the move: then none begins it.
+    `problem` says, if anything, why this rank cannot go on after the move: then none begins it. `begin` is called once
+    ranks have agreed, before anything moves; what it raises, this rank raises. `ahead` is what this rank has found of
+    the route so far.
 
-    A caller that has more to do on the side gives `conclude`, so that ranks agree once, on all of it. It is called in
-    place of the last vote, and raises on all ranks what went wrong on any. `ahead` is what this rank has found of the
-    route so far.
+    A caller that has more to do on the side, and whose ranks vote on all of it afterwards, says `votes=False`: then a
+    rank raises what went wrong on the way only for itself.
     """
     began = time.perf_counter()
     if route.ranks != collective.size:
@@ -128,7 +128,7 @@ def transition(
     if mode not in get_args(Mode):
         raise TransitionError(f"expected mode {' or '.join(get_args(Mode))}, got {mode!r}")
     device = device or next((t.device for t in state.values()), torch.device("cpu"))
-    rank, after = collective.rank, _WHOLE if mode == "safe" else _LOST
+    rank, after = collective.rank, _WHOLE
     in_place = mode == "in-place"
     plan = ahead if ahead is not None else Itinerary(route, rank)
     waves, streams, measures = plan.waves(in_place=in_place), plan.streams, plan.measures(in_place=in_place)
@@ -143,12 +143,14 @@ def transition(
     try:
         ready = _Ready(problem, mode, budget_bytes, excess, chunk_bytes, depth)
         window = _agree(plan.digest, measures, ready, collective, device)
+        begin()
+        after = _LOST if in_place else _WHOLE
         with torch.no_grad():  # parameters may be among the state
             mover.run(plan.rounds(window, in_place=in_place), streams.number, window)
-        if conclude is not None:
-            conclude(mover.new_state, mover.problem)
-        else:
+        if votes:
             _vote(mover.problem, collective, device, after)
+        elif mover.problem:
+            raise _kind(after)(mover.problem)
     except CollectiveError as error:
         raise _kind(after)(f"{error}; {after}") from error
     return Moved(

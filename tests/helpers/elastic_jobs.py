@@ -114,7 +114,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def check_held(job: Job) -> None:
     """What this process has memory for is what the layout gives it, found from the layout and the model alone."""
-    described = describe(job.pipeline.owned, job._rules)
+    described = describe(job.pipeline.owned, job._switching.rules)
     layout, buffers = layout_of(described, job.layout, ranks=dist.get_world_size()), dict(job.model.named_buffers())
     found = {piece for piece in held(job.model, job.optimizer) if piece.name not in buffers}
     assert found == set(layout.on(dist.get_rank()))

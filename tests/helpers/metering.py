@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.pipeline.move.transaction import Switched
 from pipeline_balance.pipeline.ownership import local
-from pipeline_balance.pipeline.reseat import Switched
 from prophet.state.transition import empty
 
 

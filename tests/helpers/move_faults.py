@@ -31,7 +31,7 @@ from pipeline_balance.elastic.live import Live
 from pipeline_balance.elastic.target import Target
 from pipeline_balance.pipeline import rebuild, reseat
 from pipeline_balance.pipeline.ownership import local
-from pipeline_balance.pipeline.rebuild import Change, StateMover
+from pipeline_balance.pipeline.rebuild import Change, StageMove, StateMover
 from pipeline_balance.spec import StageMap
 from prophet.errors import StageFailed
 from prophet.ranks.collective import Collective
@@ -54,7 +54,6 @@ class Seam(NamedTuple):
 
 
 _OF_RUN: Callable[[Any], Any] = lambda run: run.mover  # noqa: E731
-_DEFAULTS = transition.transition.__kwdefaults__
 _LAYOUT = {
     "agreeing": Seam(reseat, "items"),
     "preparing": Seam(_OF_RUN, "allocate"),
@@ -68,8 +67,8 @@ SEAMS = {
         "agreeing": Seam(rebuild, "collect"),
         "preparing": Seam(_OF_RUN, "allocate"),
         "moving": Seam(transition._Mover, "_pack"),
-        "building": Seam(StateMover, "assemble"),
-        "deciding": Seam(StateMover, "_agree"),
+        "building": Seam(StageMove, "assemble"),
+        "deciding": Seam(Collective, "decide"),
         "decided": Seam(Change, "make", after=True),
     },
     "layout": _LAYOUT,
@@ -87,7 +86,7 @@ ALLOCATE = {
     "stages": {"preparing": Seam(_OF_RUN, "allocate")},
     "layout": {"preparing": Seam(_OF_RUN, "allocate", nth=2)},
     "in_place": {"preparing": Seam(_OF_RUN, "allocate"), "moving": Seam(_OF_RUN, "allocate", nth=3)},
-    "own": {"preparing": Seam(_DEFAULTS, "allocate", nth=2)},
+    "own": {"preparing": Seam(own_loop, "empty", nth=2)},
 }
 """Where memory is asked for."""
 

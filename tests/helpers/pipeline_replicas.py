@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.leave.checkpoint import load_checkpoint, save_checkpoint
 from pipeline_balance.pipeline.generators import unit_seed
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
@@ -149,7 +148,7 @@ def replicated(
     )
     schedule = torch.optim.lr_scheduler.StepLR(pipe.optimizer, 3, gamma=0.7)
     if first:
-        load_checkpoint(pipe, Path(folder), also={"schedule": schedule})
+        pipe.load(Path(folder), also={"schedule": schedule})
     replica = pipe.replica
     losses, norms = [], []
     for update in range(first, updates):
@@ -165,7 +164,7 @@ def replicated(
         norms.append(pipe.grad_norm or 0.0)
     evaluated = pipe.evaluate(*(part_of(t, replica, replicas) for t in batch(999, 0)))
     if folder and not first:
-        save_checkpoint(pipe, Path(folder), step=updates, also={"schedule": schedule})
+        pipe.save(Path(folder), step=updates, also={"schedule": schedule})
     weights = {n: float(t.sum()) for n, t in pipe.state_dict().items()}
     return Outcome(losses, norms, evaluated, weights)
 

@@ -85,7 +85,7 @@ def _walk(rank: int, size: int, kind: str) -> list[tuple[str, list[str], list[in
         for mode in get_args(Mode):
             for text in (*others, first):
                 job.prepare(Parallelism.parse(text), mode=mode)
-                job._prepared()
+                job._switching.prepared()
                 said.clear()
                 sizes.clear()
                 job.switch(mode=mode)

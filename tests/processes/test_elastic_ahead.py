@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipeline_balance.elastic import job as jobs
 from pipeline_balance.elastic import reshape
-from pipeline_balance.elastic.job import Job
+from pipeline_balance.elastic import switching as jobs
 from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.pipeline.training_state import Held
 from prophet.errors import SpecError, TransitionError
 from prophet.ranks.process_group import ProcessGroupCollective, collective_for
@@ -33,7 +33,7 @@ def _ahead(rank: int, size: int) -> None:
     for text, mode in (("pp4", "safe"), ("dp4,zero1", "in-place"), ("dp2,zero3", "safe"), ("pp2", "safe")):
         with noted(*described, *routes, (itinerary, "in_place")) as found:
             job.prepare(Parallelism.parse(f"{text},orderfewest-bytes"), mode=mode)  # type: ignore[arg-type]
-            job._prepared()
+            job._switching.prepared()
         assert not [name for name, main in found if main]
         assert {"Held.of", "describe", "ordered", "Route.digest", "Streams.of"} <= {name for name, _ in found}
         assert ("in_place" in {name for name, _ in found}) == (mode == "in-place")
@@ -84,7 +84,7 @@ def _frozen(rank: int, size: int, back: bool) -> tuple[list[float], list[float]]
     job = start("pp2")
     job.model[2].requires_grad_(not back)
     losses = train(job, 1)
-    arranged, flipped, inner = threading.Event(), threading.Event(), Job._arrangement
+    arranged, flipped, inner = threading.Event(), threading.Event(), Switching.arrangement
 
     def arrange(*given: Any) -> Any:
         if rank == 1:
@@ -94,7 +94,7 @@ def _frozen(rank: int, size: int, back: bool) -> tuple[list[float], list[float]]
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "_arrangement", arrange)
+        patch.setattr(Switching, "arrangement", arrange)
         job.prepare(Parallelism.parse("dp2,zero1"))
         if rank == 0:
             assert arranged.wait(LIMIT_S)
@@ -122,7 +122,7 @@ def _hooked(rank: int, size: int) -> str:
     job = start("dp2")
     train(job, 1)
     job.prepare(Parallelism.parse("dp2,zero3"))
-    job._prepared()
+    job._switching.prepared()
     handle = job.model[2].up.weight.register_hook(lambda g: g) if rank == 1 else None
     before = whole(job)
     with pytest.raises(TransitionError) as caught:
@@ -169,7 +169,7 @@ def _groups(rank: int, size: int) -> dict[str, int]:
         for text in ("dp4,zero3", "pp2,dp2", "dp4"):
             made.clear()
             job.prepare(Parallelism.parse(text))
-            job._prepared()
+            job._switching.prepared()
             found[text] = len(made)
         assert asked == [0]
         group = dist.new_group([0, 1])

@@ -176,8 +176,10 @@ def _refusals(rank: int, size: int) -> None:
     assert same(whole(job), before)
     job.switch(Parallelism(dp=2))
     job.switch(Parallelism(dp=2, zero=1))
-    with pytest.raises(SpecError, match="owners"):
+    with pytest.raises(SpecError, match=r"moves layers by job\.switch"):
         job.pipeline.rebuild(job.pipeline.stage_map)
+    with pytest.raises(SpecError, match=r"trains by job\.step\(\)"):
+        job.pipeline.step(None, None)
 
 
 def test_what_cannot_be_trained_or_switched_is_refused_on_all_ranks() -> None:
@@ -185,7 +187,7 @@ def test_what_cannot_be_trained_or_switched_is_refused_on_all_ranks() -> None:
 
 
 def _orders(rank: int, size: int) -> tuple[list[str], Any]:
-    from pipeline_balance.elastic import job as module
+    from pipeline_balance.elastic import switching as module
 
     threads: list[str] = []
     inner = module.ordered
@@ -244,7 +246,7 @@ def test_a_failure_in_each_stage_leaves_the_old_state_and_goes_on() -> None:
 
 def _lost(rank: int, size: int) -> tuple[str, float]:
     """A process ends while it prepares a switch."""
-    from pipeline_balance.elastic import job as module
+    from pipeline_balance.elastic import switching as module
 
     job = start("pp2,dp2")
     train(job, 1)

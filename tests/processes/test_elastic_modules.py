@@ -35,7 +35,7 @@ def _llama(layout: str) -> Job:
 
 def _prepared(job: Job, text: str) -> None:
     job.prepare(Parallelism.parse(text))
-    job._prepared()
+    job._switching.prepared()
 
 
 def _ahead(rank: int, size: int) -> None:
@@ -145,7 +145,7 @@ def _dropped(rank: int, size: int) -> None:
 
     def made() -> Any:
         _prepared(job, "dp2,zero3")
-        return weakref.ref(job._prepared().target.ahead)  # type: ignore[union-attr, arg-type]
+        return weakref.ref(job._switching.prepared().target[1].ahead)  # type: ignore[union-attr, arg-type]
 
     def gone(model: Any) -> bool:
         gc.collect()
@@ -189,7 +189,7 @@ def _losses(rank: int, size: int) -> list[list[float]]:
                 if prepares:
                     job.prepare(Parallelism.parse(text))
                 losses += [torch.rand(()).item(), *train(job, 2)]
-            job._prepared()
+            job._switching.prepared()
             losses += train(job, 1)
             job.close()
         every.append(losses)

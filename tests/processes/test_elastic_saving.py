@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import prophet
-from pipeline_balance.elastic import job as job_module
+from pipeline_balance.elastic import switching as job_module
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.leave.checkpoint import load_checkpoint, save_checkpoint
 from prophet.errors import SpecError, StageFailed
 from prophet.state.checkpoint_folder import DESCRIPTION
 from tests.helpers import elastic_experts
@@ -400,9 +399,9 @@ def _mistakes(rank: int, size: int, folder: str) -> dict[str, str]:
         options: dict[str, Any] = {"loss_fn": nn.functional.cross_entropy, "microbatches": 4}
         theirs = Job(build, other, Parallelism(), **options)
         said[what] = _refused(lambda theirs=theirs: theirs.load(path))  # type: ignore[misc]
-    save_checkpoint(job.pipeline, path / "pipeline", step=2, also={"it": beside})
+    job.pipeline.save(path / "pipeline", step=2, also={"it": beside})
     load("of a pipeline", path / "pipeline")
-    assert load_checkpoint(job.pipeline, path).step == job.steps == 1  # a pipeline reads a job's
+    assert job.pipeline.load(path).step == job.steps == 1  # a pipeline reads a job's
     job.load(path, also={"it": beside})
     assert (job.steps, job.data.position, beside.state) == (1, 24, 1)
     return said

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+pytest.importorskip("transformers", reason="the model is transformers'")
+
 from pipeline_balance import elastic
 from tests.helpers.launch import run_gloo
-from tests.helpers.sliced_models import adam, batch_of, model_of
+from tests.helpers.sliced_models import adam, batch_of, model_of, own_loss
 
 KINDS = ("plain", "packed", "padded")
 LAYOUTS = (elastic.Parallelism(pp=2), elastic.Parallelism(dp=2, zero=1), elastic.Parallelism(pp=2, order=(1, 0)))
 
 
-def _train(rank: int, size: int, tied: bool) -> list[float]:
+def _train(rank: int, size: int, tied: bool, folder: str) -> list[float]:
     data = [batch_of(kind) for kind in KINDS]
     job = elastic.Job(lambda: model_of("llama", tied=tied), adam, LAYOUTS[0], data=data, microbatches=2, timeout_s=60.0)
     losses = [job.step(max_norm=0.5)]
@@ -21,6 +25,7 @@ def _train(rank: int, size: int, tied: bool) -> list[float]:
         job.switch(layout)
         losses.append(job.step(max_norm=0.5))
     losses.append(job.evaluate(*batch_of("packed")))
+    job.save_pretrained(folder)
     job.close()
     return losses
 
@@ -45,6 +50,15 @@ def _alone(tied: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_goes_through_layouts_and_trains_as_in_one_process(tied: bool) -> None:
-    for losses in run_gloo(_train, 2, tied):
-        assert losses == pytest.approx(_alone(tied), rel=1e-10)
+def test_a_model_goes_through_layouts_and_trains_as_in_one_process(tied: bool, tmp_path: Path) -> None:
+    losses = _alone(tied)
+    for found in run_gloo(_train, 2, tied, str(tmp_path)):
+        assert found == pytest.approx(losses, rel=1e-10)
+    exported = type(model_of("llama")).from_pretrained(
+        tmp_path, config=model_of("llama", tied=tied).config, dtype=torch.float64
+    )
+    exported.loss_function = own_loss
+    inputs, labels = batch_of("packed")
+    with torch.no_grad():
+        loss = exported(**inputs, labels=labels, use_cache=False).loss
+    assert float(loss) == pytest.approx(losses[-1], rel=1e-10)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="the model is transformers'")
@@ -22,7 +23,7 @@ from pipeline_balance.elastic.parallelism import Parallelism
 from tests.helpers.elastic_experts import whole
 from tests.helpers.elastic_jobs import same
 from tests.helpers.launch import run_gloo
-from tests.helpers.sliced_models import adam, batch_of, model_of
+from tests.helpers.sliced_models import adam, batch_of, model_of, own_loss
 from tests.helpers.support import FixedPlanner, everywhere
 
 LAYERS, MICROBATCHES, ROWS = 6, 4, 8
@@ -113,8 +114,10 @@ def _run(rank: int, size: int, folder: str) -> dict[str, Any]:
     job.load(folder)
     kept.append(same(before, whole(job)))
     steps(STEPS - len(losses))
+    job.save_pretrained(f"{folder}/pretrained")
+    exported = job.evaluate(*_batches()[0])
     job.close()
-    return {"losses": losses, "layouts": layouts, "kept": kept, "copies": copies}
+    return {"exported": exported, "losses": losses, "layouts": layouts, "kept": kept, "copies": copies}
 
 
 def test_one_run_of_all_is_equal_to_one_process(tmp_path: Path) -> None:
@@ -125,6 +128,15 @@ def test_one_run_of_all_is_equal_to_one_process(tmp_path: Path) -> None:
     assert results[0]["losses"] == pytest.approx(losses, rel=EXACT)
     assert all(r["losses"] == results[0]["losses"] for r in results)
     assert all(r["kept"] == [True] * 4 for r in results)
+    exported = type(model_of("mixtral")).from_pretrained(
+        tmp_path / "pretrained", config=_model().config, dtype=torch.float64
+    )
+    exported.set_experts_implementation("eager")
+    exported.loss_function = own_loss
+    inputs, labels = _batches()[0]
+    with torch.no_grad():
+        loss = exported(**inputs, labels=labels, use_cache=False).loss
+    assert float(loss) == pytest.approx(results[0]["exported"], rel=EXACT)
     assert sum(r["copies"] for r in results) > 0
     # once layers are frozen, the first stage has more of them
     assert layouts[0] == "pp2,dp2"

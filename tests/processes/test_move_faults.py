@@ -28,24 +28,10 @@ TOGETHER = {
 }
 SOON = ("layout-killed-moving",)
 """Rows that have a launch to themselves, and are not slow."""
-_APART = "the state is the new one, and this rank goes on in the old {}: it is assigned after all that may fail"
 _ADDED = "waits add up: every group that is made waits for the limit"
-_CROSSED = "`prepare` raises what has no name, and the others make groups that this rank does not: `load` fails"
-_NOT_CAUGHT = "what fails in deciding itself is not caught: this rank {}, and the others wait for the limit"
-_KEPT = _NOT_CAUGHT.format("keeps parts of a state that the others have given up")
-_GIVEN_UP = "nothing has moved, and the old state is given up: any wait that fails in a transition counts as its loss"
-_BARE = _NOT_CAUGHT.format("raises what has no name, and keeps a group that they make anew, so no later move can go")
 _GONE = "what follows the decision may fail: the new model never gets to the caller, and the old one refuses to run"
 WRONG = {
-    **dict.fromkeys(("stages-raises-decided", "stages-breaks-decided"), _APART.format("stage map")),
-    **dict.fromkeys(("layout-raises-decided", "layout-breaks-decided"), _APART.format("layout")),
-    **dict.fromkeys(("in_place-raises-decided", "in_place-breaks-decided"), _APART.format("layout")),
     **dict.fromkeys([f"{m}-{f}-agreeing" for m in ("layout", "in_place") for f in ("stopped", "late")], _ADDED),
-    **dict.fromkeys(("layout-breaks-agreeing", "in_place-breaks-agreeing"), _CROSSED),
-    **dict.fromkeys(("in_place-breaks-deciding", "in_place-raises-deciding"), _KEPT),
-    **dict.fromkeys([f"in_place-{fault}-preparing" for fault in ("killed", "stopped", "late")], _GIVEN_UP),
-    **dict.fromkeys(("own-breaks-deciding", "own-raises-deciding"), _BARE),
-    "stages-halved-deciding": "ranks that heard of all have the new map, others the old one: no word is kept",
     **dict.fromkeys(("own-raises-decided", "own-breaks-decided"), _GONE),
 }
 """Rows that do not hold, and why."""

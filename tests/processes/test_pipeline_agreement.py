@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_balance.leave.checkpoint import load_checkpoint, save_checkpoint
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
@@ -108,9 +107,9 @@ def _saves(rank: int, size: int, folder: str) -> dict[str, str]:
     beside: dict[str, Any] = {"it": _Broken() if bad else _Counter()}
     well: dict[str, Any] = {"it": _Counter()}
     said = {
-        "also": _refused(lambda: save_checkpoint(pipe, path / "a", step=0, also=beside)),
-        "step": _refused(lambda: save_checkpoint(pipe, path / "a", step=rank)),
-        "file": _refused(lambda: save_checkpoint(pipe, file, step=0)),
+        "also": _refused(lambda: pipe.save(path / "a", step=0, also=beside)),
+        "step": _refused(lambda: pipe.save(path / "a", step=rank)),
+        "file": _refused(lambda: pipe.save(file, step=0)),
         "collected on": _refused(lambda: pipe.state_dict(rank=rank)),
         "no rank": _refused(lambda: pipe.state_dict(rank=7 * rank)),
         "folder": _refused(lambda: pipe.save_pretrained(path / "missing")),
@@ -123,10 +122,10 @@ def _saves(rank: int, size: int, folder: str) -> dict[str, str]:
     late.weight = kept
     before = pipe.evaluate(x, x)
     pipe.save_pretrained(path)
-    save_checkpoint(pipe, path / "good", step=0, also=well)
-    said["missing"] = _refused(lambda: load_checkpoint(pipe, path / ("none" if bad else "good")))
-    said["restored"] = _refused(lambda: load_checkpoint(pipe, path / "good", also=beside))
-    load_checkpoint(pipe, path / "good", also=well)
+    pipe.save(path / "good", step=0, also=well)
+    said["missing"] = _refused(lambda: pipe.load(path / ("none" if bad else "good")))
+    said["restored"] = _refused(lambda: pipe.load(path / "good", also=beside))
+    pipe.load(path / "good", also=well)
     assert well["it"].state == {"at": 1}
     assert pipe.evaluate(x, x) == before
     return said
@@ -158,7 +157,7 @@ def _apart(rank: int, size: int, folder: str) -> dict[str, str]:
             last.bias[0] += 1e-9  # type: ignore[union-attr,index,operator]
     said = {
         "move": _refused(lambda: pipe.rebuild(elsewhere)),
-        "save": _refused(lambda: save_checkpoint(pipe, folder, step=1)),
+        "save": _refused(lambda: pipe.save(folder, step=1)),
         "export": _refused(pipe.state_dict),
     }
     if rank == 1:

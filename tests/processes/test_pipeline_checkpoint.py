@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_balance.leave.checkpoint import DESCRIPTION, load_checkpoint, read_checkpoint, save_checkpoint
+from pipeline_balance.pipeline.saved import read_checkpoint
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
+from prophet.state.checkpoint_folder import DESCRIPTION
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, plain_losses
 
@@ -25,11 +26,11 @@ def _train(rank: int, size: int, folder: str, following: int) -> list[float]:
     first = 0
     if (path / DESCRIPTION).exists():
         run = pipeline(read_checkpoint(path).stage_map)
-        first = load_checkpoint(run, path).step
+        first = run.load(path).step
     else:
         run = pipeline(_spread(size))
     losses = [run.step(*batch(step)) for step in range(first, first + STEPS)]
-    save_checkpoint(run, path, step=first + STEPS, stage_map=_spread(following))
+    run.save(path, step=first + STEPS, stage_map=_spread(following))
     # saving changes nothing
     losses.append(run.step(*batch(first + STEPS)))
     return losses
@@ -52,7 +53,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="expected a finished checkpoint"):
         read_checkpoint(tmp_path)
     (tmp_path / DESCRIPTION).write_text("[]")
-    with pytest.raises(SpecError, match="written by save_checkpoint"):
+    with pytest.raises(SpecError, match=r"written by pipe\.save or job\.save"):
         read_checkpoint(tmp_path)
     (tmp_path / DESCRIPTION).write_text(json.dumps({"step": 1, "boundaries": [0, 0], "ranks": [0]}))
     with pytest.raises(SpecError, match="stage 0 is empty"):
@@ -61,7 +62,7 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
 
 def _other_model(rank: int, size: int, folder: str) -> str:
     run = pipeline(_spread(size))
-    save_checkpoint(run, Path(folder), step=0)
+    run.save(Path(folder), step=0)
     description = Path(folder) / DESCRIPTION
     said = json.loads(description.read_text())
     said["tensors"] = [[n, [3], *rest] if n == "0.table.weight" else [n, s, *rest] for n, s, *rest in said["tensors"]]
@@ -70,7 +71,7 @@ def _other_model(rank: int, size: int, folder: str) -> str:
     with pytest.raises(
         SpecError, match=r"the model needs 0.table.weight of shape \[11, 12\], the checkpoint has \[3\]"
     ):
-        load_checkpoint(run, Path(folder))
+        run.load(Path(folder))
     assert run.step(*batch(1)) is not None
     return "refused" if before is not None else ""
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_balance.leave.checkpoint import save_checkpoint
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from tests.helpers.launch import run_gloo
@@ -43,7 +42,7 @@ def _refuse(rank: int, size: int, folder: str) -> list[str]:
 
     refused(lambda: pipe.rebuild(StageMap((0, 2, UNITS), (0, 1))))
     refused(pipe.state_dict)
-    refused(lambda: save_checkpoint(pipe, folder, step=1))
+    refused(lambda: pipe.save(folder, step=1))
     rows = 10 if pipe.replica else 5
     refused(lambda: pipe.evaluate(x[:rows], y[:rows]))
     pipe.step(x, y)

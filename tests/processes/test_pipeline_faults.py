@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from pipeline_balance.leave.checkpoint import load_checkpoint, save_checkpoint
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import collect
 from pipeline_balance.spec import StageMap
@@ -324,15 +323,15 @@ def _broken_moves(rank: int, size: int) -> dict[str, Any]:
     optimizer.param_groups[0]["lr"] = 2e-3
     whole = []
     for culprit in range(size):
-        for place in ("_collect", "allocate", "assemble", "builder"):
+        for place in ("collect", "allocate", "change", "builder"):
             before = _whole(pipe)
             if rank == culprit:
                 error = MemoryError("none left") if place == "allocate" else RuntimeError("not today")
                 if place == "builder":
                     # the new stages' schedule, which is frozen, is made by it
                     object.__setattr__(pipe.builder, "_executor", _Fails(None, error))
-                elif place == "_collect":
-                    pipe.mover._collect = lambda *_, **__: "not today"  # type: ignore[assignment, method-assign]
+                elif place == "collect":
+                    pipe.mover.collect = lambda *_, **__: "not today"  # type: ignore[assignment, method-assign]
                 else:
                     setattr(pipe.mover, place, _Fails(getattr(pipe.mover, place), error))
             with pytest.raises(TransitionError, match=rf"rank {culprit}|ranks \[{culprit}\]") as caught:
@@ -385,12 +384,12 @@ def _saved(rank: int, size: int, folder: str, first: int, last: int) -> tuple[li
     scheduler = torch.optim.lr_scheduler.OneCycleLR(pipe.optimizer, max_lr=[0.02, 0.01], total_steps=20)
     beside = {"scheduler": scheduler}
     if first:
-        assert load_checkpoint(pipe, Path(folder), also=beside).step == first
+        assert pipe.load(Path(folder), also=beside).step == first
     losses = []
     for update in range(first, last):
         losses.append(pipe.step(*batch(update), max_norm=0.1))
         scheduler.step()
-    save_checkpoint(pipe, Path(folder), step=last, also=beside)
+    pipe.save(Path(folder), step=last, also=beside)
     state = {name: t.numpy() for name, t in pipe.state_dict(rank=size - 1).items()}
     return losses, state
 

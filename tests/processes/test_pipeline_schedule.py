@@ -50,7 +50,7 @@ def _alone(steps: int) -> tuple[list[float], dict[str, Any]]:
 
 def _runs(pipe: ElasticPipeline) -> list[str]:
     """What this rank computes in a step."""
-    executor = pipe._stages.executor
+    executor = pipe.stages.executor
     return [str(step) for step in executor.training if isinstance(step, Action)] if executor is not None else []
 
 

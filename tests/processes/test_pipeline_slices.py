@@ -273,7 +273,7 @@ def _with_one_slice(rank: int, size: int) -> list[Any]:
         pipe = ElasticPipeline.from_transformers(
             model_of("llama"), slices=slices, make_optimizer=adam, microbatches=2, timeout_s=30.0
         )
-        executor = pipe._stages.executor
+        executor = pipe.stages.executor
         assert executor is not None
         losses = [pipe.step(*batch_of("packed")) for _ in range(3)]
         found.append((losses, " ".join(map(str, executor.training)), dict(pipe.meter.activation_bytes)))

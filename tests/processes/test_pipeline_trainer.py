@@ -132,7 +132,7 @@ def _count(rank: int, size: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_move_takes_three_agreements(size: int) -> None:
-    expected = ["agreeing on a move", "agreeing on a transition", "concluding a move"]
+    expected = ["agreeing on a move", "agreeing on a transition", "deciding on a move"]
     assert run_gloo(_count, size) == [[expected, expected]] * size
 
 

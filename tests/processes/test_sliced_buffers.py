@@ -29,7 +29,7 @@ def _buffers(rank: int, size: int, slices: int, order: Any, stages: int = 1) -> 
         microbatches=own.PARTS,
         timeout_s=60.0,
     )
-    executor = pipe._stages.executor
+    executor = pipe.stages.executor
     assert executor is not None
     found = []
     for update in range(3):

@@ -27,7 +27,7 @@ def _model(dtype: torch.dtype) -> torch.nn.Module:
 def _in_slices(rank: int, size: int) -> tuple[float, dict[str, Tensor], set[torch.dtype]]:
     pipe = pipe_of(model := _model(torch.bfloat16), SLICES, make_optimizer=no_update)
     seen: set[torch.dtype] = set()
-    executor = pipe._stages.executor
+    executor = pipe.stages.executor
     assert executor is not None
     losses, gradients = pipe.model.loss, Line.gradients
     pipe.model.loss = lambda b, part: (found := losses(b, part), seen.add(found.dtype))[0]  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def _against(collective: Collective, name: str, *, ready: bool = True) -> str:
-    return collective.decide(OP, name, ready=ready, device=CPU)
+    return collective.decide(OP, name, ready=ready, device=CPU).against
 
 
 @pytest.mark.parametrize("unready", [None, 0, 2])

@@ -22,7 +22,7 @@ from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing
 from prophet.state.route import Route, route
 from prophet.state.space import ITEM_BYTES, Box, Space, TensorSpec
 from prophet.state.streams import CHUNK_BYTES, DEPTH, Measures, placed, torch_dtype, window_of
-from prophet.state.transition import Moved, empty, transition
+from prophet.state.transition import Mode, Moved, empty, transition
 from tests.helpers.moving import assert_whole, outcomes, pair
 from tests.helpers.pipeline_support import csr_rows, csr_specs, random_values, states_of
 
@@ -217,39 +217,52 @@ def test_ranks_agree_twice_and_leave_the_second_to_a_caller_who_has_more_to_do()
     way, states, values = pair()
     world = ThreadWorld(2)
 
-    def run(c: ThreadCollective, conclude: bool) -> tuple[list[str], list[object], Moved]:
-        mine, said = Agreements(world, c.rank), []
-        end = (lambda state, problem: said.append((len(state), problem))) if conclude else None
-        return mine.asked, said, transition(way, states[c.rank], mine, budget_bytes=128, conclude=end)
+    def run(c: ThreadCollective, votes: bool) -> tuple[list[str], Moved]:
+        mine = Agreements(world, c.rank)
+        return mine.asked, transition(way, states[c.rank], mine, budget_bytes=128, votes=votes)
 
-    for asked, said, moved in world.run(lambda c: run(c, False)):
+    for asked, moved in world.run(lambda c: run(c, True)):
         assert asked == ["agreeing on a transition", "voting on a transition"]
         assert moved.state
-        assert not said
-    concluded = world.run(lambda c: run(c, True))
-    for asked, said, moved in concluded:
-        assert asked == ["agreeing on a transition"]
-        assert said == [(len(moved.state), "")]
-    assert_whole(route(way.after, way.after), [moved.state for _, _, moved in concluded], values)
+    alone = world.run(lambda c: run(c, False))
+    assert [asked for asked, _ in alone] == [["agreeing on a transition"]] * 2
+    assert_whole(route(way.after, way.after), [moved.state for _, moved in alone], values)
 
 
-def test_what_went_wrong_on_the_way_is_told_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_on_the_way_is_told_to_a_caller_whose_ranks_vote_later(monkeypatch: pytest.MonkeyPatch) -> None:
     way, states, values = pair()
-    told: dict[int, str] = {}
+    unpack = module._Mover._unpack
 
-    def failing(*_: object) -> None:
-        raise RuntimeError("out of scratch memory")
+    def failing(mover: module._Mover, *given: Any) -> None:
+        if mover.collective.rank == 1:
+            raise RuntimeError("out of scratch memory")
+        unpack(mover, *given)
 
-    def body(c: ThreadCollective) -> Moved:
-        def conclude(_: object, problem: str) -> None:
-            told[c.rank] = problem
-            raise TransitionError("not today")
-
-        return transition(way, states[c.rank], c, budget_bytes=1 << 10, conclude=conclude)
+    def body(c: ThreadCollective) -> str:
+        try:
+            transition(way, states[c.rank], c, budget_bytes=1 << 10, votes=False)
+        except TransitionError as error:
+            return str(error)
+        return "moved"
 
     monkeypatch.setattr(module._Mover, "_unpack", failing)
+    moved, failed = ThreadWorld(2).run(body)
+    assert moved == "moved"
+    assert "out of scratch memory" in failed
+    assert_whole(way, states, values)
+
+
+@pytest.mark.parametrize("mode", ["safe", "in-place"])
+def test_what_stands_against_beginning_leaves_the_old_state(mode: Mode) -> None:
+    way, states, values = pair()
+
+    def body(c: ThreadCollective) -> Moved:
+        def begin() -> None:
+            raise TransitionError("not today")
+
+        return transition(way, states[c.rank], c, budget_bytes=1 << 10, mode=mode, begin=begin)
+
     assert [str(e) for e in outcomes(2, body)] == ["not today"] * 2
-    assert "out of scratch memory" in told.values()
     assert_whole(way, states, values)
 
 

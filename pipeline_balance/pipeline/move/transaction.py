@@ -1,0 +1,254 @@
+"""One transaction runs every change of where training state lives, on every process: all of it, or nothing.
+
+| phase | what a process does | what fails in it |
+|---|---|---|
+| agree | says in a `Vote` what it holds and was asked for; all compare the votes | is raised on all processes alike |
+| prepare | makes on the side what needs no values | keeps all from moving |
+| move | sends and receives boxes of tensors (`prophet.state.transition`) | stands against the move |
+| assemble | makes the assignments that put the new state in force, and checks them | stands against the move |
+| decide | hears whether all are ready; where ranks have lost each other, the first word in a store holds | the same |
+| apply | makes the assignments, each of them whatever the others do | is raised once all were made |
+
+Until the decision the state from before is whole and in force. In place, its memory is given up on the way: from the
+first rank that begins to move on, what fails is the loss of the state on all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline_balance.pipeline.move.votes import WHOLE, Vote, votes_of
+from pipeline_balance.pipeline.training_state import gather_json, in_words
+from prophet.errors import BudgetError, CollectiveError, StageFailed, StateLost, TransitionError
+from prophet.ranks.collective import Collective, Decision, Operation
+from prophet.ranks.waiting import uninterrupted
+from prophet.state.itinerary import Itinerary
+from prophet.state.layout import Piece
+from prophet.state.space import TensorSpec
+from prophet.state.transition import Allocate, Mode, Moved, State, transition
+
+LOST = "neither the old state nor the new one is whole"
+DECISION = Operation("deciding on a move")
+
+Assignments = Sequence[Callable[[], None]]
+"""What is left to do once all have decided; cannot fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What was made ahead of a move to `target`: the `route`, for a state that is described by `specs`.
+
+    Where it could not be made, `problem` says why. `broken`: processes have lost each other meanwhile.
+    """
+
+    target: Any = None
+    specs: tuple[TensorSpec, ...] = ()
+    route: Itinerary | None = None
+    problem: str = ""
+    broken: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switched:
+    """What a move of training state took on this process.
+
+    `seconds` is how long it was held up. `link_bytes` has the bytes of the state by sending and receiving rank of the
+    route, the same on all of them; `messages`, `sent_bytes` and `received_bytes` are this rank's own. `buffer_bytes`
+    are the move's buffers. `peak_bytes` is the most that state and buffers took: old state, new state, buffers.
+    """
+
+    seconds: float
+    link_bytes: Mapping[tuple[int, int], int]
+    messages: int
+    sent_bytes: int
+    received_bytes: int
+    buffer_bytes: int
+    peak_bytes: int
+
+
+class Move(ABC):
+    """One change of where training state lives, as one process sees it: what `run` takes through its phases.
+
+    what: its name in errors. whole: how things stand where it fails. `budget_bytes` bounds the buffers, `allocate` is
+    how memory is asked for.
+    """
+
+    what = "a move"
+    whole = WHOLE
+    mode: Mode = "safe"
+    device: torch.device
+    budget_bytes: int
+    allocate: Allocate
+
+    @abstractmethod
+    def vote(self) -> Vote:
+        """What this process says; what it raises stands against the move."""
+
+    @abstractmethod
+    def compare(self, votes: Sequence[Vote]) -> None:
+        """Raise the same on all processes where the votes do not fit together."""
+
+    @abstractmethod
+    def way(self, carrier: Collective) -> Itinerary:
+        """The route of the state, once all have voted; collective."""
+
+    def prepare(self, way: Itinerary) -> None:  # noqa: B027 (not every move has something to prepare)
+        """Make on the side what needs no values; raises what keeps this process from moving."""
+
+    @abstractmethod
+    def state(self, pieces: Sequence[Piece]) -> State:
+        """This process's tensors of the old layout."""
+
+    def beside(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        """Tensors besides those that are given up with the state in place, and do not move."""
+        return ()
+
+    @abstractmethod
+    def assemble(self, moved: Moved) -> Assignments:
+        """What puts the new state in force, all of it checked."""
+
+    def drop(self) -> None:  # noqa: B027 (only moves in place lose state)
+        """Forget the state that was lost."""
+
+
+def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments = ()) -> Switched:
+    """Take a move from the votes to its end; collective over `world`, and over `carrier`, which brings the state.
+
+    Where the carrier is of all ranks they decide in it, and nothing of `world` is used once they have voted: after an
+    error the caller can make another carrier, and go on. `then` are assignments that follow the move's own. Raises
+    what `move.compare` raises, on all ranks. Raises `TransitionError` on all ranks where something fails up to the
+    decision (`BudgetError` where the budget is too small), and `StateLost` where the state was given up by then.
+    """
+    began = time.perf_counter()
+    votes = votes_of(move.vote, world, move.device, Operation(f"agreeing on {move.what}"))
+    move.compare(votes)
+    name = votes[0].name
+    whole = carrier.size == world.size
+    begin = _Begin(carrier, f"{name} begins", move.mode)
+    failed: Exception | None = None
+    moved: Moved | None = None
+    assignments: Assignments = ()
+    try:
+        way = move.way(carrier)
+        problem = _words_of(lambda: move.prepare(way))
+        pieces = way.route.before.on(carrier.rank)
+        moved = transition(
+            way.route,
+            move.state(pieces),
+            carrier,
+            budget_bytes=move.budget_bytes,
+            mode=move.mode,
+            device=move.device,
+            allocate=move.allocate,
+            beside=move.beside(pieces),
+            problem=problem,
+            begin=begin.now,
+            votes=False,
+            ahead=way,
+        )
+        assignments = move.assemble(moved)
+    except Exception as error:
+        failed, moved = error, None
+    decision = _decide(carrier if whole else world, name, failed, move.device)
+    if decision.against or moved is None:
+        raise _refusal(move, failed, decision, world.rank, lost=begin.lost(), alone=not whole or carrier is world)
+    apply([*assignments, *then])
+    return Switched(
+        seconds=time.perf_counter() - began,
+        link_bytes=way.route.link_bytes,
+        messages=moved.messages,
+        sent_bytes=moved.sent_bytes,
+        received_bytes=moved.received_bytes,
+        buffer_bytes=moved.buffer_bytes,
+        peak_bytes=moved.peak_bytes,
+    )
+
+
+class _Begin:
+    """Whether any rank has begun to move in place, after which the old state is whole nowhere.
+
+    A rank that has heard that all are ready says yes before it gives anything up, one that has failed before that says
+    no, and the first word in the store holds.
+    """
+
+    def __init__(self, collective: Collective, name: str, mode: Mode) -> None:
+        self._collective, self._name, self._in_place = collective, name, mode == "in-place"
+        self._begun = False
+
+    def now(self) -> None:
+        if not self._in_place:
+            return
+        if self._collective.settle(self._name, "yes") != "yes":
+            raise TransitionError("another rank has not heard that all were ready; nothing has moved")
+        self._begun = True
+
+    def lost(self) -> bool:
+        return self._begun or (self._in_place and self._collective.settle(self._name, "no") == "yes")
+
+
+def _decide(collective: Collective, name: str, failed: Exception | None, device: torch.device) -> Decision:
+    """What stands against it, in the words of the ranks that were not ready where they can still be heard."""
+    try:
+        decision = collective.decide(DECISION, name, ready=failed is None, device=device)
+        if decision.unready:
+            words = in_words(gather_json(_words(failed), collective, device, Operation("telling why a move failed")))
+            return decision._replace(against=words or decision.against)
+    except Exception as error:  # the others wait for this rank's word
+        if collective.settle(name, "no") == "yes":
+            return Decision()
+        return Decision(against=_words(failed or error))
+    return decision
+
+
+def _refusal(
+    move: Move, failed: Exception | None, decision: Decision, rank: int, *, lost: bool, alone: bool
+) -> Exception:
+    """Why a move has failed. `alone`: ranks have no other way to talk, so none that have lost each other can go on."""
+    words, after = decision.against, LOST if lost else move.whole
+    text = words if after in words else f"{words}; {after}"
+    if lost:
+        move.drop()
+        return StateLost(text)
+    if alone and isinstance(failed, StageFailed):
+        return failed
+    error = (BudgetError if isinstance(failed, BudgetError) else TransitionError)(text)
+    if alone:
+        cause = failed.__cause__ if failed is not None else None
+        if isinstance(cause, CollectiveError) or not decision.unready:
+            error.__cause__ = cause if isinstance(cause, CollectiveError) else CollectiveError(rank, DECISION, words)
+    return error
+
+
+def apply(assignments: Assignments) -> None:
+    """Make them all, where none can fail: what one of them raises is raised once the new state is in force."""
+    first: Exception | None = None
+    with uninterrupted():
+        for assign in assignments:
+            try:
+                assign()
+            except Exception as error:
+                first = first or error
+    if first is not None:
+        raise first
+
+
+def _words_of(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return _words(error)
+    return ""
+
+
+def _words(error: Exception | None) -> str:
+    """The first line of what an error says; of none, nothing."""
+    if error is None:
+        return ""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
