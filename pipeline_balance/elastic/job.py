@@ -23,7 +23,7 @@ from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance, BalanceConfig
 from pipeline_balance.elastic.data import GlobalBatches, Stream, microbatches_of, read_part, rows_of, shared_out
 from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import ExpertReseater, check_unsplit, has_experts, share_out
+from pipeline_balance.elastic.experts import check_unsplit, has_experts, share_out
 from pipeline_balance.elastic.groups import Groups, Members, met
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
@@ -31,6 +31,7 @@ from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.reshape import (
     Ahead,
+    JobArrangement,
     Reshaper,
     ShardedArrangement,
     describe,
@@ -48,7 +49,7 @@ from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.pretrained import load_pretrained
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched
+from pipeline_balance.pipeline.reseat import Arrangement, Switched
 from pipeline_balance.pipeline.saved import Also
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats
@@ -275,13 +276,9 @@ class Job:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict` on the layout's first rank, empty elsewhere. Collective."""
-        pipe, first = self.pipeline, self.pipeline.groups.grid.rows[0][0]
-        if not pipe.experts.any:
-            return pipe.state_dict(rank=first)
-        reseater = self._reseater(self.layout)
-        assert isinstance(reseater, ExpertReseater)
+        pipe, first = self.pipeline, self.layout.rank_of_place[0]
         with pipe.failures.during(f"collecting the model before step {self.steps}", pipe.stage_map):
-            return reseater.whole_state(pipe.groups.world, first)
+            return self._reseater(self.layout).whole_state(pipe.groups.world, first)
 
     def save(self, folder: str | Path, *, also: Also = None) -> None:
         """Write all that training goes on from, for any layout and number of processes; between steps, collective.
@@ -333,7 +330,7 @@ class Job:
         present, rules_now = self.layout, self._rules
         reseater = self._reseater(layout, read)
         found = reseater.items()
-        ahead = reseater.ahead() if isinstance(reseater, Reshaper) and is_sharded(layout) else None
+        ahead = reseater.ahead() if is_sharded(layout) else None
 
         def made() -> Prepared:
             self._groups.keep()
@@ -445,22 +442,19 @@ class Job:
 
     def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""
-        return [self._words, self._state, *groups_of(layout)]
+        return [self._words, self._state, *groups_of(layout, experts=has_experts(self._plain.root))]
 
     @property
     def _rules(self) -> Mapping[str, Rule]:
         """How tp cuts the model now."""
         return self._shards.rules if self._shards is not None else {}
 
-    def _reseater(self, layout: Parallelism, read: Ownership | None = None) -> Reseater:
+    def _reseater(self, layout: Parallelism, read: Ownership | None = None) -> Reshaper:
         """What takes the pipeline to `layout`; with `read`, it works on what was read of the model."""
         plain = self.pipeline.reseater()
         mover = plain.mover if read is None else replace(plain.mover, owned=read)
-        if has_experts(self._plain.root):
-            return ExpertReseater(mover, plain.passes, plain.now)
-        if self._shards is None and not is_sharded(layout):
-            return replace(plain, mover=mover)
-        return Reshaper(mover, plain.passes, plain.now, self._plain, self._shards)
+        remakes = self._shards is not None or is_sharded(layout)
+        return Reshaper(mover, plain.passes, plain.now, self._plain, self.layout, self._shards, remakes)
 
     def _arrangement(
         self,
@@ -468,24 +462,27 @@ class Job:
         stage_map: StageMap,
         rules: Mapping[str, Rule],
         model: PipelineModel,
-        to: Reseater,
+        to: Reshaper,
         ahead: Ahead | None = None,
-    ) -> Arrangement:
+    ) -> JobArrangement:
         """The layout as a pipeline takes it, once its groups were made; `ahead` makes its modules."""
         seats, owned, read = self._seats(layout), self.pipeline.owned, to.mover.owned
         given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "model": model, "nodes": self._nodes}
-        given["microbatches"] = microbatches_of(self.microbatches, layout.dp)
-        if not is_sharded(layout):
-            owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=to.shapes(), read=read)
-            return Arrangement(owners=owners, **given)
-        shards = shards_in(layout, self._plain.root, self._groups, process_rank(), self._device)
+        given |= {"microbatches": microbatches_of(self.microbatches, layout.dp), "layout": layout, "rules": rules}
         cut = {p.name: layout.tp for p in describe(read, rules).parameters if p.dim is not None}
-        owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut, read=read)
-        given |= {"owners": owners, "layout": layout, "rules": rules, "shards": shards}
-        return ShardedArrangement(ahead=ahead(shards) if ahead is not None and shards is not None else None, **given)
+        shards = cut if is_sharded(layout) else None
+        given["owners"] = Owners(
+            owned, seats.grid, stage_map, layout.zero, shards=shards, shapes=to.shapes(), read=read
+        )
+        if not is_sharded(layout):
+            return JobArrangement(**given)
+        mine = shards_in(layout, self._plain.root, self._groups, process_rank(), self._device)
+        return ShardedArrangement(
+            shards=mine, ahead=ahead(mine) if ahead is not None and mine is not None else None, **given
+        )
 
     def _seats(self, layout: Parallelism) -> Seats:
-        return seats_of(layout, self._groups)
+        return seats_of(layout, self._groups, experts=has_experts(self._plain.root))
 
     def close(self) -> None:
         """End the job's threads and balancing. Its groups stay until the process group is destroyed."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline_balance.elastic.balance import Balance
 from pipeline_balance.elastic.groups import Groups, met
-from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement
+from pipeline_balance.elastic.reshape import ShardedArrangement
 from pipeline_balance.pipeline.agreement import from_all
 from pipeline_balance.pipeline.saved import Also, Checkpoint
 from prophet.errors import SpecError
@@ -50,7 +50,7 @@ def load_job(job: Job, folder: str | Path, also: Also) -> None:
 
     def check(saved: Checkpoint) -> None:
         _check(saved.run, folder)
-        if isinstance(how, Reshaper) and (problem := how.refusal()):
+        if problem := how.refusal():
             raise SpecError(problem)
         Balance(None).keep(saved.run[MEMORIES])
         ready.append(job.data.reach(saved.run[POSITION]))

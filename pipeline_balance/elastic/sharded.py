@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from pipeline_balance.elastic.copies import Copy, Found, without_memory
+from pipeline_balance.elastic.copies import Copy, Found, sharded_of, without_memory
 from pipeline_balance.elastic.fully_sharded import give_back
 from pipeline_balance.elastic.styles import Style
 from pipeline_balance.pipeline.adapter import TransformersModel
@@ -287,8 +287,8 @@ class ShardedModel(PipelineModel):
         return [()] * (len(self.units) + 1)  # no other stage waits for them
 
     def measures(self, parameter: nn.Parameter, replica: int) -> bool:
-        shard: Any = parameter
-        copies = [p.is_replicate() for p in shard.placements]
+        placements = getattr(parameter, "placements", None)  # none in a layer of experts: all have it whole
+        copies = [p.is_replicate() for p in placements] if placements is not None else [True] * len(self._first)
         first = all(here for here, copied in zip(self._first, copies, strict=True) if copied)
         return first and (self.shards.dp is not None or replica == 0)
 
@@ -424,14 +424,21 @@ def check_shardable(model: PipelineModel) -> None:
         raise SpecError(f"a {type(model).__name__} cannot be sharded: expected layers in a row or a transformers model")
     if isinstance(model, TransformersModel) and model.router_loss is not None:
         raise SpecError("a model whose routers add a loss cannot be sharded")
-    check_parts(model.root)
+    check_no_scalars(model.root)
+
+
+def check_no_scalars(root: nn.Module) -> None:
+    """Raise `SpecError` for a parameter that torch cannot shard."""
+    for name, module in sharded_of(root):
+        for attribute, p in module._parameters.items():
+            if p is not None and not p.dim():
+                where = f"{name}.{attribute}" if name else attribute
+                raise SpecError(f"{where} is a scalar, which torch cannot shard: give it one dimension")
 
 
 def check_parts(root: nn.Module) -> None:
     """Raise `SpecError` for a parameter or module that torch cannot shard."""
-    for name, p in root.named_parameters():
-        if not p.dim():
-            raise SpecError(f"{name} is a scalar, which torch cannot shard: give it one dimension")
+    check_no_scalars(root)
     for name, module in root.named_modules():
         if collective_of(module) is not None:
             raise SpecError(f"{name} has experts on several ranks, which cannot be sharded")
