@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.elastic.copies import Found, check_copyable, check_parameters, found_in, sharded_of
 from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import as_boxes, stacks
+from pipeline_balance.elastic.experts import as_boxes, has_experts, stacks
 from pipeline_balance.elastic.fully_sharded import check_weak, leaves_of, padded
 from pipeline_balance.elastic.groups import SHARDS, Groups
 from pipeline_balance.elastic.holdings import box_of, digests, refuse_apart
@@ -240,6 +240,7 @@ class Reshaper(Reseater):
             now = self.now_sharded
             check_copyable(self.plain.root, now.copy if now is not None else None)
             replaced = {id(p) for _, m in sharded_of(self.mover.owned.model.root) for p in m._parameters.values()}
+            check_optimizers(self.mover.optimizers, mixed=has_experts(self.plain.root))
             check_parameters({n: p for n, p in self.mover.owned.parameters.items() if id(p) in replaced})
             return ""
 
@@ -439,9 +440,20 @@ class Reshaper(Reseater):
         )
         if collective.rank != rank:
             return {}
-        found = {piece.name: tensor for piece, tensor in moved.state.items()}
+        live = {t.untyped_storage().data_ptr() for t in kept[0].tensors.values()}  # which training goes on to change
+        found = {
+            piece.name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+            for piece, tensor in moved.state.items()
+        }
         owned = self.mover.owned if self.now_sharded is None else Ownership(self.plain)
         return root_state(owned, found, lambda root: regroup(root, alone(), None))
+
+
+def check_optimizers(optimizers: Optimizers, *, mixed: bool) -> None:
+    """Raise `SpecError` for an optimizer that takes no shards beside other parameters; `mixed`: it is to have both."""
+    for option in ("foreach", "fused"):
+        if mixed and any(group.get(option) for one in optimizers.all for group in one.param_groups):
+            raise SpecError(f"an optimizer with {option}=True cannot update shards beside experts: leave it out")
 
 
 def is_sharded(layout: Parallelism) -> bool:

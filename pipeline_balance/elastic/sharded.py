@@ -35,6 +35,7 @@ from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.generators import unit_seed
 from pipeline_balance.pipeline.model import Activations, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of
 from pipeline_balance.pipeline.ownership import like_meta
+from pipeline_balance.pipeline.router_losses import find_router_loss
 from pipeline_balance.pipeline.shapes import output_of
 from pipeline_balance.pipeline.skeleton import Skeleton
 from pipeline_balance.pipeline.training_state import base_name
@@ -351,6 +352,8 @@ class _InStages(TransformersModel):
         self.__dict__.update(vars(plain))
         self.root, self.layers, self.units, self._latest = root, layers, units, None
         self.skeleton, self._known, self._outputs = Skeleton(root, layers, plain.device), {}, {}
+        if plain.router_loss is not None:
+            self.router_loss = find_router_loss(root, layers)  # of these gates
 
     def _shapes_of(self, layer: int, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
         """Without hooks: those of tensor parallelism want shards."""
@@ -418,12 +421,12 @@ def sharded(plain: PipelineModel, found: Sequence[Found], shards: Shards, update
     raise SpecError(f"a {type(plain).__name__} cannot be sharded: expected layers in a row or a transformers model")
 
 
-def check_shardable(model: PipelineModel) -> None:
-    """Raise `SpecError` for a model that cannot be sharded."""
+def check_shardable(model: PipelineModel, *, in_stages: bool) -> None:
+    """Raise `SpecError` for a model that cannot be sharded; `in_stages`: its units run one by one."""
     if not isinstance(model, TransformersModel | ModuleChain) or model.slicing is not None:
         raise SpecError(f"a {type(model).__name__} cannot be sharded: expected layers in a row or a transformers model")
-    if isinstance(model, TransformersModel) and model.router_loss is not None:
-        raise SpecError("a model whose routers add a loss cannot be sharded")
+    if isinstance(model, TransformersModel) and model.router_loss is not None and not in_stages:
+        raise SpecError("a model whose routers add a loss cannot be sharded with zero 2 and 3")
     check_no_scalars(model.root)
 
 
