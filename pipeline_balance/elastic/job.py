@@ -78,7 +78,7 @@ class Job:
     layers from this folder of a transformers model instead. `make_optimizer(named_parameters)` is called once; the
     optimizer is the same object for the whole run, so schedulers and step hooks go on. So are modules and parameters in
     layouts of pp and dp with zero 0 and 1. With tp, and with zero 2 and 3, `job.model` is a copy whose parameters are
-    `DTensor`s.
+    `DTensor`s, but for layers of experts, which stay the same.
 
     `data` gives global batches: `elastic.Batches`, or any iterable of `(inputs, labels)` that is the same on every
     process. A batch is cut into `microbatches` M, which are divided among the dp replicas. Where dp does not divide M
@@ -87,7 +87,8 @@ class Job:
     as `ModuleChain` takes them. `timeout_s` bounds every wait, `budget_bytes` the buffers of a switch. `nodes` [N] says
     on which node a process runs. An order of "fewest-bytes" is chosen at every switch from the layout in force.
 
-    `prophet.MoE` layers are built whole, with `group=elastic.one_rank()`; ep processes of a stage share their experts.
+    `prophet.MoE` layers are built whole, with `group=elastic.one_rank()`; ep processes of a stage share their experts,
+    tp ranks among them. Of the tokens that tp ranks have alike, each takes a part to the experts.
     `balance_experts` has them balanced where ep > 1; it may be a function from a layout to its configuration. The job
     sets `accumulation_steps`. `balance_stages` has the stages follow the load in layouts with several, where v and tp
     are 1; `limits` [N] are the processes' memory and speed. `layout.stages` is then the map in force, and a layout
@@ -97,8 +98,7 @@ class Job:
     `SliceOptions(1, order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too. Layers of
     one's own call `pipeline_balance.slices.attend` in every layout. `schedule` is as `ElasticPipeline` takes it.
 
-    Raises `SpecError` for a layout that cannot be trained yet: experts with tp, pp or experts with zero 2 and 3, slices
-    with tp.
+    Raises `SpecError` for a layout that cannot be trained yet: pp or experts with zero 2 and 3, slices with tp.
     """
 
     def __init__(
