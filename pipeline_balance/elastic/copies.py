@@ -2,6 +2,7 @@
 
 torch shards a module once. So the modules that `build` made stay as they are, with their parameters on `meta` while a
 sharded copy is in force. A copy has the attributes, buffers and hooks of its original: the same objects, not others.
+Layers of experts are not sharded: a copy of the model has the same ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from prophet.engine.regroup import inside_layers
 from prophet.errors import SpecError
 
 _HOOKS = {k: type(v) for k, v in vars(nn.Module()).items() if k.endswith(("_hooks", "_with_kwargs", "_always_called"))}
@@ -52,9 +54,14 @@ def found_in(root: nn.Module, now: Copy | None) -> list[Found]:
 
     `now` is the copy that is in force, if one is.
     """
-    return [
-        Found(m, plain_type(m), dict(m._parameters), dict(m._modules), attributes_of(m, now)) for m in root.modules()
-    ]
+    every = [module for _, module in sharded_of(root)]
+    return [Found(m, plain_type(m), dict(m._parameters), dict(m._modules), attributes_of(m, now)) for m in every]
+
+
+def sharded_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of `root` that a copy has others for, by name: all but layers of experts and what is in them."""
+    shared = inside_layers(root)
+    return ((name, module) for name, module in root.named_modules() if id(module) not in shared)
 
 
 class Copy:
@@ -88,7 +95,7 @@ class Copy:
 
     def stands(self) -> bool:
         """Whether what was found is still so: classes of modules, what is registered, shapes of parameters."""
-        now = list(self._found[0].module.modules())
+        now = [module for _, module in sharded_of(self._found[0].module)]
         return len(now) == len(self._found) and all(
             module is one.module
             and plain_type(module) is one.kind
@@ -107,8 +114,8 @@ class Copy:
             own.update(kept, _buffers=original._buffers)
 
     def of(self, module: nn.Module) -> nn.Module:
-        """The copy of an original."""
-        return self._pairs[id(module)][1]
+        """The copy of an original; of a module that is the same in the copy, itself."""
+        return self._pairs[id(module)][1] if id(module) in self._pairs else module
 
     def pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Every original module with its copy."""
@@ -122,7 +129,7 @@ class Copy:
                     yield parameter, copy, name
 
     def twins(self) -> dict[int, nn.Parameter]:
-        """What stands for every parameter, by the id of the original."""
+        """What stands for every parameter of a copied module, by the id of the original."""
         found: dict[int, nn.Parameter] = {}
         for original, copy, name in self.slots():
             twin = copy._parameters[name]
@@ -258,10 +265,12 @@ def check_copyable(root: nn.Module, now: Copy | None) -> None:
 
     Attributes and hooks are searched, with what functions were given; not what they find in global names.
     """
-    mine = {id(m) for m in root.modules()} | {id(p) for p in root.parameters()}
+    copied = list(sharded_of(root))
+    mine = {id(m) for _, m in copied} | {id(p) for _, m in copied for p in m._parameters.values() if p is not None}
     if now is not None:
         mine |= now.ids | {id(twin) for twin in now.twins().values()}
-    for name, module in root.named_modules():
+    check_apart(root, mine)
+    for name, module in copied:
         where = name or "the model"
         kept = attributes_of(module, now)
         if "forward" in kept:
@@ -280,6 +289,15 @@ def check_copyable(root: nn.Module, now: Copy | None) -> None:
                         f"{where}.{attribute} refers to a module or parameter of the model outside torch's registers: "
                         "modules are made anew, and it would go on with the old one"
                     )
+
+
+def check_apart(root: nn.Module, copied: set[int]) -> None:
+    """Raise `SpecError` for a parameter in a layer of experts that is also in a module that is `copied`."""
+    shared = inside_layers(root)
+    for name, module in root.named_modules():
+        for attribute, p in module._parameters.items():
+            if id(module) in shared and id(p) in copied:
+                raise SpecError(f"{name}.{attribute} is in a layer of experts and elsewhere, and cannot be cut in one")
 
 
 def check_parameters(named: Mapping[str, nn.Parameter]) -> None:

@@ -11,32 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import nn
 
 from pipeline_balance.elastic.layouts import Block
 from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.ownership import Ownership, put
-from pipeline_balance.pipeline.rebuild import Change
-from pipeline_balance.pipeline.registered import registered
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater
 from pipeline_balance.pipeline.stages import Seats, alone
-from pipeline_balance.pipeline.training_state import Held, Item, base_name, refuse_odd
+from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd
 from prophet.engine.regroup import check_regroupable, check_unsplit, has_experts, regroup, stacked_experts
-from prophet.errors import LayoutError, SpecError
+from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
-from prophet.state.layout import Layout, layout_from, slice_box
-from prophet.state.space import Box, Space
-from prophet.state.transition import Moved
+from prophet.state.layout import slice_box
+from prophet.state.space import Box
 
 Shape = tuple[int, ...]
 
 __all__ = [
-    "ExpertReseater",
+    "Stack",
+    "as_boxes",
     "check_experts",
     "check_unsplit",
     "has_experts",
@@ -104,7 +98,7 @@ def share_out(model: nn.Module, seats: Seats) -> None:
         whole = named[name].detach()
         part = whole.tensor_split(ranks)[rank].clone()
         put(named[name], nn.Parameter(part, requires_grad=named[name].requires_grad))
-    regroup(model, seats.experts, seats.copies)
+    regroup(model, seats.experts, seats.copies, seats.alike)
 
 
 def nobody(ep: int) -> Collective:
@@ -112,106 +106,19 @@ def nobody(ep: int) -> Collective:
     return ThreadWorld(ep).collective(0)
 
 
-@dataclass
-class Regroup(Change):
-    """Also other groups that share the experts of all layers."""
+def as_boxes(held: Held, owned: Ownership, stacked: Mapping[str, Stack]) -> Held:
+    """What is held as boxes of whole tensors; the parts of experts are of `owned`.
 
-    model: nn.Module | None = None
-    shared: StageExperts | None = None
-    group: Collective | None = None
-    copies: Collective | None = None
-
-    def make(self) -> None:
-        super().make()
-        assert self.model is not None
-        assert self.shared is not None
-        self.shared.release()
-        regroup(self.model, self.group if self.group is not None else alone(), self.copies)
-
-
-@dataclass
-class ExpertReseater(Reseater):
-    """Takes a pipeline whose layers have experts from one arrangement to another, whatever their ep."""
-
-    moves_experts = True
-
-    @property
-    def _owned(self) -> Ownership:
-        return self.mover.owned
-
-    def __post_init__(self) -> None:
-        self.stacked = stacks(self._owned.model.root)
-
-    def described(self, found: list[Item] | str) -> Held | str:
-        held = super().described(found)
-        if isinstance(held, Held):
-            whole: Held | str = self.mover.attempt(lambda: self._as_boxes(held))
-            return whole
-        return held
-
-    def shapes(self) -> dict[str, Shape]:
-        return super().shapes() | {name: stack.shape for name, stack in self.stacked.items()}
-
-    def _as_boxes(self, held: Held) -> Held:
-        """What is held as boxes of whole tensors."""
-        stacked, specs = self.stacked, []
-        for spec in held.specs:
-            name = base_name(spec.name)
-            part = tuple(self._owned.parameters[name].shape) if name in stacked else None
-            if part is not None and spec.shape == part:
-                specs.append(replace(spec, shape=stacked[name].shape))
-                continue
-            if part is not None:
-                refuse_odd(spec.name, spec.shape, part)
-            specs.append(spec)
-        return Held(specs=specs, tensors=held.tensors, scalars=held.scalars)
-
-    def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
-        grid = self.mover.groups.grid if target is None else target.seats.grid
-        owners = self.passes.owners if target is None else target.owners
-        stage_map = self.now.stage_map if target is None else target.stage_map
-        home, tied = stage_map.assignment(), self._owned.tied()
-        stacked = self.stacked
-        found: dict[int, list[tuple[str, Box]]] = {}
-        for tensor in space.tensors:
-            name = base_name(tensor.name)
-            assert tensor.layer is not None
-            cut = stacked.get(name)
-            parts = grid.ep if cut is not None and tensor.shape == cut.shape else 1
-            for p in sorted({home[unit] for unit in tied.get(name, (tensor.layer,))}):
-                column = grid.column(p)
-                holders = owners.updaters(name, p) if tensor.kind == "optimizer" else column
-                if tensor.kind == "buffer" and target is None:
-                    holders = column[:1]
-                for process in holders:
-                    box = slice_box(tensor.shape, 0, parts, column.index(process) % parts) if parts > 1 else tensor.box
-                    found.setdefault(process, []).append((tensor.name, box))
-        return layout_from(space, processes, found)
-
-    def _change(self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int) -> Change:
-        change = super()._change(target, moved, scalars, place)
-        seats, root = target.seats, self._owned.model.root
-        given: dict[str, Any] = {**vars(change), "model": root, "shared": self.passes.experts}
-        made = Regroup(**given, group=seats.experts, copies=seats.copies)
-        contents = {id(parameter): k for k, (parameter, _) in enumerate(change.contents)}
-        values = {piece.name: tensor for piece, tensor in moved.state.items()}
-        for name, stack in self.stacked.items():
-            parameter, part = self._owned.parameters[name], stack.part(0, seats.grid.ep).shape
-            memory = values.get(name)
-            if memory is None:
-                memory = torch.empty(part, dtype=parameter.dtype, device="meta")
-                mine = {id(handle) for _, handle in registered(name, parameter)}
-                made.settings = [(h, t.new_empty(part) if id(h) in mine else t) for h, t in made.settings]
-            if tuple(memory.shape) != part:
-                raise LayoutError(f"{name} has come as {list(memory.shape)}, expected {list(part)}")
-            put_in = (parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
-            if id(parameter) in contents:
-                made.contents[contents[id(parameter)]] = put_in
-            elif tuple(parameter.shape) != part:
-                made.contents.append(put_in)
-                made.grads.append((parameter, None))
-        made.check()
-        return made
-
-    def unsplit(self, root: nn.Module) -> None:
-        regroup(root, alone(), None)
+    Raises `LayoutError` for what is kept for one of them and is neither of its shape nor one number.
+    """
+    specs = []
+    for spec in held.specs:
+        name = base_name(spec.name)
+        part = tuple(owned.parameters[name].shape) if name in stacked else None
+        if part is not None and spec.shape == part:
+            specs.append(replace(spec, shape=stacked[name].shape))
+            continue
+        if part is not None:
+            refuse_odd(spec.name, spec.shape, part)
+        specs.append(spec)
+    return Held(specs=specs, tensors=held.tensors, scalars=held.scalars)

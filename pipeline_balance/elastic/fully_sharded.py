@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
+from pipeline_balance.elastic.copies import sharded_of
+from prophet.engine.regroup import known_references
 from prophet.errors import SpecError
 
 
@@ -43,8 +45,11 @@ def padded(root: nn.Module) -> list[Tensor]:
 
 def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
     """Raise `SpecError` for a module or parameter with weak references, which would find the old one or none."""
-    for name, held in (*root.named_modules(), *named.items()):
-        if weakref.getweakrefcount(held) > isinstance(held, FSDPModule) + _tagged(held):  # FSDP2 has one itself
+    known, modules = known_references(root), list(sharded_of(root))
+    replaced = {id(p) for _, module in modules for p in module._parameters.values()}
+    for name, held in (*modules, *((n, p) for n, p in named.items() if id(p) in replaced)):
+        others = [one for one in weakref.getweakrefs(held) if id(one) not in known]
+        if len(others) > isinstance(held, FSDPModule) + _tagged(held):  # FSDP2 has one itself
             raise SpecError(
                 f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
                 "and take it anew afterwards"

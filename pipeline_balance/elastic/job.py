@@ -58,7 +58,7 @@ class Job:
     layers from this folder of a transformers model instead. `make_optimizer(named_parameters)` is called once; the
     optimizer is the same object for the whole run, so schedulers and step hooks go on. So are modules and parameters in
     layouts of pp and dp with zero 0 and 1. With tp, and with zero 2 and 3, `job.model` is a copy whose parameters are
-    `DTensor`s.
+    `DTensor`s, but for layers of experts, which stay the same.
 
     `data` gives global batches: `elastic.Batches`, or any iterable of `(inputs, labels)` that is the same on every
     process. A batch is cut into `microbatches` M, which are divided among the dp replicas. Where dp does not divide M
@@ -67,18 +67,18 @@ class Job:
     as `ModuleChain` takes them. `timeout_s` bounds every wait, `budget_bytes` the buffers of a switch. `nodes` [N] says
     on which node a process runs. An order of "fewest-bytes" is chosen at every switch from the layout in force.
 
-    `prophet.MoE` layers are built whole, with `group=elastic.one_rank()`; ep processes of a stage share their experts.
-    `balance_experts` has them balanced where ep > 1; it may be a function from a layout to its configuration. The job
-    sets `accumulation_steps`. `balance_stages` has the stages follow the load in layouts with several, where v and tp
-    are 1; `limits` [N] are the processes' memory and speed. `layout.stages` is then the map in force, and a layout
-    without `stages` begins with those that suit the last costs.
+    `prophet.MoE` layers are built whole, with `group=elastic.one_rank()`; ep processes of a stage share their experts,
+    tp ranks among them. Of the tokens that tp ranks have alike, each takes a part to the experts. `balance_experts` has
+    experts balanced where ep > 1; it may be a function from a layout to its configuration. The job sets
+    `accumulation_steps`. `balance_stages` has the stages follow the load in layouts with several, where v and tp are 1;
+    `limits` [N] are the processes' memory and speed. `layout.stages` is then the map in force, and a layout without
+    `stages` begins with those that suit the last costs.
 
     `slices` are what layouts with slices take beside their number and that of stages per rank, as
     `SliceOptions(1, order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too. Layers of
     one's own call `pipeline_balance.slices.attend` in every layout. `schedule` is as `ElasticPipeline` takes it.
 
-    Raises `SpecError` for a layout that cannot be trained yet: experts with tp, pp or experts with zero 2 and 3, slices
-    with tp.
+    Raises `SpecError` for a layout that cannot be trained yet: pp or experts with zero 2 and 3, slices with tp.
     """
 
     def __init__(
@@ -258,17 +258,13 @@ class Job:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict` on the layout's first rank, empty elsewhere. Collective."""
-        return self._whole(self.pipeline.groups.grid.rows[0][0])
+        return self._whole(self.layout.rank_of_place[0], nn.Module.state_dict)
 
-    def _whole(
-        self, process: int, said: Callable[[nn.Module], dict[str, Any]] = nn.Module.state_dict
-    ) -> dict[str, Tensor]:
-        """The unsplit model's `state_dict` on one process; with experts, in what a copy of it has `said`."""
-        pipe = self.pipeline
-        if not pipe.experts.any and pipe.groups.grid.replica_of(process) < pipe.groups.replicas:
-            return pipe.state_dict(rank=process)
-        with pipe.failures.during(f"collecting the model before step {self.steps}", pipe.stage_map):
-            return self._switching.reseater(self.layout).whole_state(pipe.groups.world, process, said)
+    def _whole(self, process: int, said: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Tensor]:
+        """What a copy of the unsplit model has `said` of its state, on one process."""
+        state = self._switching.state(self.layout)
+        with state.during("collecting the model before step"):
+            return state.whole_state(self.pipeline.collective, process, said)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Write the whole model by its own `save_pretrained`, a converted one in its original layout. Collective.

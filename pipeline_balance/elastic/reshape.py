@@ -1,7 +1,9 @@
-"""Switching to shards, from shards, and among them: other modules, the same optimizer, all of it or nothing.
+"""Switching between the layouts of a job: what each parameter is there says what becomes of it.
 
-Modules are made and filled on the side. Once all processes have decided, what is left are assignments: the model, the
-parameters in the optimizers' groups, the keys of their state.
+A parameter is whole, a stack of experts of which a process has a part, or a shard (`DTensor`). The first two stay the
+same objects and get other contents. Shards are of other modules, which are made and filled on the side. Once all
+processes have decided, what is left are assignments: contents, the groups that share experts, the model, the parameters
+in the optimizers' groups, the keys of their state.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import Found, check_copyable, check_parameters, found_in
+from pipeline_balance.elastic.copies import Found, check_copyable, check_parameters, found_in, sharded_of
 from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import stacks
+from pipeline_balance.elastic.experts import as_boxes, has_experts, stacks
 from pipeline_balance.elastic.fully_sharded import check_weak, leaves_of, padded
 from pipeline_balance.elastic.groups import SHARDS, Groups
 from pipeline_balance.elastic.holdings import box_of, digests, refuse_apart
@@ -23,32 +25,41 @@ from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout
 from pipeline_balance.elastic.parallelism import Axis, Parallelism
 from pipeline_balance.elastic.sharded import ShardedModel, Shards, add_empty, entries_like, mesh_of, shard_like, sharded
 from pipeline_balance.elastic.styles import styles_of
+from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.optimizers import Optimizers
+from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership, attributes_of, check_free, like_meta
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import registered, settings
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater
-from pipeline_balance.pipeline.stages import Stages
-from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, state_entries
-from prophet.errors import TransitionError
+from pipeline_balance.pipeline.reseat import Arrangement, Built, Going, PipelineState
+from pipeline_balance.pipeline.stages import Seats, alone
+from pipeline_balance.pipeline.training_state import Held, Item, base_name, refuse_odd, state_entries
+from prophet.engine.regroup import regroup
+from prophet.errors import LayoutError, SpecError, TransitionError
 from prophet.state.layout import Layout, layout_from
 from prophet.state.space import Box, Space
-from prophet.state.transition import Moved
+from prophet.state.transition import State
 
 Ahead = Callable[[Shards], ShardedModel | None]
 """Makes the modules of a layout of shards before a switch."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedArrangement(Arrangement):
-    """A layout of shards. `rules` say how tp cuts; `shards` are None on a process without a place.
+class JobArrangement(Arrangement):
+    """A layout. `rules` say how tp cuts."""
+
+    layout: Parallelism
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedArrangement(JobArrangement):
+    """A layout of shards, which are None on a process without a place.
 
     `ahead` is the model in it, without memory, where that was made before the switch.
     """
 
-    layout: Parallelism
-    rules: Mapping[str, Rule]
     shards: Shards | None
     ahead: ShardedModel | None = None
 
@@ -68,20 +79,20 @@ def describe(owned: Ownership, rules: Mapping[str, Rule] | None = None) -> Model
     return ModelDescription(name="job", layers=len(owned.model.units), parameters=tuple(found))
 
 
-def sharded_layout(
-    space: Space, model: ModelDescription, at: ShardedArrangement, processes: int, first: bool
+def layout_in(
+    layout: Parallelism, space: Space, model: ModelDescription, owners: Owners, processes: int, *, first: bool
 ) -> Layout:
     """Which box of which tensor each process holds; `first`: buffers count as the first process's alone.
 
     Raises `LayoutError` for an optimizer's entry that is neither of its parameter's shape nor one number.
     """
-    layout, home = at.layout, at.stage_map.assignment()
+    home = layout.stage_map(model.layers).assignment()
     alike = replace(layout, zero=0) if layout.zero == 1 else layout
     held = layout_of(model, alike, ranks=processes).by_tensor()
 
     def updates(name: str, rank: int) -> bool:
         place = layout.place(rank)
-        return place is not None and at.owners.updates(name, place.pp, place.dp)
+        return place is not None and owners.updates(name, place.pp, place.dp)
 
     found: dict[int, list[tuple[str, Box]]] = {}
     for tensor in space.tensors:
@@ -104,8 +115,11 @@ def sharded_layout(
 
 @dataclass
 class Remodel(Change):
-    """Also other modules, with their parameters in the optimizers."""
+    """Also other groups that share the experts of all layers, and other modules, with parameters in the optimizers."""
 
+    root: nn.Module | None = None
+    shared: StageExperts | None = None
+    seats: Seats | None = None
     leaves: ShardedModel | None = None
     enters: ShardedModel | None = None
     optimizers: Optimizers | None = None
@@ -122,23 +136,52 @@ class Remodel(Change):
         for parameter, flag, attributes in self.trains:
             parameter.requires_grad_(flag)
             parameter.__dict__.update(attributes)
-        assert self.optimizers is not None
-        self.optimizers.exchange(self.becomes, self.entries)
+        if self.optimizers is not None:
+            self.optimizers.exchange(self.becomes, self.entries)
+        assert self.root is not None
+        assert self.shared is not None
+        assert self.seats is not None
+        self.shared.release()
+        group = self.seats.experts if self.seats.experts is not None else alone()
+        regroup(self.root, group, self.seats.copies, self.seats.alike)
 
 
 @dataclass
-class Reshaper(Reseater):
-    """Takes a pipeline from shards to other shards or to none. `before`: the shards' layout in force, None of none."""
+class JobState(PipelineState):
+    """The training state of a job in its `present` layout, whatever kinds of parameters the model has.
+
+    `plain` is the model that the user built, `before` what is in force of shards, None of none. `remakes`: one of the
+    layouts has shards, so that modules are other ones.
+    """
 
     plain: PipelineModel
+    present: Parallelism
     before: ShardedArrangement | None
+    remakes: bool
+
+    moves_experts = True
+
+    def __post_init__(self) -> None:
+        self.stacked = stacks(self.mover.owned.model.root)
 
     def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
-        at = self.before if target is None else target
-        if isinstance(at, ShardedArrangement):
-            model = describe(self.mover.owned, at.rules)
-            return sharded_layout(space, model, at, processes, target is None)
-        return super().layout(space, target, processes)
+        owned = self.mover.owned
+        if target is not None:
+            assert isinstance(target, JobArrangement)
+            model = describe(owned, target.rules)
+            return layout_in(target.layout, space, model, target.owners, processes, first=False)
+        model = describe(owned, self.before.rules if self.before is not None else {})
+        return layout_in(self.present, space, model, self.passes.owners, processes, first=True)
+
+    def described(self, found: list[Item] | str) -> Held | str:
+        held = super().described(found)
+        if isinstance(held, Held):
+            boxes: Held | str = self.mover.attempt(lambda: as_boxes(held, self.mover.owned, self.stacked))
+            return boxes
+        return held
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return super().shapes() | {name: stack.shape for name, stack in self.stacked.items()}
 
     @property
     def now_sharded(self) -> ShardedModel | None:
@@ -147,6 +190,9 @@ class Reshaper(Reseater):
         return model if isinstance(model, ShardedModel) else None
 
     def check_free(self) -> None:
+        if not self.remakes:
+            super().check_free()
+            return
         now, named = self.now_sharded, self.mover.owned.parameters
         root = self.plain.root if now is None else now.copy.root
         check_free(leaves_of(root, named))
@@ -160,9 +206,11 @@ class Reshaper(Reseater):
         found: dict[str, Tensor] = {}
         for parameter in describe(owned, self.before.rules).parameters:
             if parameter.dim is None:
-                name, p = parameter.name, owned.parameters[parameter.name]
+                name, p, stack = parameter.name, owned.parameters[parameter.name], self.stacked.get(parameter.name)
                 entries = {f"{name}@{e}": t for e, t in state.get(id(p), {}).items() if isinstance(t, Tensor)}
-                found |= {name: p, **entries, **{key: handle.tensor for key, handle in registered(name, p)}}
+                mine = {name: p, **entries, **{key: handle.tensor for key, handle in registered(name, p)}}
+                part = f" from row {stack.first}" if stack is not None else ""
+                found |= {f"{key}{part}": tensor for key, tensor in mine.items()}
         return digests(found)
 
     def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
@@ -172,20 +220,27 @@ class Reshaper(Reseater):
         return self.refusal() or super().describe()
 
     def refusal(self) -> str:
-        """In words, why modules cannot be made anew here; nothing if they can."""
+        """In words, why modules cannot be made anew here; nothing if they can, or need not."""
+        if not self.remakes:
+            return ""
 
         def checked() -> str:
             now = self.now_sharded
             check_copyable(self.plain.root, now.copy if now is not None else None)
-            check_parameters(self.mover.owned.parameters)
+            replaced = {id(p) for _, m in sharded_of(self.mover.owned.model.root) for p in m._parameters.values()}
+            check_optimizers(self.mover.optimizers, mixed=has_experts(self.plain.root))
+            check_parameters({n: p for n, p in self.mover.owned.parameters.items() if id(p) in replaced})
             return ""
 
         return str(self.mover.attempt(checked))
 
-    def _ready(self, boxes: Mapping[str, Box], target: Arrangement, place: int, config: Any) -> Stages:
+    def build(self, to: Going, boxes: Mapping[str, Box]) -> Built:
+        if not self.remakes:
+            return super().build(to, boxes)
+        target = to.target
         shards = target.shards if isinstance(target, ShardedArrangement) else None
-        now, mover, self._enters = self.now_sharded, self.mover, None
-        self._owned = owned = self.becomes or Ownership(self.plain)
+        now, mover = self.now_sharded, self.mover
+        owned = to.becomes or Ownership(self.plain)
         mover.check_put(owned.parameters)
         model = target.model or self.plain
         if shards is not None:
@@ -193,15 +248,15 @@ class Reshaper(Reseater):
             made = target.ahead
             if made is None or not made.copy.stands():
                 made = self._modules(shards, self._found())
-            made.update(now, config.seed)
-            self._enters = model = made
-            twins = model.copy.twins()
-            for name in owned.of(target.stage_map.layers_on(place)):
+            made.update(now, to.config.seed)
+            model, twins = made, made.copy.twins()
+            for name in owned.of(to.layers):
+                if id(owned.parameters[name]) not in twins:
+                    continue
                 box = box_of(twins[id(owned.parameters[name])])
                 if box.elements and box != boxes.get(name):
                     raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
-        builder = replace(mover.builder, model=model)
-        return builder.build(target.stage_map, target.durations, rank=place, config=config, schedule=self.schedule)
+        return Built(stages=self._stages(replace(mover.builder, model=model), to), owned=owned, model=model)
 
     def ahead(self) -> Ahead:
         """Reads the modules as they are; what is returned makes them from that, in any thread.
@@ -229,7 +284,7 @@ class Reshaper(Reseater):
         passes = self.passes  # not this object, which refers to what is in force now
         return sharded(self.plain, found, shards, lambda: passes.progress.updates)
 
-    def _beside(self, others: list[Tensor]) -> list[Tensor]:
+    def beside(self, others: list[Tensor]) -> list[Tensor]:
         now = self.now_sharded
         return others if now is None else [*others, *padded(now.root)]
 
@@ -247,27 +302,58 @@ class Reshaper(Reseater):
         mover.owned.read()
         mover.drop()
 
-    def _change(self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int) -> Change:
-        now, mover, enters = self.now_sharded, self.mover, self._enters
-        values = {piece.name: tensor for piece, tensor in moved.state.items()}
+    def change(self, to: Going, built: Built, state: State, numbers: Mapping[str, Any]) -> Change:
+        values = {piece.name: tensor for piece, tensor in state.items()}
+        if self.remakes:
+            change = self._remodelled(to, built, values, numbers)
+        else:
+            change = Remodel(**vars(super().change(to, built, state, numbers)))
+        change.root, change.shared, change.seats = self.plain.root, self.passes.experts, to.target.seats
+        self._share(change, to.target, values)
+        change.check()
+        return change
+
+    def _share(self, change: Remodel, target: Arrangement, values: Mapping[str, Tensor]) -> None:
+        """Have experts in parts of the size that processes have of them in `target`, also where there are none."""
+        assert isinstance(target, JobArrangement)
+        contents = {id(parameter): k for k, (parameter, _) in enumerate(change.contents)}
+        for name, stack in self.stacked.items():
+            parameter, part = self.mover.owned.parameters[name], stack.part(0, target.layout.ep).shape
+            memory = values.get(name)
+            if memory is None:
+                memory = torch.empty(part, dtype=parameter.dtype, device="meta")
+                mine = {id(handle) for _, handle in registered(name, parameter)}
+                change.settings = [(h, t.new_empty(part) if id(h) in mine else t) for h, t in change.settings]
+            if tuple(memory.shape) != part:
+                raise LayoutError(f"{name} has come as {list(memory.shape)}, expected {list(part)}")
+            put_in = (parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+            if id(parameter) in contents:
+                change.contents[contents[id(parameter)]] = put_in
+            elif tuple(parameter.shape) != part:
+                change.contents.append(put_in)
+                change.grads.append((parameter, None))
+
+    def _remodelled(self, to: Going, built: Built, values: dict[str, Tensor], numbers: Mapping[str, Any]) -> Remodel:
+        """The change to other modules; whose parameters are none of theirs gets other contents."""
+        now, mover, plain = self.now_sharded, self.mover, built.owned
+        enters = built.model if isinstance(built.model, ShardedModel) else None
+        assert plain is not None
         change = Remodel(optimizers=mover.optimizers, leaves=now, enters=enters)
-        plain = self._owned
         own = plain.parameters
-        here_too = {name: own[name] for name in plain.of(target.stage_map.layers_on(place))}
-        twins = self._filled(enters, here_too, values) if enters is not None else {}  # and empty moments
+        here_too = {name: own[name] for name in plain.of(to.layers)}
+        twins = self._filled(enters, here_too, values, to.space) if enters is not None else {}  # and empty moments
         change.owned = Ownership(enters) if enters is not None else plain
-        here = mover.groups.world.rank
-        updates = {n: v for n, v in scalars.items() if here in target.owners.updaters(base_name(n), place)}
-        entries = state_entries(values, updates)
+        entries = state_entries(values, to.updates(numbers, mover.groups.world.rank))
         for name, before in mover.owned.parameters.items():
             original = own[name]
             after = twins.get(id(original), original)
             change.becomes[id(before)] = after
             if entries.get(name):
                 mine = entries[name]
-                change.entries[id(before)] = mine if enters is None else entries_like(after, mine, name, self.space)
+                cut = id(original) in twins
+                change.entries[id(before)] = entries_like(after, mine, name, to.space) if cut else mine
             change.grads.append((original, None))
-            if enters is None and name in values:
+            if id(original) not in twins and name in values:
                 made = nn.Parameter(values[name], requires_grad=before.requires_grad)
                 change.contents.append((original, made))
             elif not original.is_meta:
@@ -278,20 +364,19 @@ class Reshaper(Reseater):
         change.settings = settings(
             mover.owned.parameters,
             values,
-            lambda n, t: shard_like(twins[id(own[n])], t) if twins else t,
+            lambda n, t: shard_like(twins[id(own[n])], t) if id(own[n]) in twins else t,
             lambda n: twins.get(id(own[n]), own[n]),
         )
-        change.check()
         return change
 
     def _filled(
-        self, model: ShardedModel, own: Mapping[str, nn.Parameter], values: dict[str, Tensor]
+        self, model: ShardedModel, own: Mapping[str, nn.Parameter], values: dict[str, Tensor], space: Space
     ) -> dict[int, nn.Parameter]:
         """The shards with what has come for them."""
         twins = model.copy.twins()
-        mine = {name: box_of(twins[id(original)]) for name, original in own.items()}
-        add_empty(values, mine, self.space, self.mover.device)
-        return model.fill({id(original): values[name] for name, original in own.items()})
+        mine = {name: box_of(twins[id(p)]) for name, p in own.items() if id(p) in twins}
+        add_empty(values, mine, space, self.mover.device)
+        return model.fill({id(own[name]): values[name] for name in mine})
 
     def _buffers(self, change: Change, owned: Ownership, values: Mapping[str, Tensor]) -> None:
         for name, buffer in owned.buffers.items():
@@ -299,6 +384,20 @@ class Reshaper(Reseater):
                 change.buffers.append((buffer, values[name]))
             elif not buffer.tensor.is_meta:
                 change.buffers.append((buffer, buffer.tensor.to("meta")))
+
+    def unsplit(self, root: nn.Module) -> None:
+        regroup(root, alone(), None)
+
+    @property
+    def whole(self) -> Ownership:
+        return self.mover.owned if self.now_sharded is None else Ownership(self.plain)
+
+
+def check_optimizers(optimizers: Optimizers, *, mixed: bool) -> None:
+    """Raise `SpecError` for an optimizer that takes no shards beside other parameters; `mixed`: it is to have both."""
+    for option in ("foreach", "fused"):
+        if mixed and any(group.get(option) for one in optimizers.all for group in one.param_groups):
+            raise SpecError(f"an optimizer with {option}=True cannot update shards beside experts: leave it out")
 
 
 def is_sharded(layout: Parallelism) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline_balance.elastic.balance import Balance
 from pipeline_balance.elastic.data import GlobalBatches
-from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement
+from pipeline_balance.elastic.reshape import ShardedArrangement
 from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.pipeline.agreement import from_all
 from pipeline_balance.pipeline.saved import Also, Checkpoint, load_state, save_state
@@ -30,7 +30,7 @@ def save_job(switching: Switching, folder: str | Path, position: int, also: Also
         op = Operation("collecting what balancing remembers")
         experts.learn(from_all(lambda: told, pipe.collective, pipe.config.device, op))
     run = {POSITION: position, SEED: pipe.config.seed, MEMORIES: experts.kept()}
-    how = switching.reseater(switching.layout)
+    how = switching.state(switching.layout)
     save_state(how, folder, step=pipe.progress.updates, stage_map=pipe.stage_map, also=also, run=run)
 
 
@@ -40,14 +40,14 @@ def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also
         switching.renew()
     switching.groups.idle()  # balancing may make groups, too
     pipe, layout, plain = switching.pipeline, switching.layout, switching.adapters.plain
-    how = switching.reseater(layout)
+    how = switching.state(layout)
     model = pipe.model if switching.shards is None else plain
     target = switching.arrangement(layout, layout.stage_map(len(pipe.model.units)), switching.rules, model, how)
     ready: list[Callable[[], None]] = []
 
     def check(saved: Checkpoint) -> None:
         _check(saved.run, folder)
-        if isinstance(how, Reshaper) and (problem := how.refusal()):
+        if problem := how.refusal():
             raise SpecError(problem)
         Balance(None).keep(saved.run[MEMORIES])
         ready.append(data.reach(saved.run[POSITION]))

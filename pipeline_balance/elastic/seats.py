@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pipeline_balance.elastic.experts import nobody
@@ -13,19 +14,28 @@ from pipeline_balance.pipeline.stages import Seats, alone
 from prophet.ranks.process_group import process_rank
 
 
-def groups_of(layout: Parallelism) -> list[tuple[Members, str]]:
-    """The groups of a layout, in the order in which all processes make them."""
+def groups_of(layout: Parallelism, *, experts: bool) -> list[tuple[Members, str]]:
+    """The groups of a layout, in the order in which all processes make them; `experts`: the model has some."""
     rows = [(members, "stages") for members in layout.groups("pp")]
     # torch averages what it shards
     columns = [(members, "replicas") for members in layout.groups("dp")] if layout.zero < 2 else []
     shards = [(group, SHARDS) for axis in mesh_axes(layout) for group in layout.groups(axis)]
-    experts = [(group, "experts") for group in layout.groups("ep")] if layout.ep > 1 else []
-    copies = [(group, "copies of experts") for group in layout.groups("edp")] if layout.ep > 1 else []
-    return [*rows, *columns, *shards, *experts, *copies]
+    shares: list[tuple[Members, str]] = []
+    if experts and _shares(layout):
+        shares += [(group, "experts") for group in layout.groups("ep")]
+        shares += [(group, "copies of experts") for group in layout.groups("edp")]
+    if experts and layout.tp > 1:
+        shares += [(group, "the same tokens") for group in layout.groups("tp")]
+    return [*rows, *columns, *shards, *shares]
 
 
-def seats_of(layout: Parallelism, groups: Groups) -> Seats:
-    """The places of a layout whose groups were made."""
+def _shares(layout: Parallelism) -> bool:
+    """Whether the processes of a stage share experts, or the tokens that they are given alike."""
+    return layout.ep > 1 or layout.tp > 1
+
+
+def seats_of(layout: Parallelism, groups: Groups, *, experts: bool) -> Seats:
+    """The places of a layout whose groups were made; `experts`: the model has some."""
     here = process_rank()
     place = layout.place(here)
     tp, every = place.tp if place is not None else 0, layout.grid.tolist()
@@ -33,18 +43,21 @@ def seats_of(layout: Parallelism, groups: Groups) -> Seats:
     def rows_of_shard(t: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(stage[d][t] for stage in every) for d in range(layout.dp))
 
-    grid = Grid(
-        rows=rows_of_shard(tp), beside=tuple(rows_of_shard(t) for t in range(layout.tp) if t != tp), ep=layout.ep
-    )
-    experts: dict[str, Any] = {}
-    if layout.ep > 1:
+    # neighbours along tp have experts of different parts, so that fewer replicas have
+    beside = tuple(rows_of_shard(t) for t in range(layout.tp) if t != tp)
+    grid = Grid(rows=rows_of_shard(tp), beside=beside, ep=layout.ep // math.gcd(layout.ep, layout.tp))
+    shares: dict[str, Any] = {}
+    if experts and _shares(layout):
         group, same = layout.group("ep", here), layout.group("edp", here)
-        experts["experts"] = groups.get(group, "experts") if group else nobody(layout.ep)
-        experts["copies"] = groups.get(same, "copies of experts") if same else alone()
+        shares["experts"] = groups.get(group, "experts") if group else nobody(layout.ep)
+        shares["copies"] = groups.get(same, "copies of experts") if same else alone()
+    if experts and layout.tp > 1:
+        group = layout.group("tp", here)
+        shares["alike"] = groups.get(group, "the same tokens") if group else nobody(layout.tp)
     if grid.replica_of(here) == grid.replicas:
-        return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone(), **experts)
+        return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone(), **shares)
     row, column = grid.replica(grid.replica_of(here)), grid.column(grid.pipeline_rank_of(here))
     stages = groups.get(row, "stages")
     replicas = groups.get(column, "replicas") if layout.zero < 2 else alone()
     shards = tuple(groups.get(layout.group(axis, here), SHARDS) for axis in mesh_axes(layout))
-    return Seats(grid=grid, collective=stages, column=replicas, shards=shards, **experts)
+    return Seats(grid=grid, collective=stages, column=replicas, shards=shards, **shares)

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from pipeline_balance.elastic.copies import Copy, Found, without_memory
+from pipeline_balance.elastic.copies import Copy, Found, sharded_of, without_memory
 from pipeline_balance.elastic.fully_sharded import give_back
 from pipeline_balance.elastic.styles import Style
 from pipeline_balance.pipeline.adapter import TransformersModel
@@ -35,6 +35,7 @@ from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.generators import unit_seed
 from pipeline_balance.pipeline.model import Activations, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of
 from pipeline_balance.pipeline.ownership import like_meta
+from pipeline_balance.pipeline.router_losses import find_router_loss
 from pipeline_balance.pipeline.shapes import output_of
 from pipeline_balance.pipeline.skeleton import Skeleton
 from pipeline_balance.pipeline.training_state import base_name
@@ -287,8 +288,8 @@ class ShardedModel(PipelineModel):
         return [()] * (len(self.units) + 1)  # no other stage waits for them
 
     def measures(self, parameter: nn.Parameter, replica: int) -> bool:
-        shard: Any = parameter
-        copies = [p.is_replicate() for p in shard.placements]
+        placements = getattr(parameter, "placements", None)  # none in a layer of experts: all have it whole
+        copies = [p.is_replicate() for p in placements] if placements is not None else [True] * len(self._first)
         first = all(here for here, copied in zip(self._first, copies, strict=True) if copied)
         return first and (self.shards.dp is not None or replica == 0)
 
@@ -351,6 +352,8 @@ class _InStages(TransformersModel):
         self.__dict__.update(vars(plain))
         self.root, self.layers, self.units, self._latest = root, layers, units, None
         self.skeleton, self._known, self._outputs = Skeleton(root, layers, plain.device), {}, {}
+        if plain.router_loss is not None:
+            self.router_loss = find_router_loss(root, layers)  # of these gates
 
     def _shapes_of(self, layer: int, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
         """Without hooks: those of tensor parallelism want shards."""
@@ -418,20 +421,27 @@ def sharded(plain: PipelineModel, found: Sequence[Found], shards: Shards, update
     raise SpecError(f"a {type(plain).__name__} cannot be sharded: expected layers in a row or a transformers model")
 
 
-def check_shardable(model: PipelineModel) -> None:
-    """Raise `SpecError` for a model that cannot be sharded."""
+def check_shardable(model: PipelineModel, *, in_stages: bool) -> None:
+    """Raise `SpecError` for a model that cannot be sharded; `in_stages`: its units run one by one."""
     if not isinstance(model, TransformersModel | ModuleChain) or model.slicing is not None:
         raise SpecError(f"a {type(model).__name__} cannot be sharded: expected layers in a row or a transformers model")
-    if isinstance(model, TransformersModel) and model.router_loss is not None:
-        raise SpecError("a model whose routers add a loss cannot be sharded")
-    check_parts(model.root)
+    if isinstance(model, TransformersModel) and model.router_loss is not None and not in_stages:
+        raise SpecError("a model whose routers add a loss cannot be sharded with zero 2 and 3")
+    check_no_scalars(model.root)
+
+
+def check_no_scalars(root: nn.Module) -> None:
+    """Raise `SpecError` for a parameter that torch cannot shard."""
+    for name, module in sharded_of(root):
+        for attribute, p in module._parameters.items():
+            if p is not None and not p.dim():
+                where = f"{name}.{attribute}" if name else attribute
+                raise SpecError(f"{where} is a scalar, which torch cannot shard: give it one dimension")
 
 
 def check_parts(root: nn.Module) -> None:
     """Raise `SpecError` for a parameter or module that torch cannot shard."""
-    for name, p in root.named_parameters():
-        if not p.dim():
-            raise SpecError(f"{name} is a scalar, which torch cannot shard: give it one dimension")
+    check_no_scalars(root)
     for name, module in root.named_modules():
         if collective_of(module) is not None:
             raise SpecError(f"{name} has experts on several ranks, which cannot be sharded")

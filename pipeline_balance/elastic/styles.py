@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeline_balance.elastic.copies import sharded_of
 from pipeline_balance.elastic.describe import How, Rule
 from pipeline_balance.elastic.parallelism import check_cut
 from prophet.errors import SpecError
@@ -41,7 +42,10 @@ class Style:
 
 
 def styles_of(root: nn.Module, tp: int) -> dict[str, Style]:
-    """The style of every module of `root` that has parameters, by name. Raises `SpecError` for what cannot be cut."""
+    """The style of every module of `root` that has parameters, by name; layers of experts have none.
+
+    Raises `SpecError` for what cannot be cut.
+    """
     plan: Mapping[str, str] = getattr(root, "tp_plan", None) or {}
     kind = type(root).__name__
     if not plan:
@@ -50,7 +54,7 @@ def styles_of(root: nn.Module, tp: int) -> dict[str, Style]:
     heads = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
     check_cut(tp, {f"{name} = {n} of a {kind}": n for name, n in heads.items() if n is not None})
     found: dict[str, Style] = {}
-    for name, module in root.named_modules():
+    for name, module in sharded_of(root):
         if not any(p is not None for p in module._parameters.values()):
             continue
         word = next((how for pattern, how in plan.items() if fnmatchcase(name, pattern)), None)

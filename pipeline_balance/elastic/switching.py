@@ -15,22 +15,31 @@ from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance
 from pipeline_balance.elastic.data import microbatches_of
 from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import ExpertReseater, has_experts
+from pipeline_balance.elastic.experts import has_experts
 from pipeline_balance.elastic.groups import Groups, Members, met
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.reshape import Ahead, Reshaper, ShardedArrangement, describe, is_sharded, shards_in
+from pipeline_balance.elastic.reshape import (
+    Ahead,
+    JobArrangement,
+    JobState,
+    ShardedArrangement,
+    describe,
+    is_sharded,
+    shards_in,
+)
 from pipeline_balance.elastic.seats import groups_of, seats_of
 from pipeline_balance.elastic.stages import JobStages
 from pipeline_balance.elastic.trainable import check, check_mode
 from pipeline_balance.pipeline.agreement import alike, refuse_where
 from pipeline_balance.pipeline.model import PipelineModel
+from pipeline_balance.pipeline.move.arrangement import ArrangementMove
+from pipeline_balance.pipeline.move.arrangement import switch as move_to
 from pipeline_balance.pipeline.move.transaction import Prepared, Switched
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
-from pipeline_balance.pipeline.reseat import Arrangement, ArrangementMove, Reseater
-from pipeline_balance.pipeline.reseat import switch as move_to
+from pipeline_balance.pipeline.reseat import Arrangement
 from pipeline_balance.pipeline.stages import Seats
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import gather_json, in_words, spec_rows, specs_of
@@ -71,7 +80,7 @@ class Switching:
         self.layout, self.groups, self.adapters, self.experts = layout, groups, adapters, experts
         self.position, self.microbatches, self.nodes, self.device = position, microbatches, nodes, device
         self.shards: ShardedArrangement | None = None
-        self._state: tuple[Members, str] = (tuple(range(processes())), "state")  # carries it
+        self._carrier: tuple[Members, str] = (tuple(range(processes())), "state")  # carries it
         self._words: tuple[Members, str] = (tuple(range(processes())), "words")  # of the thread that prepares
         self.preparing: Future[Prepared] | None = None
 
@@ -100,13 +109,13 @@ class Switching:
             # the live model is read here; the thread works on what was read
             read, world = pipe.owned.as_read(), processes()
             present, rules_now = self.layout, self.rules
-            reseater = self.reseater(layout, read)
-            found = reseater.items()
-            ahead = reseater.ahead() if isinstance(reseater, Reshaper) and is_sharded(layout) else None
+            how = self.state(layout, read)
+            found = how.items()
+            ahead = how.ahead() if is_sharded(layout) else None
 
         def made() -> Prepared:
             self.groups.keep()
-            held, stage_map = reseater.described(found), layout.stage_map(len(read.model.units))
+            held, stage_map = how.described(found), layout.stage_map(len(read.model.units))
             specs = specs_of(held)
             chosen = layout
             if layout.order == FEWEST_BYTES:
@@ -119,8 +128,8 @@ class Switching:
                 self.groups.undo()
                 problem = f"{chosen} could not be prepared ({in_words([said for said, _ in every])})"
                 return Prepared(problem=problem)
-            target = self.arrangement(chosen, stage_map, rules, runs, reseater, ahead)
-            way = reseater.way([rows for _, rows in every], target, words.rank)
+            target = self.arrangement(chosen, stage_map, rules, runs, how, ahead)
+            way = how.way([rows for _, rows in every], target, words.rank)
             way.foresee(pipe.mover.budget_bytes, in_place=mode == "in-place")
             return Prepared(target=(chosen, target), specs=specs, route=way)
 
@@ -143,7 +152,7 @@ class Switching:
         """Make groups anew the next time where a preparation has `broken` off on any process; on all alike."""
         if any(broken):
             self.groups.undo()
-            self.groups.drop([self._state, self._words])
+            self.groups.drop([self._carrier, self._words])
 
     def change_stages(self, layout: Parallelism, durations: Durations) -> Switched:
         """Go to a layout that a controller asks for; what a user has prepared meanwhile stays so."""
@@ -187,35 +196,36 @@ class Switching:
             self.layout, self.shards = layout, _arranged(target)
 
         words = {"have another layout": str(layout), "have another data position": self.position()}
-        state = self.groups.get(*self._state) if target is not None else pipe.collective
-        how = self.reseater(layout or self.layout)
+        carrier = self.groups.get(*self._carrier) if target is not None else pipe.collective
+        how = self.state(layout or self.layout)
         try:
-            done = move_to(ArrangementMove(how, target, words, ready, told, heard, mode), state, [put])
+            done = move_to(ArrangementMove(how, target, words, ready, told, heard, mode), carrier, [put])
         except TransitionError:
             if remembered:  # the state's group may be of no more use: another one is made the next time
-                self.groups.drop([self._state])
+                self.groups.drop([self._carrier])
             raise
         self.experts.learn(remembered)
         return done
 
     def wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""
-        return [self._words, self._state, *groups_of(layout)]
+        return [self._words, self._carrier, *groups_of(layout, experts=self._has_experts)]
+
+    @property
+    def _has_experts(self) -> bool:
+        return has_experts(self.adapters.plain.root)
 
     @property
     def rules(self) -> Mapping[str, Rule]:
         """How tp cuts the model now."""
         return self.shards.rules if self.shards is not None else {}
 
-    def reseater(self, layout: Parallelism, read: Ownership | None = None) -> Reseater:
-        """What takes the pipeline to `layout`; with `read`, it works on what was read of the model."""
-        plain = self.pipeline.reseater()
+    def state(self, layout: Parallelism, read: Ownership | None = None) -> JobState:
+        """The state, to be taken to `layout`; with `read`, it works on what was read of the model."""
+        plain = self.pipeline.state()
         mover = plain.mover if read is None else replace(plain.mover, owned=read)
-        if has_experts(self.adapters.plain.root):
-            return ExpertReseater(mover, plain.passes)
-        if self.shards is None and not is_sharded(layout):
-            return replace(plain, mover=mover)
-        return Reshaper(mover, plain.passes, self.adapters.plain, self.shards)
+        remakes = self.shards is not None or is_sharded(layout)
+        return JobState(mover, plain.passes, self.adapters.plain, self.layout, self.shards, remakes)
 
     def arrangement(
         self,
@@ -223,25 +233,27 @@ class Switching:
         stage_map: StageMap,
         rules: Mapping[str, Rule],
         model: PipelineModel,
-        to: Reseater,
+        how: JobState,
         ahead: Ahead | None = None,
-    ) -> Arrangement:
+    ) -> JobArrangement:
         """The layout as a pipeline takes it, once its groups were made; `ahead` makes its modules."""
-        seats, owned, read = self.seats(layout), self.pipeline.owned, to.mover.owned
+        seats, owned, read = self.seats(layout), self.pipeline.owned, how.mover.owned
         given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "model": model, "nodes": self.nodes}
-        given["microbatches"] = microbatches_of(self.microbatches, layout.dp)
-        if not is_sharded(layout):
-            owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=to.shapes(), read=read)
-            return Arrangement(owners=owners, **given)
-        shards = shards_in(layout, self.adapters.plain.root, self.groups, process_rank(), self.device)
+        given |= {"microbatches": microbatches_of(self.microbatches, layout.dp), "layout": layout, "rules": rules}
         cut = {p.name: layout.tp for p in describe(read, rules).parameters if p.dim is not None}
-        owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut, read=read)
-        given |= {"owners": owners, "layout": layout, "rules": rules, "shards": shards}
-        return ShardedArrangement(ahead=ahead(shards) if ahead is not None and shards is not None else None, **given)
+        shards = cut if is_sharded(layout) else None
+        given["owners"] = Owners(
+            owned, seats.grid, stage_map, layout.zero, shards=shards, shapes=how.shapes(), read=read
+        )
+        if not is_sharded(layout):
+            return JobArrangement(**given)
+        mine = shards_in(layout, self.adapters.plain.root, self.groups, process_rank(), self.device)
+        made = ahead(mine) if ahead is not None and mine is not None else None
+        return ShardedArrangement(shards=mine, ahead=made, **given)
 
     def seats(self, layout: Parallelism) -> Seats:
         """Which process runs which stages in it, once its groups were made."""
-        return seats_of(layout, self.groups)
+        return seats_of(layout, self.groups, experts=self._has_experts)
 
     def renew(self) -> None:
         """Make all communicators anew: those from before a failure are of no use. Collective."""

@@ -33,7 +33,7 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> dict[str, Ru
     if layout.tp > 1 and not isinstance(model, TransformersModel):
         raise SpecError(f"{layout}: tp needs a transformers model, got a {type(model.root).__name__}")
     if is_sharded(layout):
-        check_shardable(model)
+        check_shardable(model, in_stages=layout.zero < 2)
     return rules
 
 

@@ -48,11 +48,11 @@ def collective_of(module: nn.Module) -> Collective | None:
 
 
 def expert_layers(units: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Module]]:
-    """The layers that share experts with other ranks, with their unit and their name in it."""
+    """The layers that share experts with other ranks, or their tokens, with their unit and their name in it."""
     for number, unit in enumerate(units):
         for name, module in unit.named_modules():
             found = collective_of(module)
-            if found is not None and found.size > 1:
+            if found is not None and (found.size > 1 or getattr(module, "alike", None) is not None):
                 yield number, name, module
 
 

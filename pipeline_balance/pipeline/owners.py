@@ -53,8 +53,8 @@ class Owners:
             for rank in range(grid.pipeline_ranks):
                 trained = [n for n in seen.of(stage_map.layers_on(rank)) if n in trains]
                 self._owner.append({})
-                for every in (1, grid.ep) if grid.ep > 1 else (1,):
-                    names = [n for n in trained if self._every(n) == every]
+                for experts, every in ((False, 1), (True, grid.ep)):  # which are shared out apart
+                    names = [n for n in trained if self._is_expert(n) == experts]
                     whole = [(shapes or {}).get(n, parameters[n].shape) for n in names]
                     sizes = [math.prod(x) // (shards or {}).get(n, 1) for n, x in zip(names, whole, strict=True)]
                     found = zero_owners(sizes, grid.replicas // every)
@@ -62,7 +62,10 @@ class Owners:
 
     def _every(self, name: str) -> int:
         """Every how many replicas the same part of a parameter comes again."""
-        return self.grid.ep if getattr(self.owned.parameters.get(name), "prophet_expert", False) else 1
+        return self.grid.ep if self._is_expert(name) else 1
+
+    def _is_expert(self, name: str) -> bool:
+        return bool(getattr(self.owned.parameters.get(name), "prophet_expert", False))
 
     def updaters(self, name: str, pipeline_rank: int) -> tuple[int, ...]:
         """The processes of a column that update a parameter of its stages and keep the optimizer's state; none of P."""

@@ -34,7 +34,7 @@ class Grid:
     """R x P processes: `rows` [R][P] has those of every replica, by pipeline rank.
 
     `beside` [...][R][P] are other grids of the same size, which compute the same with other shards of the tensors.
-    `ep` neighbouring replicas share the experts of their layers: replica r has part r mod ep of all.
+    Every `ep` replicas the same part of the experts of their layers comes again: those of r and r + ep are equal.
     """
 
     rows: tuple[tuple[int, ...], ...]

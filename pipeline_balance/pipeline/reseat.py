@@ -1,7 +1,4 @@
-"""Moving a whole pipeline to other processes: other stages, other replicas, other owners of the optimizer's state.
-
-`rebuild` moves layers within every replica. Here all processes move at once, from the places they have to the places
-that others are to have.
+"""The training state of a whole pipeline, and the places that processes have in it.
 
 Shape legend: N processes, R replicas, P pipeline ranks.
 """
@@ -10,31 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.agreement import from_all, words_of
+from pipeline_balance.pipeline.agreement import from_all
 from pipeline_balance.pipeline.export import root_state
 from pipeline_balance.pipeline.model import PipelineModel
-from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared, Switched, run
-from pipeline_balance.pipeline.move.votes import Vote, refuse_against, refuse_unmovable
+from pipeline_balance.pipeline.move.transaction import Assignments
 from pipeline_balance.pipeline.owners import Owners
-from pipeline_balance.pipeline.ownership import Ownership, check_free
+from pipeline_balance.pipeline.ownership import Ownership, check_free, digest_of
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import Change, StateMover
-from pipeline_balance.pipeline.stages import PipelineConfig, Seats, Stages
-from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
+from pipeline_balance.pipeline.replicas import refuse_apart
+from pipeline_balance.pipeline.stages import PipelineConfig, Seats, StageBuilder, Stages
 from pipeline_balance.pipeline.training_state import (
     Held,
     Item,
     base_name,
-    gather_json,
     items,
     space_of,
     spec_rows,
-    specs_of,
 )
 from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.simulate import Durations
@@ -45,7 +40,7 @@ from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Layout, Piece, layout_from, whole_tensors
 from prophet.state.route import route
 from prophet.state.space import Box, Space
-from prophet.state.transition import Mode, Moved, State, transition
+from prophet.state.transition import State, transition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +60,49 @@ class Arrangement:
     durations: Durations | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Going:
+    """A way from what is in force to `target`, with the `space` of the state, on one process.
+
+    `place` is its pipeline rank in the target, `config` how the pipeline trains there. `becomes` is what the mover owns
+    there, where another model runs the units. `schedule` is what ranks have agreed to run; None asks for it.
+    """
+
+    target: Arrangement
+    space: Space
+    place: int
+    config: PipelineConfig
+    becomes: Ownership | None = None
+    schedule: Schedule | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that this process runs there."""
+        return self.target.stage_map.layers_on(self.place)
+
+    def updates(self, numbers: Mapping[str, Any], process: int) -> dict[str, Any]:
+        """Of these plain numbers, those of parameters that a process updates there."""
+        owners = self.target.owners
+        return {n: value for n, value in numbers.items() if process in owners.updaters(base_name(n), self.place)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """The stages of a target, made on the side; of `model`'s units, whose parameters are `owned`. None: as now."""
+
+    stages: Stages
+    owned: Ownership | None = None
+    model: PipelineModel | None = None
+
+
 @dataclass
-class Reseater:
-    """Takes a pipeline from one arrangement to another. `mover` has its parts, `passes` what it has under way."""
+class PipelineState:
+    """The training state of a pipeline: what is held, where it lies, and how it goes elsewhere or into files.
+
+    `mover` has the pipeline's parts, `passes` what it has under way."""
 
     mover: StateMover
     passes: Passes
-    becomes: Ownership | None = field(default=None, init=False)
-    """What `mover` is to own, where another model runs the units; `check` reads it."""
-    schedule: Schedule | None = field(default=None, init=False)
-    """What ranks have agreed to run in the new stages; without an agreement, building asks for it."""
-    space: Space = field(default=Space(()), init=False)
-    """Of the state on its way."""
     moves_experts = False
     """Whether it takes along what replicas share of experts."""
 
@@ -155,9 +181,9 @@ class Reseater:
     def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
         """Raise `SpecError` where the `copies` of all processes differ."""
 
-    def assignments(self, target: Arrangement, stages: Stages, change: Change, config: PipelineConfig) -> Assignments:
-        """What puts `stages` in force with their state; `change` also has the modules, where they are other ones."""
-        mover = self.mover
+    def assignments(self, to: Going, built: Built, change: Change) -> Assignments:
+        """What puts `built` in force with its state; `change` also has the modules, where they are other ones."""
+        mover, passes = self.mover, self.passes
 
         def model() -> None:
             if change.owned is not None:
@@ -165,13 +191,16 @@ class Reseater:
                 mover.builder.model = mover.owned.model
 
         def train() -> None:
-            mover.builder.config = config
+            mover.builder.config = to.config
 
-        def sit() -> None:
-            mover.groups.sit(target.seats)
-
-        reseat, go_on = self.passes.reseat, self.passes.go_on
-        return [change.make, model, train, sit, lambda: reseat(target.owners), lambda: go_on(stages)]
+        return [
+            change.make,
+            model,
+            train,
+            lambda: mover.groups.sit(to.target.seats),
+            lambda: passes.reseat(to.target.owners),
+            lambda: passes.go_on(built.stages),
+        ]
 
     def told_numbers(self, held: Held) -> dict[str, Any]:
         """The plain numbers that this process tells all others: those of parameters that it updates."""
@@ -185,56 +214,37 @@ class Reseater:
         found = {name: tuple(p.shape) for name, p in owned.parameters.items()}
         return found | {name: tuple(b.tensor.shape) for name, b in owned.buffers.items()}
 
-    def filled(
-        self, target: Arrangement, space: Space, state: State, scalars: Mapping[str, Any], config: Any
-    ) -> tuple[Stages, Change]:
-        """The stages of `target` with a state that has come from elsewhere, all checked; nothing is in force yet."""
-        self.space = space
-        came = Moved(
-            state=dict(state),
-            sent_bytes=0,
-            received_bytes=0,
-            buffer_bytes=0,
-            new_state_bytes=0,
-            peak_bytes=0,
-            messages=0,
-            seconds=0,
-        )
+    def going(self, target: Arrangement, space: Space, **more: Any) -> Going:
+        """The way to `target` on this process; `more` is the rest of `Going`."""
+        config = replace(self.mover.builder.config, microbatches=target.microbatches)
         place = target.seats.grid.pipeline_rank_of(self.mover.groups.world.rank)
-        stages = self._ready({piece.name: piece.box for piece in state}, target, place, config)
-        return stages, self._change(target, came, scalars, place)
+        return Going(**{"target": target, "space": space, "place": place, "config": config, **more})
 
-    def _ready(self, boxes: Mapping[str, Box], target: Arrangement, place: int, config: Any) -> Stages:
+    def build(self, to: Going, boxes: Mapping[str, Box]) -> Built:
         """The new stages, made on the side with all that needs no values; `boxes` are of the state that comes here.
 
         Raises what is wrong on this process.
         """
         mover = self.mover
         mover.check_put(mover.owned.parameters)
-        builder = mover.builder if self.becomes is None else replace(mover.builder, model=self.becomes.model)
-        return builder.build(target.stage_map, target.durations, rank=place, config=config, schedule=self.schedule)
+        builder = mover.builder if to.becomes is None else replace(mover.builder, model=to.becomes.model)
+        return Built(stages=self._stages(builder, to))
 
-    def _config(self, target: Arrangement) -> PipelineConfig:
-        """How the pipeline trains in `target`."""
-        return replace(self.mover.builder.config, microbatches=target.microbatches)
+    def _stages(self, builder: StageBuilder, to: Going) -> Stages:
+        given: dict[str, Any] = {"rank": to.place, "config": to.config, "schedule": to.schedule}
+        return builder.build(to.target.stage_map, to.target.durations, **given)
 
-    def _beside(self, others: list[Tensor]) -> list[Tensor]:
+    def change(self, to: Going, built: Built, state: State, numbers: Mapping[str, Any]) -> Change:
+        """The assignments that put the state in its place, all checked."""
+        return self.mover.change(to.layers, state, to.updates(numbers, self.mover.groups.world.rank), to.becomes)
+
+    def beside(self, others: list[Tensor]) -> list[Tensor]:
         """What is given up with the state, and does not move: `others`, which copies have elsewhere, and padding."""
         return others
 
     def drop(self) -> None:
         """Forget the state that was lost: what has it goes to `meta`, so that using it is an error."""
         self.mover.drop()
-
-    def _change(self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int) -> Change:
-        """The assignments that put the state in its place, all checked."""
-        rank = self.mover.groups.world.rank
-
-        def updates(name: str) -> bool:
-            return rank in target.owners.updaters(name, place)
-
-        mine = {name: value for name, value in scalars.items() if updates(base_name(name))}
-        return self.mover.change(target.stage_map.layers_on(place), moved.state, mine, self.becomes)
 
     def whole_state(
         self, collective: Collective, rank: int, said: Callable[[nn.Module], dict[str, Any]]
@@ -249,7 +259,7 @@ class Reseater:
 
         def described() -> list[Any]:
             self.passes.read_model()
-            found = self.describe()
+            found = self.described(self.items())
             if isinstance(found, str):
                 raise SpecError(found)
             kept.append(found)
@@ -257,7 +267,10 @@ class Reseater:
 
         every = from_all(described, collective, self.mover.device, Operation("collecting the model"))
         space = space_of([row for said in every for row in said])
-        before = self.layout(space, None, collective.size)
+        before, op = self.layout(space, None, collective.size), Operation("comparing copies")
+        refuse_copies_apart(
+            from_all(lambda: copies(before, collective.rank, kept[0]), collective, self.mover.device, op)
+        )
         after = layout_from(space, collective.size, {rank: [(t.name, t.box) for t in space.tensors]})
         moved = transition(
             route(before, after),
@@ -268,133 +281,20 @@ class Reseater:
         )
         if collective.rank != rank:
             return {}
-        found = {piece.name: tensor for piece, tensor in moved.state.items()}
-        return root_state(self.mover.owned, found, self.unsplit, said)
+        live = {t.untyped_storage().data_ptr() for t in kept[0].tensors.values()}  # which training goes on to change
+        found = {
+            piece.name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+            for piece, tensor in moved.state.items()
+        }
+        return root_state(self.whole, found, self.unsplit, said)
+
+    @property
+    def whole(self) -> Ownership:
+        """The parameters of the unsplit model."""
+        return self.mover.owned
 
     def unsplit(self, root: nn.Module) -> None:
         """Make a copy of the root say all of the state, where modules hold parts of it."""
-
-
-@dataclass
-class ArrangementMove(Move):
-    """A pipeline goes to `target`, with the state that `how` knows; between updates.
-
-    `words` must be the same on all processes, by what those do that differ. `told` is what the caller says besides; it
-    has `heard` what all have told before anything else is compared, and may raise: it must where a process has no
-    `target`. `prepared` is a route that was found ahead. What `compare` refuses: an update under way, other words, ties
-    that have come apart (`SpecError`), state that cannot be moved (`TransitionError`). Gradients are dropped.
-    """
-
-    what = "a switch"
-
-    how: Reseater
-    target: Arrangement | None
-    words: Mapping[str, Any]
-    prepared: Prepared = field(default_factory=Prepared)
-    told: Callable[[], Any] = lambda: None
-    heard: Callable[[list[Any]], None] = lambda told: None
-    mode: Mode = "safe"
-
-    def __post_init__(self) -> None:
-        mover = self.how.mover
-        self.device, self.budget_bytes, self.allocate = mover.device, mover.budget_bytes, mover.allocate
-        self._ties: tuple[Tie, ...] = ()
-
-    def vote(self) -> Vote:
-        how, refused, ties = self.how, "", dict[str, tuple[int, int]]()
-        said = self.told()
-        try:
-            ties = self._read() if self.target is not None else {}
-        except Exception as error:
-            refused = words_of(error)
-        self._held = held = how.describe()
-        ready = self.prepared.route is not None and self.prepared.specs == specs_of(held)
-        schedule = how.mover.builder.number(how.schedule) if how.schedule is not None else 0
-        return Vote(
-            alike={**self.words, "switch in another mode": self.mode, "follow another schedule": schedule},
-            refused=refused,
-            cannot=held if isinstance(held, str) else "",
-            numbers=how.told_numbers(held) if isinstance(held, Held) else {},
-            ready=ready,
-            copies=how.copies(),
-            ties=ties,
-            more=said,
-        )
-
-    def _read(self) -> dict[str, tuple[int, int]]:
-        """Look at what is in force and at the target; digests of tied parameters."""
-        how, target = self.how, self.target
-        assert target is not None
-        how.check_static("switch")
-        how.passes.read_model()
-        builder = how.mover.builder
-        if target.model not in (None, how.mover.owned.model):
-            builder = replace(builder, model=target.model)
-            how.becomes = Ownership(target.model)
-        builder.check_map(target.stage_map, target.seats.grid)
-        how.schedule = builder.schedule(target.stage_map, target.durations, how._config(target))
-        if how.passes.progress.parts:
-            raise SpecError("an update is under way: switch after step(update=True)")
-        how.check_free()
-        owners = how.passes.owners
-        self._ties = ties_of(how.mover.owned) if owners.zero < 2 else ()  # else all have other shards
-        state = how.mover.optimizers.state() if not owners.zero else {}  # moments of one owner have no copies
-        return tie_digests(self._ties, how.now.stage_map, how.mover.groups.rank, state)
-
-    def compare(self, votes: Sequence[Vote]) -> None:
-        self.heard([vote.more for vote in votes])
-        refuse_against(votes)
-        refuse_untied(self._ties, self.how.now.stage_map, self.how.mover.groups.grid, [vote.ties for vote in votes])
-        self.how.compare([vote.copies for vote in votes])
-        refuse_unmovable(votes, self.whole)
-        self._ready = all(vote.ready for vote in votes)
-        self._numbers = dict[str, Any]()
-        for vote in reversed(votes):
-            self._numbers.update(vote.numbers)
-
-    def way(self, carrier: Collective) -> Itinerary:
-        if self._ready and self.prepared.route is not None:
-            return self.prepared.route
-        assert self.target is not None
-        rows = spec_rows(specs_of(self._held))
-        every = gather_json(rows, carrier, self.device, Operation("describing state"))
-        return self.how.way(every, self.target, carrier.rank)
-
-    def prepare(self, way: Itinerary) -> None:
-        how, target = self.how, self.target
-        assert target is not None
-        how.passes.drop_gradients()  # they were used
-        if how.now.executor is not None:
-            how.now.executor.rest()
-        rank = how.mover.groups.world.rank
-        how.space = way.route.space
-        self._place = target.seats.grid.pipeline_rank_of(rank)
-        boxes = {piece.name: piece.box for piece in way.route.after.on(rank)}
-        self._stages = how._ready(boxes, target, self._place, how._config(target))
-
-    def state(self, pieces: Sequence[Piece]) -> State:
-        assert isinstance(self._held, Held)
-        return {piece: self._held.tensors[piece.name] for piece in pieces}
-
-    def beside(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        assert isinstance(self._held, Held)
-        moving = {piece.name for piece in pieces}
-        return self.how._beside([t for name, t in self._held.tensors.items() if name not in moving])
-
-    def assemble(self, moved: Moved) -> Assignments:
-        how, target = self.how, self.target
-        assert target is not None
-        change = how._change(target, moved, self._numbers, self._place)
-        return how.assignments(target, self._stages, change, how._config(target))
-
-    def drop(self) -> None:
-        self.how.drop()
-
-
-def switch(move: ArrangementMove, carrier: Collective, then: Assignments = ()) -> Switched:
-    """Take a pipeline to another arrangement; collective over all processes, spare ones too. See `run` for errors."""
-    with move.how.during("switch before step"):
-        return run(move, world=move.how.mover.groups.world, carrier=carrier, then=then)
 
 
 def layout_over(
@@ -426,3 +326,23 @@ def layout_over(
                 column = column[:1]
             holders[-1] += column
     return whole_tensors(space, processes, holders)
+
+
+def copies(layout: Layout, rank: int, held: Held) -> dict[str, int]:
+    """Digests of what this process has, and others too, by piece."""
+    table, names = layout.table, layout.space.tensors
+    holders = np.diff(table.start)
+    shared = (int(k) for k in table.on(rank) if holders[k] > 1)
+    pieces = (Piece(names[int(table.tensor[k])].name, table.box(k)) for k in shared)
+    return {str(piece): digest_of([("", held.tensors[piece.name])]) for piece in pieces}
+
+
+def refuse_copies_apart(every: Sequence[Mapping[str, int]]) -> None:
+    """Raise `SpecError` where the `copies` of something differ."""
+    holders: dict[str, dict[int, dict[str, int]]] = {}
+    for rank, row in enumerate(every):
+        for piece, digest in row.items():
+            name = piece.partition("[")[0]
+            holders.setdefault(piece, {})[rank] = {name: digest}
+    for column in holders.values():
+        refuse_apart(column)

@@ -16,18 +16,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from pipeline_balance.pipeline.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.move.transaction import Assignments, apply
-from pipeline_balance.pipeline.ownership import digest_of, number_of
+from pipeline_balance.pipeline.ownership import number_of
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import MARK
-from pipeline_balance.pipeline.replicas import refuse_apart
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater
-from pipeline_balance.pipeline.stages import Stages
+from pipeline_balance.pipeline.reseat import Arrangement, Built, PipelineState, copies, refuse_copies_apart
 from pipeline_balance.pipeline.training_state import Held, base_name, spec_rows
 from pipeline_balance.spec import StageMap
 from prophet.errors import CheckpointError, SpecError
@@ -171,7 +168,7 @@ def _are_options(value: Any) -> bool:
 
 
 def save_state(
-    how: Reseater,
+    how: PipelineState,
     folder: str | Path,
     *,
     step: int,
@@ -189,7 +186,7 @@ def save_state(
 
 
 def _save(
-    how: Reseater, folder: Path, step: int, stage_map: StageMap, also: Also, run: Mapping[str, Any] | None
+    how: PipelineState, folder: Path, step: int, stage_map: StageMap, also: Also, run: Mapping[str, Any] | None
 ) -> None:
     agree, mover = _agreement(how), how.mover
     here, kept = mover.groups.world.rank, [Held()]
@@ -235,17 +232,16 @@ def _save(
         parts.update(tensors=spec_rows(layouts[0][0].tensors), scalars=scalars)
         if len(json.dumps(parts)) > MAX_DESCRIPTION_BYTES - 100:
             raise SpecError(f"{folder}: a description of more than {MAX_DESCRIPTION_BYTES} bytes could not be read")
-        copied = _copied(layouts[0][1], here)
-        return {str(piece): digest_of([("", kept[0].tensors[piece.name])]) for piece in copied}
+        return copies(layouts[0][1], here, kept[0])
 
-    _refuse_apart(agree("comparing copies", compare))
+    refuse_copies_apart(agree("comparing copies", compare))
     space, layout = layouts[0]
     state = {piece: kept[0].tensors[piece.name] for piece in layout.on(here)}
     number = int(every[0]["number"])
     write(folder, number, parts, by_tensor(space, state), agree, group=mover.groups.group, first=here == 0)
 
 
-def _agreement(how: Reseater) -> Agree:
+def _agreement(how: PipelineState) -> Agree:
     """How processes agree: what fails on one is raised on all, as `SpecError`. One that is at work is waited for."""
     world, device = how.mover.groups.world, how.mover.device
 
@@ -255,30 +251,11 @@ def _agreement(how: Reseater) -> Agree:
     return agree
 
 
-def _copied(layout: Layout, rank: int) -> list[Piece]:
-    """What this process has, and others too."""
-    table, names = layout.table, layout.space.tensors
-    holders = np.diff(table.start)
-    shared = (int(k) for k in table.on(rank) if holders[k] > 1)
-    return [Piece(names[int(table.tensor[k])].name, table.box(k)) for k in shared]
-
-
-def _refuse_apart(every: list[dict[str, int]]) -> None:
-    """Raise `SpecError` where the copies of something differ."""
-    holders: dict[str, dict[int, dict[str, int]]] = {}
-    for rank, row in enumerate(every):
-        for piece, digest in row.items():
-            name = piece.partition("[")[0]
-            holders.setdefault(piece, {})[rank] = {name: digest}
-    for column in holders.values():
-        refuse_apart(column)
-
-
 # --- reading ---
 
 
 def load_state(
-    how: Reseater,
+    how: PipelineState,
     target: Arrangement,
     folder: str | Path,
     *,
@@ -298,7 +275,7 @@ def load_state(
 
 
 def _load(
-    how: Reseater,
+    how: PipelineState,
     target: Arrangement,
     folder: Path,
     also: Also,
@@ -327,16 +304,14 @@ def _load(
     saved, files, state = found[0]
     with at_work(f"reading {folder}"):
         files.read(by_tensor(saved.space, state), folder, group=mover.groups.group)
-    config = replace(mover.builder.config, microbatches=target.microbatches)
-    drawn = seed(saved)
-    config = config if drawn is None else replace(config, seed=drawn)
-    made: list[tuple[Stages, Change]] = []
+    drawn, to = seed(saved), how.going(target, saved.space)
+    to = to if drawn is None else replace(to, config=replace(to.config, seed=drawn))
+    made: list[tuple[Built, Change]] = []
     before: list[tuple[Stateful, Any]] = []
 
     def assemble() -> None:
-        place = target.seats.grid.pipeline_rank_of(here)
-        mine = {n: v for n, v in saved.scalars.items() if here in target.owners.updaters(base_name(n), place)}
-        made.append(how.filled(target, saved.space, state, mine, config))
+        built = how.build(to, {piece.name: piece.box for piece in state})
+        made.append((built, how.change(to, built, state, saved.scalars)))
         for name, it in (also or {}).items():
             before.append((it, copy.deepcopy(it.state_dict())))
             it.load_state_dict(meant(saved.also[name]))
@@ -348,7 +323,6 @@ def _load(
             with suppress(Exception):
                 it.load_state_dict(state_before)
         raise
-    stages, change = made[0]
     progress = Progress()
     progress.take(saved.progress)
 
@@ -357,12 +331,12 @@ def _load(
         for name, parameter in mover.owned.parameters.items():
             parameter.requires_grad_(name not in saved.frozen)
 
-    placed = how.assignments(target, stages, change, config)
+    placed = how.assignments(to, *made[0])
     apply([how.passes.drop_gradients, *placed, options, lambda: how.passes.resume(progress), *then])
     return saved
 
 
-def _fitting(how: Reseater, saved: Checkpoint, folder: Path, also: Mapping[str, Stateful]) -> Checkpoint:
+def _fitting(how: PipelineState, saved: Checkpoint, folder: Path, also: Mapping[str, Stateful]) -> Checkpoint:
     """The checkpoint with this model's layers; `SpecError` unless it is of this model, its optimizers and `also`."""
     owned, optimizers = how.mover.owned, how.mover.optimizers
     saved.stage_map.check_layers(how.now.stage_map.layers)

@@ -8,11 +8,13 @@ scale elsewhere. Here every rank has it from the start.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline_balance.pipeline.ownership import local
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
 
@@ -41,7 +43,8 @@ class PipelineScaler(torch.amp.GradScaler):
 
         Raises `SpecError` on all ranks where their scales differ: their gradients were scaled differently.
         """
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        here: Any = SimpleNamespace(param_groups=[{"params": _as_they_lie(optimizer)}])
+        found = super()._unscale_grads_(here, inv_scale, found_inf, allow_fp16)
         # whether an infinite gradient was found; whether there is any gradient; one over the scale
         mine = torch.zeros(3, dtype=torch.float64, device=inv_scale.device)
         for value in found.values():
@@ -62,6 +65,17 @@ class PipelineScaler(torch.amp.GradScaler):
         if not found and bool(every[:, 1].amax()):
             found[inv_scale.device] = infinite
         return found
+
+
+def _as_they_lie(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What this rank has of the parameters with gradients: torch unscales no mix of shards and other tensors."""
+    found = []
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        here = p if local(p) is p else local(p).detach()
+        if here is not p:
+            here.grad = local(p.grad)
+        found.append(here)
+    return found
 
 
 def check_scaler(scaler: object) -> None:

@@ -66,8 +66,9 @@ class PipelineConfig:
 class Seats:
     """Which process runs which stages of which replica, and this one's communicators: see `PipelineGroups`.
 
-    `shards` are those that modules use by themselves. Where the grid's `ep` replicas share experts, `experts` is over
-    these processes of this stage, and `copies` over those with the same experts.
+    `shards` are those that modules use by themselves. Where processes of a stage share experts, `experts` is over
+    these, and `copies` over those with the same experts. `alike` are those that are given the same tokens, of which
+    each takes a part to its experts.
     """
 
     grid: Grid
@@ -75,6 +76,7 @@ class Seats:
     column: Collective
     experts: Collective | None = None
     copies: Collective | None = None
+    alike: Collective | None = None
     shards: tuple[Collective, ...] = ()
 
 
@@ -125,7 +127,8 @@ class PipelineGroups:
         self.replicas = seats.grid.replicas
         self.replica = seats.grid.replica_of(self.world.rank)
         self.rank = seats.grid.pipeline_rank_of(self.world.rank)
-        for collective in (seats.collective, seats.column, seats.experts, seats.copies, *seats.shards):
+        beside = (seats.experts, seats.copies, seats.alike, *seats.shards)
+        for collective in (seats.collective, seats.column, *beside):
             if collective is not None:
                 self.include(collective)
 

@@ -29,7 +29,7 @@ from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import StageMove, StateMover
 from pipeline_balance.pipeline.replicas import check_units
-from pipeline_balance.pipeline.reseat import Reseater
+from pipeline_balance.pipeline.reseat import PipelineState
 from pipeline_balance.pipeline.saved import Also, Checkpoint, load_state, save_state
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder, Stages
@@ -413,9 +413,9 @@ class ElasticPipeline:
         move = StageMove(self.mover, self._passes, stage_map, durations, prepared or Prepared())
         return run(move, world=self.groups.world, carrier=self.groups.collective)
 
-    def reseater(self) -> Reseater:
-        """What takes this pipeline to other processes; see `pipeline_balance.elastic`."""
-        return Reseater(self.mover, self._passes)
+    def state(self) -> PipelineState:
+        """The training state, to be taken elsewhere; see `pipeline_balance.elastic`."""
+        return PipelineState(self.mover, self._passes)
 
     def save(
         self, folder: str | Path, *, step: int | None = None, stage_map: StageMap | None = None, also: Also = None
@@ -428,7 +428,7 @@ class ElasticPipeline:
         whole. Raises `SpecError` on all ranks where it cannot be written.
         """
         step, after = self.progress.updates if step is None else step, stage_map or self.stage_map
-        save_state(self.reseater(), folder, step=step, stage_map=after, also=also)
+        save_state(self.state(), folder, step=step, stage_map=after, also=also)
 
     def load(self, folder: str | Path, *, also: Also = None) -> Checkpoint:
         """Take over the state that other ranks, of any number, have saved; collective, between updates.
@@ -437,7 +437,7 @@ class ElasticPipeline:
         gets what was saved under the same names. Raises `SpecError` on all ranks, with all as it was, for a checkpoint
         of another model or other optimizer groups, and for damaged or missing files.
         """
-        how = self.reseater()
+        how = self.state()
         return load_state(how, how.in_force(), folder, also=also)
 
     def _check_unsharded(self, what: str, *, owners: bool = True) -> None:

@@ -124,8 +124,9 @@ class Gradients:
         """Scale them so that the model's norm is at most `max_norm`; the norm before, the same on all ranks."""
         owned, home, rank = self.owned, stage_map.assignment(), self.groups.rank
         mine = [n for n in owned.of(stage_map.layers_on(rank)) if home[owned.units_of[n][0]] == rank]
-        replica = self.groups.replica  # the gradients of others are copies of replica 0's, or of the first with experts
-        shared = self.experts.parameters if self.groups.seats.copies is None or replica < self.groups.grid.ep else set()
+        # the gradients of others are copies of replica 0's, or of the first process that has the same experts
+        replica, copies = self.groups.replica, self.groups.seats.copies
+        shared = self.experts.parameters if copies is None or copies.rank == 0 else set()
         mine = [n for n in mine if owned.model.measures(p := owned.parameters[n], replica) or p in shared]
         norm = gradient_norm(owned.parameters, set(mine), self.groups.world, device=device)
         clip_gradients_(owned.parameters, max_norm, norm)

@@ -58,10 +58,21 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
             yield name or "the model", module
 
 
-def regroup(model: nn.Module, group: Collective, replicas: Collective | None) -> None:
-    """Have the ranks of `group` share the experts of every layer; `replicas` have the same ones. Cannot fail.
+def regroup(model: nn.Module, group: Collective, replicas: Collective | None, alike: Collective | None = None) -> None:
+    """Have the ranks of `group` share the experts of every layer; see `MoE.regroup` for the others. Cannot fail.
 
     The parameters are put in place by the caller, once `check_regroupable` has passed.
     """
     for layer in moe_layers(model):
-        layer.regroup(group, replicas)
+        layer.regroup(group, replicas, alike)
+
+
+def inside_layers(model: nn.Module) -> set[int]:
+    """The ids of the layers of experts in `model`, and of all modules in them."""
+    return {id(module) for layer in moe_layers(model) for module in layer.modules()}
+
+
+def known_references(model: nn.Module) -> set[int]:
+    """The ids of the weak references to `model` that its layers of experts have, which may go on with it."""
+    found = (getattr(getattr(layer, "origin", None), "model", None) for layer in moe_layers(model))
+    return {id(reference) for reference in found if reference is not None and reference() is model}

@@ -27,6 +27,7 @@ from prophet.layer.counts import Counts, exchange_counts
 from prophet.layer.dispatch import Route, all_to_all, check_plain_autograd, on_backward
 from prophet.layer.expert_watch import ExpertWatch
 from prophet.layer.port import Pass, PlainPort, Port
+from prophet.layer.rows import gather, part_of, take
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import collective_for
 from prophet.spec import Activation, Bias, IntArray, Split, check_experts_per_rank, parts_of
@@ -143,6 +144,7 @@ class MoE(nn.Module):
         """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
         self.collective = collective
         self.replicas: Collective | None = None  # the ranks with the same experts; `ExpertReplicas` sets it
+        self.alike: Collective | None = None  # ranks that are given the same tokens: each takes a part to its experts
         self.known_to_deepspeed = False  # `prophet_deepspeed` sets it
         self.dim, self.dim_out = experts.dim, experts.dim_out
         self.num_experts, self.top_k = experts.total_experts, top_k
@@ -167,14 +169,17 @@ class MoE(nn.Module):
         """What the names of the experts' parameters begin with; name: of this layer, with a dot, or nothing."""
         return f"{name}experts."
 
-    def regroup(self, group: Collective, replicas: Collective | None) -> None:
+    def regroup(self, group: Collective, replicas: Collective | None, alike: Collective | None = None) -> None:
         """Share the experts over the ranks of another `group` from now on, `replicas` having the same ones.
 
         Between two steps, by whoever exchanges the experts' parameters for those that this rank has then. Nobody may
-        balance the layer meanwhile.
+        balance the layer meanwhile. The ranks `alike` are given the same tokens: each takes a part of them, and the
+        mean of the experts' gradients over `group` and `replicas` is that of all tokens. They are neighbours in
+        `group` where its size is a multiple of theirs. Experts that are modules compute all tokens on each of them.
         """
         self.experts.share_over(group.rank, group.size)
         self.collective, self.replicas = group, replicas
+        self.alike = alike if isinstance(self.experts, FeedForwardBank) else None
         self._port, self._number = self.plain_port(), None
         self.expert_watch.remember()  # gradients so far were those of other experts
 
@@ -227,6 +232,9 @@ class MoE(nn.Module):
         with watch("gate"):
             routing = decide(tokens)
         check_plain_autograd((routing.weights,))
+        chosen, every = routing, len(tokens)
+        if self.alike is not None:  # the router has seen all tokens, and the experts see a part
+            tokens, routing = take(tokens, self.alike, "tokens' part"), self._part(routing)
         counts = self._exchange_counts(routing, tokens.shape[0], forward)
         port.told(counts)
         placement, split = port.split(counts)
@@ -236,7 +244,7 @@ class MoE(nn.Module):
         with watch("split"):
             rank, bank = self.collective.rank, self.experts
             route = Route.build(split, placement, rank, bank.first_expert, bank.experts)
-        self._account(routing, counts, split, forward)
+        self._account(chosen, counts, split, forward)
         route = route.to(x.device)
 
         order, position = send_order(routing.ids, routing.kept, route.send_ED, sum(route.send_rows), impl=self.impl)
@@ -253,6 +261,8 @@ class MoE(nn.Module):
         # the other way into the layer for a gradient than through the experts
         weights = on_backward(routing.weights)
         y = unpermute(rows, order, position, weights, impl=self.impl)
+        if self.alike is not None:
+            y = gather(y, every, self.alike, "answers")
         port.window("FNEC")
         return y.view(*x.shape[:-1], bank.dim_out)
 
@@ -267,6 +277,15 @@ class MoE(nn.Module):
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"{self.label} has {dtype} parameters, got {x.dtype} input")
         return dtype
+
+    def _part(self, routing: Routing) -> Routing:
+        """What the router has decided of this rank's part of the tokens that all `alike` are given."""
+        assert self.alike is not None
+        mine = part_of(len(routing.ids), self.alike)
+        weights = take(routing.weights, self.alike, "weights' part")
+        kept = None if routing.kept is None else routing.kept[mine]
+        logits = routing.logits[mine].detach()
+        return replace(routing, ids=routing.ids[mine], weights=weights, kept=kept, logits=logits, counted=None)
 
     def _exchange_counts(self, routing: Routing, tokens: int, forward: Pass) -> Counts:
         """Exchange counts with all ranks, and check that all are in the same place and sane."""
@@ -332,10 +351,18 @@ class MoE(nn.Module):
                 f"{self.label} has an auxiliary loss that nothing collects: run the forward pass inside "
                 f"`with prophet.collect_losses(model) as losses:` and add `losses.total()` to the loss"
             )
-        total = torch.from_numpy(counts.judged().sum(axis=0)).to(routing.logits.device, non_blocking=True)
-        losses = self.gate.losses(routing, total, int(counts.tokens.sum()), self.collective.size)
+        losses = self.gate.losses(routing, *self._judged(routing, counts))
         if self._book is not None and not again:
             self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
+
+    def _judged(self, routing: Routing, counts: Counts) -> tuple[Tensor, int, int]:
+        """What auxiliary losses are about: choices [E], tokens, and how many ranks have each other tokens of these."""
+        alike = 1 if self.alike is None else self.alike.size
+        if self.collective.size % alike:  # experts are shared by some of those that are given the same tokens
+            first = self.gate.config.aux_loss == "gshard"
+            return routing.first_choice_counts() if first else routing.choice_counts(), len(routing.ids), 1
+        total = torch.from_numpy(counts.judged().sum(axis=0)).to(routing.logits.device, non_blocking=True)
+        return total, int(counts.tokens.sum()), self.collective.size // alike
 
     def _move(self, rows: Tensor, send: list[int], recv: list[int], name: str) -> Tensor:
         with self._port.stopwatch("a2a"):

@@ -20,7 +20,7 @@ from tests.helpers.elastic_jobs import train
 from tests.helpers.launch import run_gloo
 from tests.helpers.sliced_models import adam, batch_of, model_of
 
-SAID = ["agreeing on a switch", "agreeing on a transition", "deciding on a switch", "in the store: yes"]
+SAID = ["agreeing on a switch", "agreeing on a transition", "deciding on a move", "in the store: yes"]
 # of the engine, and of what it makes of the layers
 BALANCED = ["comparison of configurations", "comparing accumulation_steps", "beginning to balance experts"]
 

@@ -201,8 +201,9 @@ def _goes_on(rank: int, size: int) -> None:
         assert rank or same(saved, dict(model.state_dict()))
     refused = {
         "dp4,zero2": "zero2 with experts",
-        "tp2,dp2": "tp2 with experts",
-        "dp3,tp3,ep9": "tp3 with experts",
+        "tp2,dp2": "tp2: a Sequential has no tensor-parallel plan",
+        "dp3,tp3,ep9": "12 experts cannot be shared by ep9",
+        "tp2,slices2": "slices2 with tp2",
     }
     for text, words in refused.items():
         with pytest.raises(SpecError, match=words):

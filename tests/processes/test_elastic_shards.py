@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline_balance import elastic
 from pipeline_balance.elastic import reshape
 from prophet.errors import SpecError, StageFailed, TransitionError
-from tests.helpers.elastic_jobs import DIM, batches, build, check_held, dataset, plain_losses, start, train
+from tests.helpers.elastic_jobs import DIM, batches, build, check_held, dataset, plain_losses, same, start, train
 from tests.helpers.launch import run_gloo
 from tests.helpers.own_loops import gathered
 from tests.helpers.sliced_models import adam, batch_of, model_of
@@ -353,9 +353,11 @@ def _refused(rank: int, size: int) -> list[str]:
         with pytest.raises(SpecError, match=words):
             job.switch(mode=mode)  # type: ignore[arg-type]
     job.switch()  # what was prepared is still there
-    for what in (job.state_dict, job.pipeline.measure):
-        with pytest.raises(SpecError, match="in shards"):
-            what()
+    with pytest.raises(SpecError, match="in shards"):
+        job.pipeline.measure()
+    weights, gathered = {n: t for n, t in _whole(job).items() if "@" not in n}, job.state_dict()
+    assert rank or all(same({n: t}, {n: gathered[n]}) for n, t in weights.items())
+    assert bool(gathered) == (rank == 0)
     job.model[2].more = nn.Linear(1, 1)
     with pytest.raises(SpecError, match="modules were added or replaced"):
         job.step()

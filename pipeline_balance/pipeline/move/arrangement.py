@@ -1,0 +1,148 @@
+"""Moving a whole pipeline to other processes: other stages, other replicas, other owners of the optimizer's state.
+
+A stage map moves layers within every replica. Here all processes move at once, from the places they have to the places
+that others are to have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from pipeline_balance.pipeline.agreement import words_of
+from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared, Switched, run
+from pipeline_balance.pipeline.move.votes import Vote, refuse_against, refuse_unmovable
+from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.reseat import Arrangement, PipelineState
+from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
+from pipeline_balance.pipeline.training_state import Held, gather_json, spec_rows, specs_of
+from pipeline_balance.schedules.actions import Schedule
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective, Operation
+from prophet.state.itinerary import Itinerary
+from prophet.state.layout import Piece
+from prophet.state.transition import Mode, Moved, State
+
+
+@dataclass
+class ArrangementMove(Move):
+    """A pipeline goes to `target`, with the state that `how` knows; between updates.
+
+    `words` must be the same on all processes, by what those do that differ. `told` is what the caller says besides; it
+    has `heard` what all have told before anything else is compared, and may raise: it must where a process has no
+    `target`. `prepared` is a route that was found ahead. What `compare` refuses: an update under way, other words, ties
+    that have come apart (`SpecError`), state that cannot be moved (`TransitionError`). Gradients are dropped.
+    """
+
+    what = "a switch"
+
+    how: PipelineState
+    target: Arrangement | None
+    words: Mapping[str, Any]
+    prepared: Prepared = field(default_factory=Prepared)
+    told: Callable[[], Any] = lambda: None
+    heard: Callable[[list[Any]], None] = lambda told: None
+    mode: Mode = "safe"
+
+    def __post_init__(self) -> None:
+        mover = self.how.mover
+        self.device, self.budget_bytes, self.allocate = mover.device, mover.budget_bytes, mover.allocate
+        self._ties: tuple[Tie, ...] = ()
+        self._becomes: Ownership | None = None
+        self._schedule: Schedule | None = None
+
+    def vote(self) -> Vote:
+        how, refused, ties = self.how, "", dict[str, tuple[int, int]]()
+        said = self.told()
+        try:
+            ties = self._read() if self.target is not None else {}
+        except Exception as error:
+            refused = words_of(error)
+        self._held = held = how.describe()
+        ready = self.prepared.route is not None and self.prepared.specs == specs_of(held)
+        schedule = how.mover.builder.number(self._schedule) if self._schedule is not None else 0
+        return Vote(
+            alike={**self.words, "switch in another mode": self.mode, "follow another schedule": schedule},
+            refused=refused,
+            cannot=held if isinstance(held, str) else "",
+            numbers=how.told_numbers(held) if isinstance(held, Held) else {},
+            ready=ready,
+            copies=how.copies(),
+            ties=ties,
+            more=said,
+        )
+
+    def _read(self) -> dict[str, tuple[int, int]]:
+        """Look at what is in force and at the target; digests of tied parameters."""
+        how, target = self.how, self.target
+        assert target is not None
+        how.check_static("switch")
+        how.passes.read_model()
+        builder = how.mover.builder
+        if target.model not in (None, how.mover.owned.model):
+            builder = replace(builder, model=target.model)
+            self._becomes = Ownership(target.model)
+        builder.check_map(target.stage_map, target.seats.grid)
+        config = replace(builder.config, microbatches=target.microbatches)
+        self._schedule = builder.schedule(target.stage_map, target.durations, config)
+        if how.passes.progress.parts:
+            raise SpecError("an update is under way: switch after step(update=True)")
+        how.check_free()
+        owners = how.passes.owners
+        self._ties = ties_of(how.mover.owned) if owners.zero < 2 else ()  # else all have other shards
+        state = how.mover.optimizers.state() if not owners.zero else {}  # moments of one owner have no copies
+        return tie_digests(self._ties, how.now.stage_map, how.mover.groups.rank, state)
+
+    def compare(self, votes: Sequence[Vote]) -> None:
+        self.heard([vote.more for vote in votes])
+        refuse_against(votes)
+        refuse_untied(self._ties, self.how.now.stage_map, self.how.mover.groups.grid, [vote.ties for vote in votes])
+        self.how.compare([vote.copies for vote in votes])
+        refuse_unmovable(votes, self.whole)
+        self._ready = all(vote.ready for vote in votes)
+        self._numbers = dict[str, Any]()
+        for vote in reversed(votes):
+            self._numbers.update(vote.numbers)
+
+    def way(self, carrier: Collective) -> Itinerary:
+        if self._ready and self.prepared.route is not None:
+            return self.prepared.route
+        assert self.target is not None
+        rows = spec_rows(specs_of(self._held))
+        every = gather_json(rows, carrier, self.device, Operation("describing state"))
+        return self.how.way(every, self.target, carrier.rank)
+
+    def prepare(self, way: Itinerary) -> None:
+        how, target = self.how, self.target
+        assert target is not None
+        how.passes.drop_gradients()  # they were used
+        if how.now.executor is not None:
+            how.now.executor.rest()
+        boxes = {piece.name: piece.box for piece in way.route.after.on(how.mover.groups.world.rank)}
+        self._to = how.going(target, way.route.space, becomes=self._becomes, schedule=self._schedule)
+        self._built = how.build(self._to, boxes)
+
+    def state(self, pieces: Sequence[Piece]) -> State:
+        assert isinstance(self._held, Held)
+        return {piece: self._held.tensors[piece.name] for piece in pieces}
+
+    def beside(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        assert isinstance(self._held, Held)
+        moving = {piece.name for piece in pieces}
+        return self.how.beside([t for name, t in self._held.tensors.items() if name not in moving])
+
+    def assemble(self, moved: Moved) -> Assignments:
+        change = self.how.change(self._to, self._built, moved.state, self._numbers)
+        return self.how.assignments(self._to, self._built, change)
+
+    def drop(self) -> None:
+        self.how.drop()
+
+
+def switch(move: ArrangementMove, carrier: Collective, then: Assignments = ()) -> Switched:
+    """Take a pipeline to another arrangement; collective over all processes, spare ones too. See `run` for errors."""
+    with move.how.during("switch before step"):
+        return run(move, world=move.how.mover.groups.world, carrier=carrier, then=then)
