@@ -13,7 +13,7 @@ from prophet.ranks.threads import ThreadWorld
 from prophet.spec import IntArray
 from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece, layout_from
-from prophet.state.route import route
+from prophet.state.route import Route, route
 from prophet.state.sources import Rows, _least_loaded, balanced
 from prophet.state.space import Box, Space, TensorSpec
 from prophet.state.streams import Measures, window_of
@@ -69,6 +69,32 @@ def test_a_small_tensor_for_many_is_not_cut_in_as_many_parts_as_ranks() -> None:
     way = route(layout_from(space, ranks, before), layout_from(space, ranks, after), nodes=nodes)
     assert max(way.sent_bytes()) < 1.6 * width * 4, "large rows are passed on inside a node"
     assert sum(t.name == "small" for t in way.transfers) <= 32 * (ranks - 16), "in 32 parts, not in 225"
+
+
+def _between_nodes(way: Route) -> list[int]:
+    """Bytes that every rank sends to other nodes."""
+    links = way.link_bytes.items()
+    return [sum(n for (a, b), n in links if a == r and way.nodes[a] != way.nodes[b]) for r in range(way.ranks)]
+
+
+def test_what_is_passed_on_inside_a_node_takes_no_time_of_its_port() -> None:
+    # two of three ranks hold each tensor, and all ranks of the next node get both
+    space = Space(tuple(TensorSpec(name=name, shape=(1200,)) for name in "vw"))
+    v, w = ("v", space["v"].box), ("w", space["w"].box)
+    before = layout_from(space, 6, {0: [v, w], 1: [v], 2: [w]})
+    after = layout_from(space, 6, {0: [v, w], 1: [v, w], 2: [v, w], 3: [v, w], 4: [v, w], 5: [v, w]})
+    way = route(before, after, nodes=[0, 0, 0, 1, 1, 1])
+    assert _between_nodes(way) == [3200, 3200, 3200, 0, 0, 0], "both cross once, a third of them from each rank"
+
+
+def test_a_node_that_is_busy_inside_still_sends_what_crosses_once() -> None:
+    # links inside count as eight times as fast: what moves there, twelve times as much, is not what takes longest
+    space = Space((TensorSpec(name="small", shape=(64,)), TensorSpec(name="large", shape=(12 * 64,))))
+    small, large = ("small", space["small"].box), ("large", space["large"].box)
+    before = layout_from(space, 4, {0: [small, large]})
+    after = layout_from(space, 4, {0: [small, large], 1: [large], 2: [small], 3: [small]})
+    way = route(before, after, nodes=[0, 0, 1, 1])
+    assert _between_nodes(way) == [256, 0, 0, 0]
 
 
 def _rows(lo: IntArray, hi: IntArray, relay: IntArray, outside: IntArray, values: IntArray) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -83,6 +84,15 @@ def test_all_ranks_decide_alike_whether_or_not_they_have_a_backward_pass() -> No
     assert len(first) == 3
     assert all("would not pay" in said for said in first)
     assert any(name == "prepares a move" for name in threads)
+
+
+def test_the_first_rank_logs_what_was_decided(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "pipeline_balance.control"):
+        ThreadWorld(2).run(_decide)
+    said = [record.message for record in caplog.records if record.name.startswith("pipeline_balance.control")]
+    # the third decision is carried out when a fifth step begins
+    assert len(said) == 2
+    assert all(line.startswith("step 0: ") and "would not pay" in line for line in said)
 
 
 def test_a_decision_that_does_not_come_is_an_error() -> None:
