@@ -1,7 +1,8 @@
 """How ranks talk to each other. A door: the code is in `prophet.ranks`."""
 
 from prophet.errors import CollectiveError, CollectiveTimeout, PeerLost
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation, Pending
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Pending
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective, collective_for
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 

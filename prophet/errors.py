@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prophet.ranks.collective import Operation
+    from prophet.ranks.operation import Operation
 
 
 class SpecError(ValueError):

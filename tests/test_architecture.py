@@ -68,12 +68,13 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance.spec": _VALUES,
     "pipeline_balance.schedules": _VALUES | {"pipeline_balance.spec"},
     "pipeline_balance.maps": _VALUES | {"pipeline_balance.spec", "pipeline_balance.schedules"},
-    "pipeline_balance.control": _PIPELINE | {"prophet.spec", "pipeline_balance.maps", "pipeline_balance.schedules"},
     "pipeline_balance.pipeline": _PIPELINE
     | {"prophet.state", "prophet.sharing"}
-    | {"pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
+    | {"pipeline_balance.maps", "pipeline_balance.schedules"},
+    "pipeline_balance.control": _PIPELINE
+    | {"prophet.spec", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.pipeline"},
     "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
-    "pipeline_balance.leave": {"prophet.errors", "prophet.ranks", "pipeline_balance.pipeline"},
+    "pipeline_balance.release": {"prophet.errors", "prophet.ranks", "pipeline_balance.pipeline"},
     "pipeline_balance.elastic": _PIPELINE
     | {
         "prophet.spec",
@@ -90,21 +91,34 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance": {"pipeline_balance.control"},
 }
 
-# The same for the rooms of the planner, from bottom to top; its modules that are no rooms are there for all.
-_PLANNER_MAY_IMPORT: dict[str, set[str]] = {
-    "model": set(),
-    "oracle": set(),
-    "core": set(),
-    "split": {"core"},
-    "search": {"model", "split", "core"},
-    "policies": {"model", "split"},
+# The same for rooms within a room, from bottom to top; its modules that are in none of them are there for all. What is
+# imported for typing alone counts as well, but in the planner.
+_INNER: dict[str, dict[str, set[str]]] = {
+    "prophet.planner": {
+        "model": set(),
+        "oracle": set(),
+        "core": set(),
+        "split": {"core"},
+        "search": {"model", "split", "core"},
+        "policies": {"model", "split"},
+    },
+    "pipeline_balance.pipeline": {
+        "model": set(),
+        "run": {"model"},
+        "move": {"model", "run"},
+    },
+    "pipeline_balance.elastic": {
+        "layouts": set(),
+        "predict": {"layouts"},
+        "shards": {"layouts"},
+    },
 }
 
 # A room that may import a part of another one, and nothing else of it.
 _MAY_IMPORT_A_PART = {
     "prophet.engine": "prophet.machine.topology",  # a configuration takes the path of a file
     "pipeline_balance.maps": "prophet.planner.core",  # one compiled module serves both halves
-    "pipeline_balance.dynamics": "pipeline_balance.pipeline.added_loss",  # its layers have losses
+    "pipeline_balance.dynamics": "pipeline_balance.pipeline.model.added_loss",  # its layers have losses
     "pipeline_balance.elastic": "prophet.commands.arguments",  # its command's options are those of the others
 }
 
@@ -125,7 +139,7 @@ _PACKAGES: dict[str, set[str]] = {
     "pipeline_balance.maps": _NUMERIC,
     "pipeline_balance.schedules": _NUMERIC,
     "pipeline_balance.control": _NUMERIC | {"torch"},
-    "pipeline_balance.leave": _NUMERIC | {"torch", "kubernetes"},
+    "pipeline_balance.release": _NUMERIC | {"torch", "kubernetes"},
     "pipeline_balance.elastic": _NUMERIC | {"torch", "rich", "scipy"},
     "pipeline_balance.slices": _NUMERIC | {"torch", "transformers"},  # to register its attention
 }
@@ -141,7 +155,7 @@ _PURE_MODULES = {
     "prophet.state.space",
     "prophet.state.layout",
     "prophet.state.route",
-    "pipeline_balance.elastic.parallelism",
+    "pipeline_balance.elastic.layouts.parallelism",
     "prophet.state.table",
     "prophet.state.atoms",
     "prophet.state.sources",
@@ -158,12 +172,12 @@ _MAY_COMMUNICATE = {
     "prophet/ranks/works.py",
     "prophet/state/checkpoint_files.py",  # torch's distributed checkpoint format
     "prophet/state/tensor_index.py",  # the same
-    "pipeline_balance/pipeline/stages.py",
+    "pipeline_balance/pipeline/run/stages.py",
     "pipeline_balance/elastic/groups.py",
-    "pipeline_balance/elastic/fully_sharded.py",  # reads what FSDP2 keeps; sends nothing
-    "pipeline_balance/elastic/sharded.py",  # torch's tensor parallelism and FSDP2 send what they must
-    "pipeline_balance/elastic/holdings.py",  # reads shards off tensors; sends nothing
-    "pipeline_balance/leave/membership.py",
+    "pipeline_balance/elastic/shards/fully_sharded.py",  # reads what FSDP2 keeps; sends nothing
+    "pipeline_balance/elastic/shards/sharded.py",  # torch's tensor parallelism and FSDP2 send what they must
+    "pipeline_balance/elastic/shards/holdings.py",  # reads shards off tensors; sends nothing
+    "pipeline_balance/release/membership.py",
 }
 # Commands that start ranks play the user's program: one file starts and ends their process group, and everything in
 # between talks through a Collective.
@@ -196,17 +210,19 @@ def wrong_rooms(imports: list[Import]) -> list[str]:
     return found
 
 
-def wrong_planner_rooms(imports: list[Import]) -> list[str]:
-    """Imports from room to room of the planner that its table does not allow."""
+def wrong_inner_rooms(imports: list[Import], outer: str) -> list[str]:
+    """Imports against the order of the rooms within one."""
+    inner = _INNER[outer]
 
     def room(module: str) -> str:
-        return next((r for r in _PLANNER_MAY_IMPORT if f"{module}.".startswith(f"prophet.planner.{r}.")), "")
+        return next((r for r in inner if f"{module}.".startswith(f"{outer}.{r}.")), "")
 
     found = []
     for i in imports:
         here, there = room(module_name(i.path)), room(i.module)
-        if here and there and here != there and there not in _PLANNER_MAY_IMPORT[here] and not i.typing_only:
-            found.append(f"{i.where}: room {here} of the planner may not import {i.module}")
+        counts = not (i.typing_only and outer == "prophet.planner")
+        if here and there and here != there and there not in inner[here] and counts:
+            found.append(f"{i.where}: room {here} of {outer} may not import {i.module}")
     return found
 
 
@@ -286,12 +302,15 @@ def test_rooms_import_one_way() -> None:
     assert not wrong_rooms(imports_in(*PACKAGES))
 
 
-def test_the_rooms_of_the_planner_import_one_way() -> None:
-    folders = {p.parts[2] for p in sources("prophet/planner") if len(p.parts) > 3}
-    assert folders == _PLANNER_MAY_IMPORT.keys(), "say in test_architecture.py what these may import"
-    assert not wrong_planner_rooms(imports_in("prophet/planner"))
-    breach = "from prophet.planner.policies.static import StaticPlanner"
-    assert wrong_planner_rooms(list(imports_of(breach, Path("prophet/planner/search/x.py"))))
+@pytest.mark.parametrize("outer", _INNER)
+def test_rooms_within_a_room_import_one_way(outer: str) -> None:
+    where = outer.replace(".", "/")
+    folders = {p.parts[2] for p in sources(where) if len(p.parts) > 3}
+    assert folders == _INNER[outer].keys(), "say in test_architecture.py what these may import"
+    assert not wrong_inner_rooms(imports_in(where), outer)
+    low, *_, high = _INNER[outer]
+    breach = f"from {outer}.{high}.something import Thing"
+    assert wrong_inner_rooms(list(imports_of(breach, Path(f"{where}/{low}/x.py"))), outer)
 
 
 def test_nothing_is_too_long() -> None:

@@ -266,6 +266,6 @@ def test_torch_does_what_we_rely_on(does: Callable[[], bool]) -> None:
 
 
 def test_the_two_halves_of_a_backward_pass_are_one() -> None:
-    from pipeline_balance.pipeline.halves_tried import check_halves
+    from pipeline_balance.pipeline.model.halves_tried import check_halves
 
     check_halves()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.common import Row
 from prophet.machine.measure import Probe
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.spec import IntArray
 
 

@@ -12,7 +12,8 @@ import torch
 
 from prophet.machine.fit import Point, fit_line, least_relative
 from prophet.machine.measure import Probe, discard
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.spec import BoolArray, FloatArray, IntArray, LayerShape, Link, Topology, Windows
 
 PROBE_BYTES = (1 << 18, 1 << 19, 1 << 20)  # sent by each rank in all: as layers do, and more than a bucket's burst

@@ -23,7 +23,7 @@ from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable
 from benchmarks.common import write_json
 from benchmarks.pacing import compute_apart
 from prophet.machine.measure import Probe, discard
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 
 WAYS = {"gloo's own": False, "receives first": True}

@@ -42,7 +42,8 @@ from prophet.engine.config import Experiment
 from prophet.engine.report import StepReport
 from prophet.layer.moe import moe_layers
 from prophet.machine.measure import Probe, measure_overlap
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, Recording

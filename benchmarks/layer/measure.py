@@ -19,7 +19,8 @@ from benchmarks.layer.cases import Sizes, common_state, inputs
 from benchmarks.layer.implementations import OURS, Implementation, build, missing
 from prophet.machine.calibrate import calibrate
 from prophet.machine.measure import Ranges
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.spec import Topology
 
 SETS = 4  # batches that take turns: a plan never meets the very tokens that it was made from

@@ -17,10 +17,11 @@ import torch
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.testbed import Testbed
 from benchmarks.pacing import wake_promptly
-from pipeline_balance.pipeline.training_state import by_layer
+from pipeline_balance.pipeline.move.state import by_layer
 from pipeline_balance.spec import StageMap
 from prophet.machine.memory import keep_memory
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.model import Activations, Microbatch
+from pipeline_balance.pipeline.model.adapter import TransformersModel
+from pipeline_balance.pipeline.model.layers import Activations, Microbatch
 from pipeline_balance.slices.parts import Sliced
 from pipeline_balance.slices.store import ChunkStore, Unit
 

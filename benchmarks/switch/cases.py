@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline_balance.elastic.bound import Rates, demand_of, least_s
-from pipeline_balance.elastic.layouts import ModelDescription
-from pipeline_balance.elastic.models import description_of
-from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.switch import Plan, plan_switch
+from pipeline_balance.elastic.layouts.boxes import ModelDescription
+from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.predict.bound import Rates, demand_of, least_s
+from pipeline_balance.elastic.predict.models import description_of
+from pipeline_balance.elastic.predict.switch import Plan, plan_switch
 from prophet.machine.sizes import ModelSizes
 
 LARGE_BYTES = 32_000_000

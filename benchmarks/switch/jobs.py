@@ -17,7 +17,7 @@ from torch import nn
 import prophet
 from pipeline_balance import elastic
 from pipeline_balance.elastic import Job, Parallelism
-from pipeline_balance.elastic.bound import Rates, demand_of, least_s
+from pipeline_balance.elastic.predict.bound import Rates, demand_of, least_s
 from pipeline_balance.pipeline.move.transaction import Switched
 from prophet.state.route import Route
 from prophet.state.transition import Mode

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline_balance.elastic.models import description_of
-from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.switch import STATED, predict
+from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.predict.models import description_of
+from pipeline_balance.elastic.predict.switch import STATED, predict
 from prophet.machine.models import model_named
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline_balance.elastic.bound import demand_of, least_direct_s, least_s
-from pipeline_balance.elastic.models import description_of
-from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.elastic.simulate import simulate
-from pipeline_balance.elastic.switch import STATED, plan_switch
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.predict.bound import demand_of, least_direct_s, least_s
+from pipeline_balance.elastic.predict.models import description_of
+from pipeline_balance.elastic.predict.simulate import simulate
+from pipeline_balance.elastic.predict.switch import STATED, plan_switch
 from prophet.machine.models import model_named
 
 RANKS = (64, 256, 1024, 4096, 8192)

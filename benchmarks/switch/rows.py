@@ -18,9 +18,9 @@ from benchmarks.switch.cases import LARGE_BYTES, Case, least_port_bytes
 from benchmarks.switch.jobs import BUDGET_BYTES
 from benchmarks.switch.universal import UNIVERSAL
 from benchmarks.switch.ways import DCP, GATHER, ONE_BY_ONE, OURS
-from pipeline_balance.elastic.bound import Rates, demand_of, least_direct_s, least_s
-from pipeline_balance.elastic.layouts import layout_of
-from pipeline_balance.elastic.simulate import simulate
+from pipeline_balance.elastic.layouts.boxes import layout_of
+from pipeline_balance.elastic.predict.bound import Rates, demand_of, least_direct_s, least_s
+from pipeline_balance.elastic.predict.simulate import simulate
 from prophet.state.route import route
 
 Row = dict[str, Any]

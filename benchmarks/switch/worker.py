@@ -23,10 +23,11 @@ from benchmarks.switch.jobs import run_jobs
 from benchmarks.switch.storage import Client, Storage
 from benchmarks.switch.ways import BUDGET_BYTES, DCP, GATHER, OURS, WAYS, Setting, clear
 from pipeline_balance.elastic.groups import Groups
-from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.elastic.switch import Plan
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.predict.switch import Plan
 from prophet.machine.memory import keep_memory
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective, collective_for
 from prophet.state.layout import Layout, Piece, layout_from
 from prophet.state.route import route

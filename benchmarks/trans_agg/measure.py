@@ -15,7 +15,8 @@ from benchmarks.common import Row
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.machine.measure import Probe
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.scheduler.pieces import Chunk, agg_chunks, trans_chunks
 from prophet.scheduler.transfers import Agg, Trans, Transfer
 from prophet.spec import Placement

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline_balance.elastic.bound import demand_of, least_s
-from pipeline_balance.elastic.layouts import layout_of
-from pipeline_balance.elastic.models import description_of
-from pipeline_balance.elastic.order import ordered
-from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.simulate import simulate
-from pipeline_balance.elastic.switch import STATED
+from pipeline_balance.elastic.layouts.boxes import layout_of
+from pipeline_balance.elastic.layouts.order import ordered
+from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.predict.bound import demand_of, least_s
+from pipeline_balance.elastic.predict.models import description_of
+from pipeline_balance.elastic.predict.simulate import simulate
+from pipeline_balance.elastic.predict.switch import STATED
 from prophet.machine.models import model_named
 from prophet.state.route import route
 

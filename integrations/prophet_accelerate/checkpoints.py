@@ -27,7 +27,7 @@ from prophet import checkpoint
 from prophet.engine.shared_errors import on_all_ranks, together
 from prophet.errors import CheckpointError
 from prophet.files import read_bytes, read_json
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import processes, roll_call
 
 DESCRIPTION = "prophet_accelerate.json"

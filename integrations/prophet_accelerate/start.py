@@ -23,7 +23,8 @@ from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_, expert_para
 from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import PartialStateError
 from prophet.layer.moe import moe_layers
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import expert_groups, roll_call
 from prophet.spec import checked
 from prophet_accelerate.checkpoints import States

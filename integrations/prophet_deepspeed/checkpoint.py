@@ -22,7 +22,7 @@ from prophet.convert.state import names_before
 from prophet.engine.expert_state import Share, join_state, shares_of, split_state
 from prophet.engine.shared_errors import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet_deepspeed import layout
 from prophet_deepspeed.layout import Values

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.control.measure_alone import Build, measure_alone
 from pipeline_balance.maps.partition import partition_by_time
+from pipeline_balance.pipeline.run.meter_alone import Build, measure_alone
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
 from prophet.errors import SpecError
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.spec import digest
 
@@ -29,7 +29,7 @@ def measure_layers(layers: Sequence[Any], inputs: Tensor, **options: Any) -> lis
     """Costs of a PipelineModule's layers (modules, `LayerSpec`, `TiedLayerSpec`, functions) for one microbatch.
 
     One layer is built and run at a time, on this process alone. options: `target`, `loss_fn`, `make_optimizer`,
-    `repeats` and `device` of `pipeline_balance.control.measure_alone`. A tied layer counts wherever it stands: every
+    `repeats` and `device` of `pipeline_balance.pipeline.run.meter_alone`. A tied layer counts wherever it stands: every
     stage that uses it holds a copy.
     """
     return measure_alone([_builder(layer) for layer in layers], inputs, **options)

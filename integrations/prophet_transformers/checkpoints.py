@@ -30,7 +30,7 @@ from prophet.convert import converted
 from prophet.convert.saving import load_pretrained, save_pretrained
 from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import CheckpointError
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet, process_rank
 from prophet_transformers.optimizer_parts import SHARED, OptimizerParts
 

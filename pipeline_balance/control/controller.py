@@ -21,17 +21,18 @@ import torch
 from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, Policy, decide
 from pipeline_balance.control.learn import Learner, MoveTime
 from pipeline_balance.control.report import BalanceReport, Move
-from pipeline_balance.control.slice_costs import unit_costs
 from pipeline_balance.control.stages import BalancedStages, PipelineStages
+from pipeline_balance.pipeline.run.slice_costs import unit_costs
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import PlanMismatch, SpecError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.waiting import Waiter
 from prophet.spec import digest
 
 if TYPE_CHECKING:
-    from pipeline_balance.pipeline.model import Batch, Labels
+    from pipeline_balance.pipeline.model.layers import Batch, Labels
     from pipeline_balance.pipeline.move.transaction import Prepared, Switched
     from pipeline_balance.pipeline.trainer import ElasticPipeline
 

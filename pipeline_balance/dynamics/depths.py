@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.dynamics.gpt import Block
-from pipeline_balance.pipeline.added_loss import add_loss
+from pipeline_balance.pipeline.model.added_loss import add_loss
 from prophet.errors import SpecError
 
 

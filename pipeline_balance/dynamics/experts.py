@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.dynamics.gpt import Block
-from pipeline_balance.pipeline.added_loss import add_loss
+from pipeline_balance.pipeline.model.added_loss import add_loss
 from prophet.experts.gate import GateConfig
 from prophet.layer.moe import MoE, collect_losses
 from prophet.ranks.collective import Collective

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from prophet.errors import SpecError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from prophet.errors import SpecError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 
 _DIGIT_BITS = 8
 _BUCKETS = 1 << _DIGIT_BITS

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline_balance.elastic.data import Batches, GlobalBatches
-    from pipeline_balance.elastic.experts import one_rank
-    from pipeline_balance.elastic.holdings import held
     from pipeline_balance.elastic.job import Job
+    from pipeline_balance.elastic.layouts.parallelism import Parallelism
     from pipeline_balance.elastic.own_loop import reshard
-    from pipeline_balance.elastic.parallelism import Parallelism
-    from pipeline_balance.pipeline.registered import register
+    from pipeline_balance.elastic.shards.experts import one_rank
+    from pipeline_balance.elastic.shards.holdings import held
+    from pipeline_balance.pipeline.model.registered import register
 
 __all__ = ["Batches", "GlobalBatches", "Job", "Parallelism", "held", "one_rank", "register", "reshard"]
 
@@ -29,10 +29,10 @@ _MODULE_OF = {
     "Batches": "pipeline_balance.elastic.data",
     "GlobalBatches": "pipeline_balance.elastic.data",
     "Job": "pipeline_balance.elastic.job",
-    "Parallelism": "pipeline_balance.elastic.parallelism",
-    "held": "pipeline_balance.elastic.holdings",
-    "one_rank": "pipeline_balance.elastic.experts",
-    "register": "pipeline_balance.pipeline.registered",
+    "Parallelism": "pipeline_balance.elastic.layouts.parallelism",
+    "held": "pipeline_balance.elastic.shards.holdings",
+    "one_rank": "pipeline_balance.elastic.shards.experts",
+    "register": "pipeline_balance.pipeline.model.registered",
     "reshard": "pipeline_balance.elastic.own_loop",
 }
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline_balance.elastic.experts import has_experts
-from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.elastic.reshape import is_sharded
-from pipeline_balance.elastic.sharded import ShardedModel
-from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.shards.experts import has_experts
+from pipeline_balance.elastic.shards.job_state import is_sharded
+from pipeline_balance.elastic.shards.sharded import ShardedModel
+from pipeline_balance.pipeline.model.adapter import TransformersModel
+from pipeline_balance.pipeline.model.layers import CountLabels, LossFn, PipelineModel
 from pipeline_balance.slices import SliceOptions
 from prophet.errors import SpecError
 

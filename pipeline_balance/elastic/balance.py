@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import gather_json, in_words
 from prophet.engine.attach import attach
 from prophet.engine.carry import carry, memories
 from prophet.engine.config import EngineConfig
 from prophet.engine.engine import Engine
 from prophet.errors import SpecError
-from prophet.ranks.collective import Operation
+from prophet.ranks.json_messages import gather_json, in_words
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import process_rank
 from prophet.spec import Topology
 from prophet.state.words import meant, said

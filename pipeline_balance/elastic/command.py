@@ -12,8 +12,8 @@ from prophet.commands.arguments import add_json, add_model, known_names, model_s
 from prophet.errors import SpecError, TopologyError, UsageError
 
 if TYPE_CHECKING:
-    from pipeline_balance.elastic.parallelism import Parallelism
-    from pipeline_balance.elastic.switch import Prediction
+    from pipeline_balance.elastic.layouts.parallelism import Parallelism
+    from pipeline_balance.elastic.predict.switch import Prediction
     from prophet.machine.sizes import ModelSizes
 
 MOST_RANKS = 1 << 16
@@ -73,9 +73,9 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict, and print."""
-    from pipeline_balance.elastic.models import description_of
-    from pipeline_balance.elastic.parallelism import FEWEST_BYTES
-    from pipeline_balance.elastic.switch import ports_of, predict
+    from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES
+    from pipeline_balance.elastic.predict.models import description_of
+    from pipeline_balance.elastic.predict.switch import ports_of, predict
 
     sizes = model_sizes(arguments, None)
     before = _layout("--from", arguments.before, arguments.zero, sizes)
@@ -100,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _layout(option: str, text: str, zero: int, sizes: ModelSizes) -> Parallelism:
     """The layout that `text` names, if a job could train the model in it."""
-    from pipeline_balance.elastic.models import check_trainable
-    from pipeline_balance.elastic.parallelism import Parallelism
+    from pipeline_balance.elastic.layouts.parallelism import Parallelism
+    from pipeline_balance.elastic.predict.models import check_trainable
 
     try:
         layout = Parallelism.parse(text)

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pipeline_balance.pipeline.stages import alone
-from pipeline_balance.pipeline.training_state import in_words
+from pipeline_balance.pipeline.run.stages import alone
 from prophet.errors import SpecError
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.json_messages import in_words
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective, meet
 from prophet.ranks.waiting import Waiter, joined
 from prophet.ranks.works import all_made

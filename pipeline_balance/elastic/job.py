@@ -15,28 +15,28 @@ from torch import Tensor, nn
 
 from pipeline_balance.control.controller import Controller
 from pipeline_balance.control.decide import ControllerConfig
-from pipeline_balance.control.measure import Meter
 from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance, BalanceConfig
 from pipeline_balance.elastic.data import GlobalBatches, Stream, microbatches_of, read_part, rows_of, shared_out
-from pipeline_balance.elastic.experts import check_unsplit, share_out
 from pipeline_balance.elastic.groups import Groups, met
+from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.materialize import materialize
-from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.reshape import (
+from pipeline_balance.elastic.saving import load_job, save_job
+from pipeline_balance.elastic.shards.experts import check_unsplit, share_out
+from pipeline_balance.elastic.shards.job_state import (
     is_sharded,
 )
-from pipeline_balance.elastic.saving import load_job, save_job
 from pipeline_balance.elastic.stages import JobStages, check_stages
 from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.elastic.trainable import check, check_alike, check_nodes
-from pipeline_balance.pipeline.export import write_pretrained
-from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
+from pipeline_balance.pipeline.model.layers import CountLabels, LossFn, PipelineModel
+from pipeline_balance.pipeline.move.export import write_pretrained
+from pipeline_balance.pipeline.move.files import Also
 from pipeline_balance.pipeline.move.transaction import Switched
-from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.pretrained import load_pretrained
-from pipeline_balance.pipeline.saved import Also
-from pipeline_balance.pipeline.scaler import PipelineScaler
+from pipeline_balance.pipeline.run.meter import Meter
+from pipeline_balance.pipeline.run.optimizers import MakeOptimizer
+from pipeline_balance.pipeline.run.scaler import PipelineScaler
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.slices import SliceOptions
@@ -125,9 +125,8 @@ class Job:
 
         met("beginning a job", begin, timeout_s)
         check_alike(layout, nodes, timeout_s)
-        wanted, plain = layout, adapters[0].plain
-        if layout.order == FEWEST_BYTES:
-            wanted = layout = replace(layout, order=None)
+        plain = adapters[0].plain
+        wanted = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
         if is_sharded(layout):  # begin with the model spread out, and go there
             layout = Parallelism(pp=min(layout.ranks, len(plain.units)))
         self._switching = to = Switching(
@@ -258,13 +257,7 @@ class Job:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict` on the layout's first rank, empty elsewhere. Collective."""
-        return self._whole(self.layout.rank_of_place[0], nn.Module.state_dict)
-
-    def _whole(self, process: int, said: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Tensor]:
-        """What a copy of the unsplit model has `said` of its state, on one process."""
-        state = self._switching.state(self.layout)
-        with state.during("collecting the model before step"):
-            return state.whole_state(self.pipeline.collective, process, said)
+        return self._switching.state(self.layout).whole_state(self.layout.rank_of_place[0], nn.Module.state_dict)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Write the whole model by its own `save_pretrained`, a converted one in its original layout. Collective.
@@ -272,7 +265,7 @@ class Job:
         Process 0 writes: on others transformers writes nothing. `options` are those of the model's method.
         """
         pipe = self.pipeline
-        state = self._whole(0, original_state_dict)
+        state = self._switching.state(self.layout).whole_state(0, original_state_dict)
         with with_originals(self.model):
             write_pretrained(self.model, state, folder, options, pipe.collective, pipe.config)
 

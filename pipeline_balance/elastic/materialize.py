@@ -8,10 +8,10 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from pipeline_balance.pipeline.generators import seeded
-from pipeline_balance.pipeline.model import PipelineModel
-from pipeline_balance.pipeline.ownership import put
-from pipeline_balance.pipeline.skeleton import BUILD_EMPTY
+from pipeline_balance.pipeline.model.layers import PipelineModel
+from pipeline_balance.pipeline.model.ownership import put
+from pipeline_balance.pipeline.model.skeleton import BUILD_EMPTY
+from pipeline_balance.pipeline.run.generators import seeded
 from prophet.errors import SpecError
 
 

@@ -15,29 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import check_copyable, check_parameters
-from pipeline_balance.elastic.fully_sharded import (
+from pipeline_balance.elastic.groups import SHARDS, Groups, Members, groups_of_world, met
+from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.shards.copies import check_copyable, check_parameters
+from pipeline_balance.elastic.shards.fully_sharded import (
     check_weak,
     leaves_of,
     options_from,
     options_in_words,
     policies_of,
 )
-from pipeline_balance.elastic.groups import SHARDS, Groups, Members, groups_of_world, met
-from pipeline_balance.elastic.holdings import digests, refuse_apart
-from pipeline_balance.elastic.live import Live
-from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.reshape import is_sharded, mesh_axes, shards_in
-from pipeline_balance.elastic.sharded import check_parts
-from pipeline_balance.elastic.styles import styles_of
-from pipeline_balance.elastic.target import Target
-from pipeline_balance.pipeline.agreement import refuse_where
+from pipeline_balance.elastic.shards.holdings import digests, refuse_apart
+from pipeline_balance.elastic.shards.job_state import is_sharded, mesh_axes, shards_in
+from pipeline_balance.elastic.shards.live import Live
+from pipeline_balance.elastic.shards.sharded import check_parts
+from pipeline_balance.elastic.shards.styles import styles_of
+from pipeline_balance.elastic.shards.target import Target
+from pipeline_balance.pipeline.model.ownership import check_free
+from pipeline_balance.pipeline.move.state import base_name, refuse_odd
 from pipeline_balance.pipeline.move.transaction import Assignments, Move, run
 from pipeline_balance.pipeline.move.votes import Vote, refuse_against, union
-from pipeline_balance.pipeline.ownership import check_free
-from pipeline_balance.pipeline.training_state import base_name, refuse_odd
+from pipeline_balance.pipeline.run.agreement import refuse_where
 from prophet.errors import CollectiveError, SpecError, TransitionError
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece, layout_from

@@ -12,12 +12,12 @@ from typing import Any
 
 from pipeline_balance.elastic.balance import Balance
 from pipeline_balance.elastic.data import GlobalBatches
-from pipeline_balance.elastic.reshape import ShardedArrangement
+from pipeline_balance.elastic.shards.job_state import ShardedArrangement
 from pipeline_balance.elastic.switching import Switching
-from pipeline_balance.pipeline.agreement import from_all
-from pipeline_balance.pipeline.saved import Also, Checkpoint, load_state, save_state
+from pipeline_balance.pipeline.move.files import Also, Checkpoint, load_state, save_state
+from pipeline_balance.pipeline.run.agreement import from_all
 from prophet.errors import SpecError
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 
 POSITION, SEED, MEMORIES = "position", "seed", "balancing"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pipeline_balance.elastic.experts import nobody
 from pipeline_balance.elastic.groups import SHARDS, Groups, Members
-from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.elastic.reshape import mesh_axes
-from pipeline_balance.pipeline.replicas import Grid
-from pipeline_balance.pipeline.stages import Seats, alone
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.shards.experts import nobody
+from pipeline_balance.elastic.shards.job_state import mesh_axes
+from pipeline_balance.pipeline.run.replicas import Grid
+from pipeline_balance.pipeline.run.stages import Seats, alone
 from prophet.ranks.process_group import process_rank
 
 

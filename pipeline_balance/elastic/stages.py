@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline_balance.control.controller import Controller
 from pipeline_balance.control.decide import ControllerConfig
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.maps.partition import partition_by_time
 from pipeline_balance.pipeline.move.transaction import Prepared, Switched
 from pipeline_balance.pipeline.trainer import ElasticPipeline

@@ -14,13 +14,14 @@ import torch
 from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance
 from pipeline_balance.elastic.data import microbatches_of
-from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import has_experts
 from pipeline_balance.elastic.groups import Groups, Members, met
-from pipeline_balance.elastic.layouts import layout_of
-from pipeline_balance.elastic.order import ordered
-from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.reshape import (
+from pipeline_balance.elastic.layouts.boxes import layout_of
+from pipeline_balance.elastic.layouts.describe import Rule
+from pipeline_balance.elastic.layouts.order import ordered
+from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.seats import groups_of, seats_of
+from pipeline_balance.elastic.shards.experts import has_experts
+from pipeline_balance.elastic.shards.job_state import (
     Ahead,
     JobArrangement,
     JobState,
@@ -29,24 +30,24 @@ from pipeline_balance.elastic.reshape import (
     is_sharded,
     shards_in,
 )
-from pipeline_balance.elastic.seats import groups_of, seats_of
 from pipeline_balance.elastic.stages import JobStages
 from pipeline_balance.elastic.trainable import check, check_mode
-from pipeline_balance.pipeline.agreement import alike, refuse_where
-from pipeline_balance.pipeline.model import PipelineModel
+from pipeline_balance.pipeline.model.layers import PipelineModel
+from pipeline_balance.pipeline.model.ownership import Ownership
 from pipeline_balance.pipeline.move.arrangement import ArrangementMove
 from pipeline_balance.pipeline.move.arrangement import switch as move_to
+from pipeline_balance.pipeline.move.pipeline_state import Arrangement
+from pipeline_balance.pipeline.move.state import spec_rows, specs_of
 from pipeline_balance.pipeline.move.transaction import Prepared, Switched
-from pipeline_balance.pipeline.owners import Owners
-from pipeline_balance.pipeline.ownership import Ownership
-from pipeline_balance.pipeline.reseat import Arrangement
-from pipeline_balance.pipeline.stages import Seats
+from pipeline_balance.pipeline.run.agreement import alike, refuse_where
+from pipeline_balance.pipeline.run.owners import Owners
+from pipeline_balance.pipeline.run.stages import Seats
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import gather_json, in_words, spec_rows, specs_of
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, StageFailed, TransitionError
-from prophet.ranks.collective import Operation
+from prophet.ranks.json_messages import gather_json, in_words
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work, process_rank, processes
 from prophet.ranks.waiting import joined
 from prophet.state.transition import Mode

@@ -5,16 +5,16 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, get_args
 
-from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import check_experts, has_experts
-from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.elastic.reshape import is_sharded
-from pipeline_balance.elastic.sharded import check_shardable
-from pipeline_balance.elastic.styles import rules_for, styles_of
-from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.model import PipelineModel
+from pipeline_balance.elastic.layouts.describe import Rule
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.shards.experts import check_experts, has_experts
+from pipeline_balance.elastic.shards.job_state import is_sharded
+from pipeline_balance.elastic.shards.sharded import check_shardable
+from pipeline_balance.elastic.shards.styles import rules_for, styles_of
+from pipeline_balance.pipeline.model.adapter import TransformersModel
+from pipeline_balance.pipeline.model.layers import PipelineModel
 from prophet.errors import SpecError
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet
 from prophet.state.transition import Mode
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.agreement import from_all, refuse_where
-from pipeline_balance.pipeline.failures import together
-from pipeline_balance.pipeline.ownership import Ownership, put
+from pipeline_balance.pipeline.model.ownership import Ownership, put
+from pipeline_balance.pipeline.run.agreement import from_all, refuse_where
+from pipeline_balance.pipeline.run.failures import together
 from prophet.errors import SpecError
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.state.pretrained import read_pretrained
 
 if TYPE_CHECKING:

@@ -14,31 +14,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
-from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import agree_on_model, agree_on_optimizers, from_all, refuse_where
-from pipeline_balance.pipeline.experts import Balancer, StageExperts
-from pipeline_balance.pipeline.export import held_by_root, whole_state, write_pretrained
-from pipeline_balance.pipeline.failures import Failures, together
-from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel, Slicer
+from pipeline_balance.pipeline.model.adapter import TransformersModel
+from pipeline_balance.pipeline.model.layers import (
+    Batch,
+    CountLabels,
+    Labels,
+    LossFn,
+    ModuleChain,
+    PipelineModel,
+    Slicer,
+)
+from pipeline_balance.pipeline.model.ownership import Ownership
+from pipeline_balance.pipeline.move.export import write_pretrained
+from pipeline_balance.pipeline.move.files import Also, Checkpoint, load_state, save_state
+from pipeline_balance.pipeline.move.pipeline_state import PipelineState
+from pipeline_balance.pipeline.move.stage_map import StageMove, StateMover
 from pipeline_balance.pipeline.move.transaction import Prepared, Switched, run
-from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
-from pipeline_balance.pipeline.owners import Owners
-from pipeline_balance.pipeline.ownership import Ownership
-from pipeline_balance.pipeline.passes import Passes
-from pipeline_balance.pipeline.progress import Progress
-from pipeline_balance.pipeline.rebuild import StageMove, StateMover
-from pipeline_balance.pipeline.replicas import check_units
-from pipeline_balance.pipeline.reseat import PipelineState
-from pipeline_balance.pipeline.saved import Also, Checkpoint, load_state, save_state
-from pipeline_balance.pipeline.scaler import PipelineScaler
-from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder, Stages
-from pipeline_balance.pipeline.training_state import Held
+from pipeline_balance.pipeline.run.agreement import agree_on_model, agree_on_optimizers
+from pipeline_balance.pipeline.run.experts import Balancer, StageExperts
+from pipeline_balance.pipeline.run.failures import Failures, together
+from pipeline_balance.pipeline.run.meter import Meter, RankTimes, gather_costs, local_costs
+from pipeline_balance.pipeline.run.optimizers import MakeOptimizer, Optimizers
+from pipeline_balance.pipeline.run.owners import Owners
+from pipeline_balance.pipeline.run.passes import Passes
+from pipeline_balance.pipeline.run.progress import Progress
+from pipeline_balance.pipeline.run.replicas import check_units
+from pipeline_balance.pipeline.run.scaler import PipelineScaler
+from pipeline_balance.pipeline.run.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder, Stages
 from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -325,7 +332,6 @@ class ElasticPipeline:
         """Forget all gradients, also those of an update under way, which begins anew with the next step."""
         self._passes.drop_gradients()
 
-    @together("collecting the model before step")
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
@@ -333,26 +339,7 @@ class ElasticPipeline:
         """
         self.experts.check_static("gather or save a model")
         self._check_unsharded("gather or save a model", owners=False)
-        held = Held()
-
-        def collect() -> int:
-            if not 0 <= rank < self.collective.size:
-                raise SpecError(f"the model is to be collected on rank {rank} of {self.collective.size}")
-            if self.groups.grid.replica_of(rank) == self.groups.replicas:
-                raise SpecError(f"the model is to be collected on rank {rank}, which has no stage")
-            self._passes.read_model()
-            self.mover.check_replicas(self.stage_map)
-            nonlocal held
-            held = held_by_root(self.owned, self.stage_map.layers_on(self.rank))
-            return rank
-
-        op = Operation("collecting the model")
-        refuse_where(from_all(collect, self.collective, self.config.device, op), "collect the model on another rank")
-        grid = self.groups.grid
-        if grid.replica_of(rank) != self.groups.replica:
-            return {}
-        at = grid.pipeline_rank_of(rank)
-        return whole_state(held, self.owned, self.stage_map, self.groups.collective, self.config, at)
+        return self.state().whole_state(rank, nn.Module.state_dict)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Write the whole model to `folder` by its own `save_pretrained`, for transformers to load. Collective.

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from pipeline_balance.pipeline.adapter import IGNORED_LABEL, Recorded
-from pipeline_balance.pipeline.experts import collective_of
-from pipeline_balance.pipeline.model import Activations, Microbatch
-from pipeline_balance.pipeline.router_losses import loss_of_sums
-from pipeline_balance.pipeline.skeleton import Readable
+from pipeline_balance.pipeline.model.adapter import IGNORED_LABEL, Recorded
+from pipeline_balance.pipeline.model.expert_layers import collective_of
+from pipeline_balance.pipeline.model.layers import Activations, Microbatch
+from pipeline_balance.pipeline.model.router_losses import loss_of_sums
+from pipeline_balance.pipeline.model.skeleton import Readable
 from pipeline_balance.slices.alone import Trial, check_limits
 from pipeline_balance.slices.interface import Seen, attending, configs_of, seeing
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.experts import expert_layers
-from pipeline_balance.pipeline.model import Activations, Microbatch, PipelineModel, evaluating
+from pipeline_balance.pipeline.model.expert_layers import expert_layers
+from pipeline_balance.pipeline.model.layers import Activations, Microbatch, PipelineModel, evaluating
 from pipeline_balance.slices.parts import SlicePart, part_of
 from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, active
 from prophet.errors import SpecError

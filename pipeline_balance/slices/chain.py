@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pipeline_balance.pipeline.model import LossFn, Microbatch, ModuleChain, labels_of
+from pipeline_balance.pipeline.model.layers import LossFn, Microbatch, ModuleChain, labels_of
 from pipeline_balance.slices.alone import Trial, check_limits
 from pipeline_balance.slices.parts import Sliced, SlicePart
 from pipeline_balance.slices.store import Unit

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model import Microbatch
+from pipeline_balance.pipeline.model.layers import Microbatch
 from pipeline_balance.schedules.sliced import slice_starts
 from pipeline_balance.slices.store import ChunkStore, Unit, active
 from prophet.errors import SpecError

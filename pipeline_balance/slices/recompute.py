@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import TreeSpec
 from torch.utils.checkpoint import checkpoint
 
-from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.model.adapter import TransformersModel
 from prophet.errors import SpecError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline_balance.pipeline.buffers import BufferPool
+from pipeline_balance.pipeline.model.buffers import BufferPool
 from pipeline_balance.slices.memory import Room
 from prophet.errors import SpecError
 

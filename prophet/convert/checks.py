@@ -13,8 +13,9 @@ from torch import nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, child
 from prophet.errors import CollectiveError, ConversionError, PlanMismatch
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.ranks.messages import tell
+from prophet.ranks.operation import Operation
 from prophet.sharing import held_by_several, places_of
 from prophet.spec import check_experts_per_rank, odd_ones_out
 

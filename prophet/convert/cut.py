@@ -23,7 +23,7 @@ from prophet.convert.routed import RoutedExperts
 from prophet.convert.verify import TOLERANCE
 from prophet.errors import ConversionError
 from prophet.experts.modules import ModulesBank
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 
 ROWS = 5  # of each expert, on which a module is tried
 

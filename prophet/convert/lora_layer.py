@@ -24,7 +24,8 @@ from prophet.experts.lora import LoraMatrix
 from prophet.experts.modules import ModulesBank
 from prophet.kernels.choice import Impl
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 
 
 class LoraBank(ModulesBank):

@@ -25,7 +25,8 @@ from prophet.experts.plain import Network
 from prophet.experts.trial import Trial
 from prophet.kernels.choice import Impl
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 
 
 class RoutedModules(RoutedExperts):

@@ -22,7 +22,8 @@ from prophet.experts.gate import Router, Routing
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from prophet.convert.lora_layer import lora_layers, reading_adapters
 from prophet.convert.routed import converted, with_originals
 from prophet.convert.state import load_original_state_dict, original_state_dict
 from prophet.errors import CheckpointError, ConversionError, PartialStateError, some
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work, collective_for, meet, process_rank, processes, roll_call
 
 # transformers replaces functions while it loads, and puts back what it found: two threads at once would leave models

@@ -26,7 +26,8 @@ from prophet.engine.config import EngineConfig
 from prophet.engine.report import StepReport
 from prophet.machine.presets import CLUSTERS
 from prophet.planner.base import Planner
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.scheduler.recording import Recording
 from prophet.scheduler.timeline import Span

@@ -15,8 +15,9 @@ import torch
 from prophet.doctor.check import Check, finding, merged, named, sound
 from prophet.doctor.installed import equal
 from prophet.doctor.launcher import INTERFACE
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.ranks.launch import Launch, joined_group
+from prophet.ranks.operation import Operation
 
 _ROWS, _WIDTH = 256, 1024  # of float32 to each rank: 1 MiB
 

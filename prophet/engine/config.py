@@ -22,8 +22,9 @@ from prophet.layer.moe import MoE
 from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES, core, get_planner, planner_with
 from prophet.planner.base import EFFORT, Planner
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.ranks.messages import tell
+from prophet.ranks.operation import Operation
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
 from prophet.spec import PlanContext, Topology, Windows, checked, digest, odd_ones_out

@@ -14,8 +14,9 @@ import torch
 from prophet.errors import ConfigMismatch
 from prophet.experts.bank import Bank
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.ranks.messages import tell
+from prophet.ranks.operation import Operation
 
 COMPARISON = "comparison of experts"
 SAMPLE = 64  # last numbers of an expert's largest parameter

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import Operation
 from prophet.ranks.messages import share
+from prophet.ranks.operation import Operation
 
 _OPERATION = Operation("GradScaler's check for infinite gradients")
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from prophet.layer.moe import MoE, moe_layers
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.ranks.messages import share
+from prophet.ranks.operation import Operation
 from prophet.spec import IntArray
 
 

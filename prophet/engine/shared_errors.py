@@ -12,7 +12,8 @@ from torch import nn
 
 from prophet.errors import CheckpointError
 from prophet.layer.moe import moe_layers
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work, meet, process_rank
 
 _MESSAGE_BYTES = 400

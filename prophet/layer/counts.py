@@ -23,8 +23,9 @@ from torch import Tensor
 
 from prophet.errors import OutOfStep, PlanMismatch, RoutingError
 from prophet.experts.gate import Routing
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.ranks.messages import COUNTS, PASSES, tell
+from prophet.ranks.operation import Operation
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, odd_ones_out
 

@@ -28,7 +28,8 @@ from prophet.layer.dispatch import Route, all_to_all, check_plain_autograd, on_b
 from prophet.layer.expert_watch import ExpertWatch
 from prophet.layer.port import Pass, PlainPort, Port
 from prophet.layer.rows import gather, part_of, take
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.spec import Activation, Bias, IntArray, Split, check_experts_per_rank, parts_of
 

@@ -24,7 +24,8 @@ import torch
 from prophet.errors import SpecError
 from prophet.experts.bank import Bank
 from prophet.machine.fit import Point
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.spec import FloatArray
 
 _MOST_OVERLAP_COST = 0.95  # measured figures of all of a transfer's time and more are noise

@@ -8,30 +8,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from prophet.ranks.messages import Frames, tell
+from prophet.ranks.operation import Operation
 
 Channel = Literal["tokens", "weights"]
 Rows = Sequence[int]  # one count per rank
 Messages = Sequence[tuple[int, Tensor]]  # each with the rank it goes to, or comes from
 
 DEFAULT_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What is being communicated, for error messages and timelines."""
-
-    name: str
-    layer: int | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
 
 
 class Decision(NamedTuple):

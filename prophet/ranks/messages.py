@@ -24,7 +24,8 @@ from torch import Tensor
 from prophet.errors import OutOfStep
 
 if TYPE_CHECKING:
-    from prophet.ranks.collective import Collective, Operation
+    from prophet.ranks.collective import Collective
+    from prophet.ranks.operation import Operation
 
 IntArray = npt.NDArray[np.int64]
 

@@ -32,12 +32,12 @@ from prophet.ranks.collective import (
     Coming,
     Done,
     Messages,
-    Operation,
     Pending,
     Rows,
     check_rows,
 )
 from prophet.ranks.messages import Frames
+from prophet.ranks.operation import Operation
 from prophet.ranks.places import known_places, machine, place
 from prophet.ranks.presence import Lost, Presence, Pulse, crossed, explained
 from prophet.ranks.threads import ThreadWorld

@@ -21,11 +21,11 @@ from prophet.ranks.collective import (
     Coming,
     Done,
     Messages,
-    Operation,
     Pending,
     Rows,
     check_rows,
 )
+from prophet.ranks.operation import Operation
 
 T = TypeVar("T")
 Key = tuple[Channel, int, int, int]  # channel, number of the operation on it, source, destination

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prophet.errors import OutOfStep
-from prophet.ranks.collective import Coming, Operation, Pending
+from prophet.ranks.collective import Coming, Pending
+from prophet.ranks.operation import Operation
 from prophet.ranks.waiting import TURN_S, Waiter, joined, stay
 
 T = TypeVar("T")

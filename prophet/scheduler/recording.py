@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prophet.ranks.collective import Channel, Collective, Operation, Pending
+from prophet.ranks.collective import Channel, Collective, Pending
+from prophet.ranks.operation import Operation
 from prophet.scheduler.actions import Window
 from prophet.scheduler.timeline import Recorder, Span
 

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from prophet.errors import BudgetError, CollectiveError, StateLost, TransitionError
-from prophet.ranks.collective import Collective, Operation, Pending
+from prophet.ranks.collective import Collective, Pending
+from prophet.ranks.operation import Operation
 from prophet.spec import IntArray
 from prophet.state.in_place import Replacing
 from prophet.state.itinerary import Itinerary, Rounds

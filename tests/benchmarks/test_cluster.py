@@ -26,7 +26,7 @@ from prophet.engine.config import Experiment
 from prophet.errors import SpecError
 from prophet.layer.moe import moe_layers
 from prophet.machine.measure import Probe
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadCollective
 from prophet.scheduler.actions import Window
 from prophet.scheduler.recording import ObservedCollective

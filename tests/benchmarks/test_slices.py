@@ -15,7 +15,7 @@ from benchmarks.slices.counts import longest_real, ranks_beside_form, recomputed
 from benchmarks.slices.floor import Operations, floor
 from benchmarks.slices.steps import against_baseline, measure
 from benchmarks.slices.workload import Work
-from pipeline_balance.pipeline.executor import SENDS
+from pipeline_balance.pipeline.run.executor import SENDS
 
 TINY = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 40, "microbatches": 2, "tokens": 64}
 

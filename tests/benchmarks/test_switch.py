@@ -11,7 +11,7 @@ import pytest
 from benchmarks.switch import paper, plan
 from benchmarks.switch.__main__ import main
 from benchmarks.switch.cases import cases, least_port_bytes
-from pipeline_balance.elastic import switch
+from pipeline_balance.elastic.predict import switch
 from prophet.machine.models import model_named
 
 

@@ -20,8 +20,9 @@ import prophet
 from prophet.engine.parallel import clip_grad_norm_, update_biases
 from prophet.errors import OutOfStep
 from prophet.kernels.choice import triton_available
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.ranks.messages import share, tell
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.paths import INTERPRETED, one_kernel_at_a_time
 from tests.helpers.pretend_device import NAME, SUPPORTED, kernels_in_the_interpreter, on_pretended_device, values

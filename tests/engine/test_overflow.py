@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import prophet
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from tests.helpers.expert_lists import DIM, MixtralSparseMoeBlock
 from tests.helpers.support import FixedPlanner, everywhere, on_threads, seeded
 from tests.helpers.training import Case, Run, Step, compare, expected

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from prophet_deepspeed.section import ConfigError, read_config
 from rich.console import Console
 
-from pipeline_balance.pipeline.saved import read_checkpoint
+from pipeline_balance.pipeline.move.files import read_checkpoint
 from prophet.errors import BenchmarkFileError, MonitorError, SpecError, TopologyError, TraceError
 from prophet.machine.benchmark_files import ExpertKind, calibrate_from
 from prophet.machine.topology import read_fits, read_topology, write_topology

@@ -20,7 +20,8 @@ from benchmarks.cluster.host import Host
 from prophet import EngineConfig, attach
 from prophet.engine.report import StepReport
 from prophet.kernels.grouped_ffn.naive import ExpertWeights, expert_ffn
-from prophet.ranks.collective import Channel, Collective, Operation, Pending
+from prophet.ranks.collective import Channel, Collective, Pending
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.spec import Topology
 from tests.helpers.support import RandomPlanner, TinyModel, dense_parameters

@@ -24,7 +24,7 @@ def receives_first(host: Host, args: dict[str, Any]) -> bool:
     """Whether the collective of all hosts posts its receives first, and delivers."""
     import torch
 
-    from prophet.ranks.collective import Operation
+    from prophet.ranks.operation import Operation
     from prophet.ranks.process_group import ProcessGroupCollective, collective_for
 
     with host.process_group(timeout_s=30):

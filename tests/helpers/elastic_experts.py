@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import prophet
-from pipeline_balance.elastic.experts import stacks
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.shards.experts import stacks
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.elastic_jobs import DIM, MICROBATCHES, ROWS, SEED, VOCABULARY, batches, make_optimizer
 from tests.helpers.pipeline_model import plain_step

@@ -14,14 +14,14 @@ from torch.utils.data import TensorDataset
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic.groups import Groups
-from pipeline_balance.elastic.holdings import held
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.layouts import layout_of
-from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.elastic.reshape import describe
-from pipeline_balance.pipeline import reseat
-from pipeline_balance.pipeline.rebuild import Change
-from pipeline_balance.pipeline.stages import StageBuilder
+from pipeline_balance.elastic.layouts.boxes import layout_of
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.shards.holdings import held
+from pipeline_balance.elastic.shards.job_state import describe
+from pipeline_balance.pipeline.move import pipeline_state
+from pipeline_balance.pipeline.move.stage_map import Change
+from pipeline_balance.pipeline.run.stages import StageBuilder
 from prophet.state import transition
 from tests.helpers.own_loops import gathered
 from tests.helpers.pipeline_model import plain_step
@@ -138,7 +138,7 @@ def broken(job: Job, place: str) -> Iterator[None]:
         raise RuntimeError(f"broken in {place}")
 
     owner, name = {
-        "collect": (reseat, "items"),
+        "collect": (pipeline_state, "items"),
         "group": (Groups, "_one"),
         "allocate": (job.pipeline.mover, "allocate"),
         "pack": (transition._Mover, "_pack"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.slices.parts import Sliced
 from tests.helpers import sliced_layers as own
 from tests.helpers.elastic_jobs import check_held, same, whole

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import prophet
 from pipeline_balance import add_loss, elastic
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from tests.helpers.elastic_jobs import check_held, same
 from tests.helpers.sliced_models import adam, batch_of, model_of
 

@@ -27,7 +27,8 @@ from prophet.convert import original_state_dict
 from prophet.engine.config import Experiment
 from prophet.errors import ConversionError
 from prophet.experts.replica import Replica
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from tests.helpers.families import batch, loss_of, overloaded, small
 from tests.helpers.family_sizes import SINGLE

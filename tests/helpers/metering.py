@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.pipeline.model.ownership import local
 from pipeline_balance.pipeline.move.transaction import Switched
-from pipeline_balance.pipeline.ownership import local
 from prophet.state.transition import empty
 
 

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic import own_loop
-from pipeline_balance.elastic.live import Live
-from pipeline_balance.elastic.target import Target
-from pipeline_balance.pipeline import rebuild, reseat
-from pipeline_balance.pipeline.ownership import local
-from pipeline_balance.pipeline.rebuild import Change, StageMove, StateMover
+from pipeline_balance.elastic.shards.live import Live
+from pipeline_balance.elastic.shards.target import Target
+from pipeline_balance.pipeline.model.ownership import local
+from pipeline_balance.pipeline.move import pipeline_state
+from pipeline_balance.pipeline.move import stage_map as rebuild
+from pipeline_balance.pipeline.move.stage_map import Change, StageMove, StateMover
 from pipeline_balance.spec import StageMap
 from prophet.errors import StageFailed
 from prophet.ranks.collective import Collective
@@ -55,7 +56,7 @@ class Seam(NamedTuple):
 
 _OF_RUN: Callable[[Any], Any] = lambda run: run.mover  # noqa: E731
 _LAYOUT = {
-    "agreeing": Seam(reseat, "items"),
+    "agreeing": Seam(pipeline_state, "items"),
     "preparing": Seam(_OF_RUN, "allocate"),
     "moving": Seam(transition._Mover, "_pack"),
     "building": Seam(StateMover, "change"),

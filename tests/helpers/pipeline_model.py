@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.added_loss import added_losses
-from pipeline_balance.pipeline.generators import unit_seed
+from pipeline_balance.pipeline.model.added_loss import added_losses
+from pipeline_balance.pipeline.run.generators import unit_seed
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 

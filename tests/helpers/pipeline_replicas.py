@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.generators import unit_seed
+from pipeline_balance.pipeline.run.generators import unit_seed
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from prophet.engine.copies import COMPARISON
-from prophet.ranks.collective import Channel, Collective, Done, Operation, Pending, check_rows
+from prophet.ranks.collective import Channel, Collective, Done, Pending, check_rows
 from prophet.ranks.messages import HEAD
+from prophet.ranks.operation import Operation
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.generators import unit_seed
+from pipeline_balance.pipeline.run.generators import unit_seed
 from pipeline_balance.schedules.sliced import slice_starts
 from pipeline_balance.slices import SliceOptions, attend
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.generators import seeded, unit_seed
-from pipeline_balance.pipeline.model import Activations
+from pipeline_balance.pipeline.model.adapter import TransformersModel
+from pipeline_balance.pipeline.model.layers import Activations
+from pipeline_balance.pipeline.run.generators import seeded, unit_seed
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.options import Recompute, SliceOptions

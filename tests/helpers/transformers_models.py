@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.model import Activations, Microbatch
+from pipeline_balance.pipeline.model.adapter import TransformersModel
+from pipeline_balance.pipeline.model.layers import Activations, Microbatch
 
 LAYERS, VOCABULARY = 3, 48
 _SIZES = {

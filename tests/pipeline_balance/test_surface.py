@@ -8,7 +8,7 @@ import re
 import pytest
 
 import pipeline_balance
-from pipeline_balance.pipeline.stages import PipelineConfig
+from pipeline_balance.pipeline.run.stages import PipelineConfig
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from prophet.errors import SpecError
 from tests.helpers.house import ROOT

@@ -10,7 +10,7 @@ import pytest
 
 import prophet
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.ranks import process_group
 from prophet.ranks.presence import Presence
 from prophet.ranks.process_group import ProcessGroupCollective

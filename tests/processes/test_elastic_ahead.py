@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipeline_balance.elastic import reshape
 from pipeline_balance.elastic import switching as jobs
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.switching import Switching
-from pipeline_balance.pipeline.training_state import Held
+from pipeline_balance.pipeline.move.state import Held
 from prophet.errors import SpecError, TransitionError
 from prophet.ranks.process_group import ProcessGroupCollective, collective_for
 from prophet.state import itinerary
@@ -26,7 +25,7 @@ LIMIT_S = 30.0
 
 
 def _ahead(rank: int, size: int) -> None:
-    described = [(Held, "of"), (jobs, "describe"), (jobs, "ordered"), (reshape, "layout_of")]
+    described = [(Held, "of"), (jobs, "describe"), (jobs, "ordered"), (job_state, "layout_of")]
     routes = [(Route, "digest"), (Streams, "of"), (Timetable, "rounds")]
     job = start("pp2,dp2")
     train(job, 1)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pipeline_balance import elastic
-from pipeline_balance.elastic.describe import describe
-from pipeline_balance.elastic.layouts import MIXED_ADAMW, layout_of
+from pipeline_balance.elastic.layouts.boxes import MIXED_ADAMW, layout_of
+from pipeline_balance.elastic.layouts.describe import describe
 from prophet.errors import SpecError
 from tests.helpers.deepspeed_support import prepare
 from tests.helpers.launch import run_gloo

@@ -14,7 +14,7 @@ from torch import nn
 import prophet
 from pipeline_balance import elastic
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.errors import SpecError, TransitionError
 from tests.helpers.elastic_experts import (
     build,

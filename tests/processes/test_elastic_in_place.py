@@ -11,7 +11,7 @@ import torch
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.errors import StageFailed, TransitionError
 from prophet.state import transition
 from tests.helpers import elastic_experts, elastic_jobs

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.errors import SpecError, StageFailed, TransitionError
 from tests.helpers.elastic_jobs import (
     DIM,

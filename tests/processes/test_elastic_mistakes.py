@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.errors import SpecError, TransitionError
 from tests.helpers.elastic_jobs import ROWS, batches, build, dataset, start, train
 from tests.helpers.launch import run_gloo

@@ -11,17 +11,16 @@ import torch
 from torch import nn
 
 from pipeline_balance import elastic
-from pipeline_balance.elastic import reshape
-from pipeline_balance.elastic import sharded as shards
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.shards import sharded as shards
 from prophet.errors import SpecError, TransitionError
 from tests.helpers.elastic_jobs import check_held, same, start, train, whole
 from tests.helpers.launch import run_gloo
 from tests.helpers.noted import noted
 from tests.helpers.sliced_models import adam, batch_of, model_of
 
-MAKING = ((reshape, "sharded"), (shards, "fully_shard"), (shards, "parallelize_module"))
+MAKING = ((job_state, "sharded"), (shards, "fully_shard"), (shards, "parallelize_module"))
 
 
 def _by_main(found: set[tuple[str, bool]]) -> set[tuple[str, bool]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance import elastic
-from pipeline_balance.pipeline.ownership import local
+from pipeline_balance.pipeline.model.ownership import local
 from prophet.errors import SpecError, TransitionError
 from tests.helpers import elastic_experts
 from tests.helpers.elastic_jobs import check_held, start, train

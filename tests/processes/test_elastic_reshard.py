@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pipeline_balance import elastic
-from pipeline_balance.elastic import target
 from pipeline_balance.elastic.groups import Groups
+from pipeline_balance.elastic.shards import target
 from prophet.errors import CollectiveError, SpecError, TransitionError
 from tests.helpers.elastic_jobs import losing
 from tests.helpers.launch import run_gloo

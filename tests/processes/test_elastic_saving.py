@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import prophet
 from pipeline_balance.elastic import switching as job_module
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.errors import SpecError, StageFailed
 from prophet.state.checkpoint_folder import DESCRIPTION
 from tests.helpers import elastic_experts

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance import elastic
-from pipeline_balance.elastic import reshape
 from prophet.errors import SpecError, StageFailed, TransitionError
 from tests.helpers.elastic_jobs import DIM, batches, build, check_held, dataset, plain_losses, same, start, train
 from tests.helpers.launch import run_gloo
@@ -343,10 +342,10 @@ def _refused(rank: int, size: int) -> list[str]:
     weak = weakref.ref(job.model[1])
     told(SpecError, "dp2,zero3")
     del graph, weak
-    real = reshape.sharded
-    reshape.sharded = _out_of_memory if rank == 1 else real
+    real = job_state.sharded
+    job_state.sharded = _out_of_memory if rank == 1 else real
     told(TransitionError, "dp2,zero3")
-    reshape.sharded = real
+    job_state.sharded = real
     told(SpecError, "tp2")
     job.prepare(elastic.Parallelism.parse("dp2,zero3"))
     for mode, words in (("fast", "mode 'fast': expected safe"), (("safe", "in-place")[rank], "in another mode")):

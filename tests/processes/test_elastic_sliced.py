@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="one of the models is of transformers'")
 
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.pipeline.model import ModuleChain
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.pipeline.model.layers import ModuleChain
 from pipeline_balance.slices import SliceOptions
 from prophet.errors import SpecError, TransitionError
 from tests.helpers import sliced_layers as own

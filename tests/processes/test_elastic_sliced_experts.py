@@ -9,7 +9,7 @@ import pytest
 import prophet
 from pipeline_balance import elastic
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from tests.helpers import sliced_layers as own
 from tests.helpers.elastic_experts import whole
 from tests.helpers.elastic_jobs import same

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers", reason="tp needs a transformers model")
 
 import prophet
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.errors import SpecError, TransitionError
 from tests.helpers import elastic_tp_experts as tp
 from tests.helpers.elastic_jobs import same

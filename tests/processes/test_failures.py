@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prophet.engine.engine import Engine
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from tests.helpers.launch import Outcome, process_outcomes
 from tests.helpers.support import FixedPlanner, Lopsided, everywhere

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prophet.errors import CollectiveError
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from tests.helpers.launch import on_processes
 

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="one of the models is of transformers
 from pipeline_balance import ControllerConfig, attach
 from pipeline_balance.control.decide import MoveCost
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.spec import RankLimits
 from prophet.errors import SpecError
 from tests.helpers import elastic_jobs

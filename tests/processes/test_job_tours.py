@@ -14,7 +14,7 @@ import prophet
 from pipeline_balance import ControllerConfig, elastic
 from pipeline_balance.control.decide import MoveCost
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.errors import SpecError
 from tests.helpers import sliced_layers as own
 from tests.helpers.elastic_experts import whole

@@ -19,7 +19,7 @@ import prophet
 from pipeline_balance import ControllerConfig, elastic
 from pipeline_balance.control.decide import MoveCost
 from pipeline_balance.elastic.job import Job
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from tests.helpers.elastic_experts import whole
 from tests.helpers.elastic_jobs import same
 from tests.helpers.launch import run_gloo

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_balance.pipeline.saved import read_checkpoint
+from pipeline_balance.pipeline.move.files import read_checkpoint
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.state.checkpoint_folder import DESCRIPTION

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.control.controller import Controller, ControllerConfig
+from pipeline_balance.pipeline.move.state import collect
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import collect
 from pipeline_balance.spec import PartitionError, RankLimits, StageMap
 from prophet.errors import StageFailed, TransitionError
 from prophet.state.transition import empty

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from pipeline_balance.pipeline.move.state import collect
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import collect
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, TransitionError
 from tests.helpers.launch import run_gloo

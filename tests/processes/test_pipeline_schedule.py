@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.classic import gpipe, one_f_one_b

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, SpecError, TransitionError
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo

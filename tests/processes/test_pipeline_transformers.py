@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 
 from transformers import AutoModelForCausalLM
 
-from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.cluster.profiles import uniform
 from benchmarks.cluster.testbed import Testbed
 from prophet.errors import CollectiveError, CollectiveTimeout
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective, collective_for
 from prophet.ranks.waiting import Waiter
 from tests.helpers.cluster_testbed import needs_testbed

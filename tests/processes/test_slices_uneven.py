@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 from pipeline_balance import attach
 from pipeline_balance.control.controller import ControllerConfig, MoveCost
 from pipeline_balance.dynamics.pruning import PrunedLinear
-from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prophet.errors import CollectiveError, CollectiveTimeout, PeerLost
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from tests.helpers.recorder import RecordingCollective

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from prophet.errors import CollectiveTimeout, OutOfStep
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.launch import run_gloo

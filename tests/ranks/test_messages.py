@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from prophet.errors import OutOfStep
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.ranks.messages import share, tell
+from prophet.ranks.operation import Operation
 from tests.helpers.recorder import RecordingCollective
 from tests.helpers.support import on_threads
 

@@ -10,7 +10,7 @@ import torch
 
 from prophet.errors import CollectiveError, OutOfStep
 from prophet.ranks import process_group
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.ranks.works import SHORT_BYTES, all_made
 from tests.helpers.launch import run_gloo

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.report.picture import around_blocks, block_of, draw_step, svg
 from prophet.scheduler.actions import Window

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from prophet.planner.model.cost import step_cost, transfer_seconds
-from prophet.ranks.collective import Coming, Done, Operation
+from prophet.ranks.collective import Coming, Done
+from prophet.ranks.operation import Operation
 from prophet.scheduler.forms import FormChooser, phase_cover
 from prophet.scheduler.pieces import GRAIN, HALVES, Form
 from prophet.scheduler.schedules import block_wise

@@ -15,7 +15,8 @@ import prophet
 from prophet.errors import ReplicaMemoryError
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import ReplicaPool
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 from prophet.scheduler.actions import Window
 from prophet.scheduler.runtime import Runtime

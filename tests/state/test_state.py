@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline_balance.pipeline.training_state import by_layer
+from pipeline_balance.pipeline.move.state import by_layer
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, LayoutError, TransitionError
-from prophet.ranks.collective import Operation
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.state import transition as module
 from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing, slice_box, whole_tensors

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_balance.elastic.memory import memory_of
-from prophet.ranks.collective import Channel, Coming, Messages, Operation, Pending
+from pipeline_balance.elastic.predict.memory import memory_of
+from prophet.ranks.collective import Channel, Coming, Messages, Pending
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.state.in_place import in_place
 from prophet.state.layout import Layout, layout_from

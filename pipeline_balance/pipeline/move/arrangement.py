@@ -12,16 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline_balance.pipeline.agreement import words_of
+from pipeline_balance.pipeline.model.ownership import Ownership
+from pipeline_balance.pipeline.move.pipeline_state import Arrangement, PipelineState
+from pipeline_balance.pipeline.move.state import Held, spec_rows, specs_of
 from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared, Switched, run
 from pipeline_balance.pipeline.move.votes import Vote, refuse_against, refuse_unmovable
-from pipeline_balance.pipeline.ownership import Ownership
-from pipeline_balance.pipeline.reseat import Arrangement, PipelineState
-from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
-from pipeline_balance.pipeline.training_state import Held, gather_json, spec_rows, specs_of
+from pipeline_balance.pipeline.run.agreement import words_of
+from pipeline_balance.pipeline.run.ties import Tie, refuse_untied, tie_digests, ties_of
 from pipeline_balance.schedules.actions import Schedule
 from prophet.errors import SpecError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.json_messages import gather_json
+from prophet.ranks.operation import Operation
 from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece
 from prophet.state.transition import Mode, Moved, State

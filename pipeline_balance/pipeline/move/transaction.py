@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.pipeline.move.votes import WHOLE, Vote, votes_of
-from pipeline_balance.pipeline.training_state import gather_json, in_words
 from prophet.errors import BudgetError, CollectiveError, StageFailed, StateLost, TransitionError
-from prophet.ranks.collective import Collective, Decision, Operation
+from prophet.ranks.collective import Collective, Decision
+from prophet.ranks.json_messages import gather_json, in_words
+from prophet.ranks.operation import Operation
 from prophet.ranks.waiting import uninterrupted
 from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece

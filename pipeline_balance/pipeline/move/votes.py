@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from pipeline_balance.pipeline.agreement import refuse, refuse_where, words_of
-from pipeline_balance.pipeline.training_state import Held, gather_json, in_words, space_of, spec_rows
+from pipeline_balance.pipeline.move.state import Held, space_of, spec_rows
+from pipeline_balance.pipeline.run.agreement import refuse, refuse_where, words_of
 from prophet.errors import TransitionError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.json_messages import gather_json, in_words
+from prophet.ranks.operation import Operation
 from prophet.state.space import Space
 
 WHOLE = "the state from before the move is whole"

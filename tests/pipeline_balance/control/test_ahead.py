@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
-from pipeline_balance.control.measure import Meter, gather_costs
-from pipeline_balance.pipeline.model import ModuleChain
-from pipeline_balance.pipeline.ownership import Ownership
-from pipeline_balance.pipeline.progress import Progress
-from pipeline_balance.pipeline.stages import PipelineConfig
+from pipeline_balance.pipeline.model.layers import ModuleChain
+from pipeline_balance.pipeline.model.ownership import Ownership
+from pipeline_balance.pipeline.run.meter import Meter, gather_costs
+from pipeline_balance.pipeline.run.progress import Progress
+from pipeline_balance.pipeline.run.stages import PipelineConfig
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.control.measure_alone import measure_alone
 from pipeline_balance.maps.partition import partition_by_time
+from pipeline_balance.pipeline.run.meter_alone import measure_alone
 from pipeline_balance.spec import RankLimits
 from prophet.errors import SpecError
 

@@ -14,7 +14,7 @@ from pipeline_balance.dynamics.early_exit import EarlyExit
 from pipeline_balance.dynamics.gpt import Attention, Block, GPTShape, builder, loss, modules
 from pipeline_balance.dynamics.pruning import prune_globally
 from pipeline_balance.dynamics.sparse_attention import HashAttention
-from pipeline_balance.pipeline.model import ModuleChain
+from pipeline_balance.pipeline.model.layers import ModuleChain
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.pipeline_blocks import CASES, DIM, HEADS, TOKENS, block

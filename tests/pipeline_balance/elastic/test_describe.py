@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_balance.elastic.describe import Rule, describe, rules_of
-from pipeline_balance.elastic.layouts import Block, layout_of
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.boxes import Block, layout_of
+from pipeline_balance.elastic.layouts.describe import Rule, describe, rules_of
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.errors import LayoutError
 
 

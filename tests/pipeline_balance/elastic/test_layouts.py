@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_balance.elastic.layouts import (
+from pipeline_balance.elastic.layouts.boxes import (
     ADAMW,
     Block,
     ModelDescription,
     Parameter,
     layout_of,
 )
-from pipeline_balance.elastic.models import description_of
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.predict.models import description_of
 from prophet.errors import LayoutError
 from prophet.machine.models import MODELS
 from prophet.state.layout import flat_shard, zero_owners

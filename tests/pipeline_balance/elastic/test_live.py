@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_balance.elastic.live import Live
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.shards.live import Live
 from prophet.errors import SpecError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_balance.elastic.parallelism import AXES, FEWEST_BYTES, Parallelism, Place
+from pipeline_balance.elastic.layouts.parallelism import AXES, FEWEST_BYTES, Parallelism, Place
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 

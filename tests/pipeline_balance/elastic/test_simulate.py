@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_balance.elastic.bound import Rates, demand_of, least_direct_s, least_s
-from pipeline_balance.elastic.simulate import host_s, simulate
+from pipeline_balance.elastic.predict.bound import Rates, demand_of, least_direct_s, least_s
+from pipeline_balance.elastic.predict.simulate import host_s, simulate
 from prophet.state.layout import Layout, layout_from
 from prophet.state.route import Route, route
 from prophet.state.sources import SLACK

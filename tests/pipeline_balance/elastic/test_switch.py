@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_balance.elastic import order as ordering
-from pipeline_balance.elastic.bound import Rates, demand_of, least_direct_s, least_s
 from pipeline_balance.elastic.command import add
-from pipeline_balance.elastic.layouts import ModelDescription, layout_of
-from pipeline_balance.elastic.memory import memory_of
-from pipeline_balance.elastic.models import check_trainable, description_of
-from pipeline_balance.elastic.order import ordered
-from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.simulate import simulate
-from pipeline_balance.elastic.switch import STATED, plan_switch, predict
+from pipeline_balance.elastic.layouts import order as ordering
+from pipeline_balance.elastic.layouts.boxes import ModelDescription, layout_of
+from pipeline_balance.elastic.layouts.order import ordered
+from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.predict.bound import Rates, demand_of, least_direct_s, least_s
+from pipeline_balance.elastic.predict.memory import memory_of
+from pipeline_balance.elastic.predict.models import check_trainable, description_of
+from pipeline_balance.elastic.predict.simulate import simulate
+from pipeline_balance.elastic.predict.switch import STATED, plan_switch, predict
 from prophet.errors import SpecError, UsageError
 from prophet.machine.models import MODELS, model_named
 from prophet.machine.sizes import ModelSizes

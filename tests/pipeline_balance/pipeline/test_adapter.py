@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.model.adapter import TransformersModel
 from prophet.errors import SpecError
 
 pytest.importorskip("transformers", reason="the models are transformers'")

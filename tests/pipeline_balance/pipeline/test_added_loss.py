@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline_balance.pipeline.added_loss import add_loss, added_losses
+from pipeline_balance.pipeline.model.added_loss import add_loss, added_losses
 
 
 def _gradients(weight: float | None) -> tuple[Tensor, list[float]]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline_balance.control.measure import Meter
-from pipeline_balance.pipeline.experts import StageExperts, TimedCollective
+from pipeline_balance.pipeline.run.experts import StageExperts, TimedCollective
+from pipeline_balance.pipeline.run.meter import Meter
 from prophet.errors import SpecError
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 
 OP = Operation("test")

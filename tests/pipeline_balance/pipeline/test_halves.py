@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline_balance.pipeline import halves, halves_tried
-from pipeline_balance.pipeline.added_loss import add_loss
-from pipeline_balance.pipeline.halves import first_half
-from pipeline_balance.pipeline.halves_tried import GRAPHS, Graph, check_halves, differing
-from pipeline_balance.pipeline.stages import PipelineConfig
+from pipeline_balance.pipeline.model import halves, halves_tried
+from pipeline_balance.pipeline.model.added_loss import add_loss
+from pipeline_balance.pipeline.model.halves import first_half
+from pipeline_balance.pipeline.model.halves_tried import GRAPHS, Graph, check_halves, differing
+from pipeline_balance.pipeline.run.stages import PipelineConfig
 from prophet.errors import SpecError
 
 D = 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model import Activations, ModuleChain
+from pipeline_balance.pipeline.model.layers import Activations, ModuleChain
 from prophet.errors import SpecError
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from pipeline_balance.pipeline import ownership
-from pipeline_balance.pipeline.generators import seeded, unit_seed
-from pipeline_balance.pipeline.model import ModuleChain
-from pipeline_balance.pipeline.optimizers import Optimizers, meant, said
-from pipeline_balance.pipeline.ownership import Ownership, like_meta, put, sum_of_bits, try_put
+from pipeline_balance.pipeline.model import ownership
+from pipeline_balance.pipeline.model.layers import ModuleChain
+from pipeline_balance.pipeline.model.ownership import Ownership, like_meta, put, sum_of_bits, try_put
+from pipeline_balance.pipeline.run.generators import seeded, unit_seed
+from pipeline_balance.pipeline.run.optimizers import Optimizers, meant, said
 from prophet.errors import SpecError
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.replicas import Grid, ReplicaMeans, check_units, mean_in_order, start_alike
+from pipeline_balance.pipeline.run.replicas import Grid, ReplicaMeans, check_units, mean_in_order, start_alike
 from prophet.errors import OutOfStep, SpecError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 
 OP = Operation("mean", 3)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.router_losses import find_router_loss, loss_of_sums, router_sums
+from pipeline_balance.pipeline.model.adapter import TransformersModel
+from pipeline_balance.pipeline.model.router_losses import find_router_loss, loss_of_sums, router_sums
 from prophet.errors import SpecError
 
 pytest.importorskip("transformers", reason="the models are transformers'")

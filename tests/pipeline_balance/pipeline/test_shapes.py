@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from pipeline_balance.pipeline.shapes import output_of, shape_of
+from pipeline_balance.pipeline.model.shapes import output_of, shape_of
 
 CPU = torch.device("cpu")
 

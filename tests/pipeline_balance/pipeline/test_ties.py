@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model import ModuleChain
-from pipeline_balance.pipeline.ownership import Ownership
-from pipeline_balance.pipeline.replicas import Grid
-from pipeline_balance.pipeline.ties import (
+from pipeline_balance.pipeline.model.layers import ModuleChain
+from pipeline_balance.pipeline.model.ownership import Ownership
+from pipeline_balance.pipeline.run.replicas import Grid
+from pipeline_balance.pipeline.run.ties import (
     Tie,
     refuse_untied,
     share_tied_weights,
@@ -20,10 +20,11 @@ from pipeline_balance.pipeline.ties import (
     tie_digests,
     ties_of,
 )
-from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.spec import StageMap
 from prophet.errors import TransitionError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
+from prophet.ranks.json_messages import gather_json
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 
 CPU = torch.device("cpu")

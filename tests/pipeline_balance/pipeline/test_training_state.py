@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_balance.pipeline import training_state
-from pipeline_balance.pipeline.training_state import FIRST_BYTES, gather_json
+from pipeline_balance.pipeline.move import state as training_state
 from prophet.errors import LayoutError
-from prophet.ranks.collective import Operation
+from prophet.ranks.json_messages import FIRST_BYTES, gather_json
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 
 RANKS = 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_balance.pipeline.stages import PipelineConfig
+from pipeline_balance.pipeline.run.stages import PipelineConfig
 from pipeline_balance.schedules.actions import Schedule, build
 from pipeline_balance.schedules.classic import gpipe, interleaved, one_f_one_b
 from pipeline_balance.schedules.flexible import flexible

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pipeline_balance.pipeline.buffers import BufferPool
+from pipeline_balance.pipeline.model.buffers import BufferPool
 from pipeline_balance.schedules.closed_forms import sliced_peak_units
 from pipeline_balance.schedules.sliced import Order, sliced
 from pipeline_balance.slices.memory import Room

@@ -12,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
-from pipeline_balance.pipeline.model import Microbatch
+from pipeline_balance.pipeline.model.layers import Microbatch
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.chain import SlicedChain
 from pipeline_balance.slices.options import SliceOptions

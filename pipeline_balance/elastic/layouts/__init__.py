@@ -1,0 +1,1 @@
+"""Layouts as values: which process holds which box of which tensor."""

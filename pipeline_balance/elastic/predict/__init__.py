@@ -1,0 +1,1 @@
+"""What a switch would take, from descriptions alone."""

@@ -1,0 +1,100 @@
+"""What FSDP2 keeps beside the parameters of modules that it has cut."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+
+from pipeline_balance.elastic.shards.copies import sharded_of
+from prophet.engine.regroup import known_references
+from prophet.errors import SpecError
+
+
+def give_back(root: nn.Module) -> None:
+    """Have FSDP2 drop the parameters that it has gathered: a pass without a backward keeps some."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def leaves_of(root: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """What a graph would hold of parameters: themselves, or what FSDP2 last gathered for them."""
+    leaves, names = dict(named), {id(p): name for name, p in named.items()}
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for param in (p for g in module._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params):
+                gathered, name = getattr(param, "_unsharded_param", None), names.get(id(param.sharded_param))
+                if gathered is not None and name is not None:
+                    leaves[name] = gathered
+    return leaves
+
+
+def padded(root: nn.Module) -> list[Tensor]:
+    """The memory that FSDP2 keeps shards in, with padding: those on other processes may be larger."""
+    groups = (g for m in root.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups)
+    found = [param._sharded_param_data for group in groups for param in group.fsdp_params]
+    return [memory for memory in found if not memory.is_meta]
+
+
+def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    """Raise `SpecError` for a module or parameter with weak references, which would find the old one or none."""
+    known, modules = known_references(root), list(sharded_of(root))
+    replaced = {id(p) for _, module in modules for p in module._parameters.values()}
+    for name, held in (*modules, *((n, p) for n, p in named.items() if id(p) in replaced)):
+        others = [one for one in weakref.getweakrefs(held) if id(one) not in known]
+        if len(others) > isinstance(held, FSDPModule) + _tagged(held):  # FSDP2 has one itself
+            raise SpecError(
+                f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
+                "and take it anew afterwards"
+            )
+
+
+def _tagged(held: object) -> bool:
+    """Whether torch.compile has a weak reference: once it was used, it has one to every module that is made."""
+    guard = sys.modules.get("torch._dynamo.mutation_guard")
+    return guard is not None and isinstance(held, nn.Module) and held in guard.GenerationTracker.generation_values
+
+
+def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
+    """The different ways in which FSDP2 computes `root`'s modules; none where it shards none.
+
+    Raises `SpecError` for parameters that it keeps on the host.
+    """
+    found: list[MixedPrecisionPolicy] = []
+    for name, module in root.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in state._fsdp_param_groups):
+            raise SpecError(f"{name or 'the model'} is offloaded to the host by FSDP2, which cannot be resharded")
+        if state._mp_policy not in found:
+            found.append(state._mp_policy)
+    return found
+
+
+def options_in_words(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `fully_shard` or DDP as JSON can say them; `options_from` is the inverse."""
+    return {name: _in_words(option) for name, option in options.items()}
+
+
+def _in_words(option: Any) -> Any:
+    if isinstance(option, MixedPrecisionPolicy):
+        return {name: _in_words(value) for name, value in asdict(option).items()}
+    return str(option).removeprefix("torch.") if isinstance(option, torch.dtype) else option
+
+
+def options_from(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Reverse of `options_in_words`."""
+    return {name: _policy(option) if isinstance(option, dict) else option for name, option in words.items()}
+
+
+def _policy(words: Mapping[str, Any]) -> MixedPrecisionPolicy:
+    given = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in words.items()}
+    return MixedPrecisionPolicy(**given)

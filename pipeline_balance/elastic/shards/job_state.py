@@ -1,0 +1,430 @@
+"""Switching between the layouts of a job: what each parameter is there says what becomes of it.
+
+A parameter is whole, a stack of experts of which a process has a part, or a shard (`DTensor`). The first two stay the
+same objects and get other contents. Shards are of other modules, which are made and filled on the side. Once all
+processes have decided, what is left are assignments: contents, the groups that share experts, the model, the parameters
+in the optimizers' groups, the keys of their state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.elastic.groups import SHARDS, Groups
+from pipeline_balance.elastic.layouts.boxes import ModelDescription, Parameter, layout_of
+from pipeline_balance.elastic.layouts.describe import Rule
+from pipeline_balance.elastic.layouts.parallelism import Axis, Parallelism
+from pipeline_balance.elastic.shards.copies import Found, check_copyable, check_parameters, found_in, sharded_of
+from pipeline_balance.elastic.shards.experts import as_boxes, has_experts, stacks
+from pipeline_balance.elastic.shards.fully_sharded import check_weak, leaves_of, padded
+from pipeline_balance.elastic.shards.holdings import box_of, digests, refuse_apart
+from pipeline_balance.elastic.shards.sharded import (
+    ShardedModel,
+    Shards,
+    add_empty,
+    entries_like,
+    mesh_of,
+    shard_like,
+    sharded,
+)
+from pipeline_balance.elastic.shards.styles import styles_of
+from pipeline_balance.pipeline.model.layers import PipelineModel
+from pipeline_balance.pipeline.model.ownership import Ownership, attributes_of, check_free, like_meta
+from pipeline_balance.pipeline.model.registered import registered, settings
+from pipeline_balance.pipeline.move.pipeline_state import Arrangement, Built, Going, PipelineState
+from pipeline_balance.pipeline.move.stage_map import Change
+from pipeline_balance.pipeline.move.state import Held, Item, base_name, refuse_odd, state_entries
+from pipeline_balance.pipeline.run.experts import StageExperts
+from pipeline_balance.pipeline.run.optimizers import Optimizers
+from pipeline_balance.pipeline.run.owners import Owners
+from pipeline_balance.pipeline.run.stages import Seats, alone
+from prophet.engine.regroup import regroup
+from prophet.errors import LayoutError, SpecError, TransitionError
+from prophet.state.layout import Layout, layout_from
+from prophet.state.space import Box, Space
+from prophet.state.transition import State
+
+Ahead = Callable[[Shards], ShardedModel | None]
+"""Makes the modules of a layout of shards before a switch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobArrangement(Arrangement):
+    """A layout. `rules` say how tp cuts."""
+
+    layout: Parallelism
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedArrangement(JobArrangement):
+    """A layout of shards, which are None on a process without a place.
+
+    `ahead` is the model in it, without memory, where that was made before the switch.
+    """
+
+    shards: Shards | None
+    ahead: ShardedModel | None = None
+
+
+def describe(owned: Ownership, rules: Mapping[str, Rule] | None = None) -> ModelDescription:
+    """The model of a job as far as layouts go, with AdamW's state; buffers are left out."""
+    found = []
+    stacked = stacks(owned.model.root)
+    for name, p in owned.parameters.items():
+        whole, shape, experts = Rule(how="whole"), tuple(p.shape), name in stacked
+        dim, blocks = (rules or {}).get(name.rpartition(".")[0], whole).cut(name, shape)
+        if experts:
+            shape, blocks = stacked[name].shape, (stacked[name].block,)
+        dtype = str(p.dtype).removeprefix("torch.")
+        given: dict[str, Any] = {"layers": owned.units_of[name], "dim": dim, "blocks": blocks, "experts": experts}
+        found.append(Parameter(name=name, shape=shape, dtype=dtype, **given))
+    return ModelDescription(name="job", layers=len(owned.model.units), parameters=tuple(found))
+
+
+def layout_in(
+    layout: Parallelism, space: Space, model: ModelDescription, owners: Owners, processes: int, *, first: bool
+) -> Layout:
+    """Which box of which tensor each process holds; `first`: buffers count as the first process's alone.
+
+    Raises `LayoutError` for an optimizer's entry that is neither of its parameter's shape nor one number.
+    """
+    home = layout.stage_map(model.layers).assignment()
+    alike = replace(layout, zero=0) if layout.zero == 1 else layout
+    held = layout_of(model, alike, ranks=processes).by_tensor()
+
+    def updates(name: str, rank: int) -> bool:
+        place = layout.place(rank)
+        return place is not None and owners.updates(name, place.pp, place.dp)
+
+    found: dict[int, list[tuple[str, Box]]] = {}
+    for tensor in space.tensors:
+        name = base_name(tensor.name)
+        if tensor.kind == "buffer":
+            assert tensor.layer is not None
+            ranks = layout.grid[home[tensor.layer]].reshape(-1).tolist()
+            places = [(rank, tensor.box) for rank in (ranks[:1] if first else ranks)]
+        elif tensor.kind == "optimizer" and tensor.shape != space[name].shape:
+            refuse_odd(tensor.name, tensor.shape, space[name].shape)
+            places = [(rank, tensor.box) for rank, _ in held[f"{name}@step"]]
+        else:
+            places = held[name]
+        if tensor.kind == "optimizer":
+            places = [(rank, box) for rank, box in places if updates(name, rank)]
+        for rank, box in places:
+            found.setdefault(rank, []).append((tensor.name, box))
+    return layout_from(space, processes, found)
+
+
+@dataclass
+class Remodel(Change):
+    """Also other groups that share the experts of all layers, and other modules, with parameters in the optimizers."""
+
+    root: nn.Module | None = None
+    shared: StageExperts | None = None
+    seats: Seats | None = None
+    leaves: ShardedModel | None = None
+    enters: ShardedModel | None = None
+    optimizers: Optimizers | None = None
+    becomes: dict[int, nn.Parameter] = field(default_factory=dict)
+    entries: dict[int, dict[str, Any]] = field(default_factory=dict)
+    trains: list[tuple[nn.Parameter, bool, dict[str, Any]]] = field(default_factory=list)
+
+    def make(self) -> None:
+        if self.leaves is not None:
+            self.leaves.leave()
+        if self.enters is not None:
+            self.enters.copy.make()
+        super().make()
+        for parameter, flag, attributes in self.trains:
+            parameter.requires_grad_(flag)
+            parameter.__dict__.update(attributes)
+        if self.optimizers is not None:
+            self.optimizers.exchange(self.becomes, self.entries)
+        assert self.root is not None
+        assert self.shared is not None
+        assert self.seats is not None
+        self.shared.release()
+        group = self.seats.experts if self.seats.experts is not None else alone()
+        regroup(self.root, group, self.seats.copies, self.seats.alike)
+
+
+@dataclass
+class JobState(PipelineState):
+    """The training state of a job in its `present` layout, whatever kinds of parameters the model has.
+
+    `plain` is the model that the user built, `before` what is in force of shards, None of none. `remakes`: one of the
+    layouts has shards, so that modules are other ones.
+    """
+
+    plain: PipelineModel
+    present: Parallelism
+    before: ShardedArrangement | None
+    remakes: bool
+
+    moves_experts = True
+
+    def __post_init__(self) -> None:
+        self.stacked = stacks(self.mover.owned.model.root)
+
+    def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
+        owned = self.mover.owned
+        if target is not None:
+            assert isinstance(target, JobArrangement)
+            model = describe(owned, target.rules)
+            return layout_in(target.layout, space, model, target.owners, processes, first=False)
+        model = describe(owned, self.before.rules if self.before is not None else {})
+        return layout_in(self.present, space, model, self.passes.owners, processes, first=True)
+
+    def described(self, found: list[Item] | str) -> Held | str:
+        held = super().described(found)
+        if isinstance(held, Held):
+            boxes: Held | str = self.mover.attempt(lambda: as_boxes(held, self.mover.owned, self.stacked))
+            return boxes
+        return held
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return super().shapes() | {name: stack.shape for name, stack in self.stacked.items()}
+
+    @property
+    def now_sharded(self) -> ShardedModel | None:
+        """What this process has of shards now."""
+        model = self.mover.owned.model
+        return model if isinstance(model, ShardedModel) else None
+
+    def check_free(self) -> None:
+        if not self.remakes:
+            super().check_free()
+            return
+        now, named = self.now_sharded, self.mover.owned.parameters
+        root = self.plain.root if now is None else now.copy.root
+        check_free(leaves_of(root, named))
+        check_weak(root, named)
+
+    def copies(self) -> dict[str, Any]:
+        """What tp ranks have whole: parameters, with what is kept for them."""
+        if self.before is None or self.before.layout.tp == 1:
+            return {}
+        owned, state = self.mover.owned, self.mover.optimizers.state()
+        found: dict[str, Tensor] = {}
+        for parameter in describe(owned, self.before.rules).parameters:
+            if parameter.dim is None:
+                name, p, stack = parameter.name, owned.parameters[parameter.name], self.stacked.get(parameter.name)
+                entries = {f"{name}@{e}": t for e, t in state.get(id(p), {}).items() if isinstance(t, Tensor)}
+                mine = {name: p, **entries, **{key: handle.tensor for key, handle in registered(name, p)}}
+                part = f" from row {stack.first}" if stack is not None else ""
+                found |= {f"{key}{part}": tensor for key, tensor in mine.items()}
+        return digests(found)
+
+    def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
+        refuse_apart(every)
+
+    def describe(self) -> Held | str:
+        return self.refusal() or super().describe()
+
+    def refusal(self) -> str:
+        """In words, why modules cannot be made anew here; nothing if they can, or need not."""
+        if not self.remakes:
+            return ""
+
+        def checked() -> str:
+            now = self.now_sharded
+            check_copyable(self.plain.root, now.copy if now is not None else None)
+            replaced = {id(p) for _, m in sharded_of(self.mover.owned.model.root) for p in m._parameters.values()}
+            check_optimizers(self.mover.optimizers, mixed=has_experts(self.plain.root))
+            check_parameters({n: p for n, p in self.mover.owned.parameters.items() if id(p) in replaced})
+            return ""
+
+        return str(self.mover.attempt(checked))
+
+    def build(self, to: Going, boxes: Mapping[str, Box]) -> Built:
+        if not self.remakes:
+            return super().build(to, boxes)
+        target = to.target
+        shards = target.shards if isinstance(target, ShardedArrangement) else None
+        now, mover = self.now_sharded, self.mover
+        owned = to.becomes or Ownership(self.plain)
+        mover.check_put(owned.parameters)
+        model = target.model or self.plain
+        if shards is not None:
+            assert isinstance(target, ShardedArrangement)
+            made = target.ahead
+            if made is None or not made.copy.stands():
+                made = self._modules(shards, self._found())
+            made.update(now, to.config.seed)
+            model, twins = made, made.copy.twins()
+            for name in owned.of(to.layers):
+                if id(owned.parameters[name]) not in twins:
+                    continue
+                box = box_of(twins[id(owned.parameters[name])])
+                if box.elements and box != boxes.get(name):
+                    raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
+        return Built(stages=self._stages(replace(mover.builder, model=model), to), owned=owned, model=model)
+
+    def ahead(self) -> Ahead:
+        """Reads the modules as they are; what is returned makes them from that, in any thread.
+
+        None where it fails: then the switch makes them, and says why it cannot.
+        """
+        found = [one.lasting() for one in self._found()]
+        index = None if self.mover.device.type == "cpu" else torch.accelerator.current_device_index()
+
+        def made(shards: Shards) -> ShardedModel | None:
+            try:
+                with torch.accelerator.device_index(index):  # every thread has its own
+                    return self._modules(shards, found)
+            except Exception:
+                return None
+
+        return made
+
+    def _found(self) -> list[Found]:
+        now = self.now_sharded
+        return found_in(self.plain.root, now.copy if now is not None else None)
+
+    def _modules(self, shards: Shards, found: Sequence[Found]) -> ShardedModel:
+        """Modules like those that were `found`, cut into shards, without memory."""
+        passes = self.passes  # not this object, which refers to what is in force now
+        return sharded(self.plain, found, shards, lambda: passes.progress.updates)
+
+    def beside(self, others: list[Tensor]) -> list[Tensor]:
+        now = self.now_sharded
+        return others if now is None else [*others, *padded(now.root)]
+
+    def drop(self) -> None:
+        now, mover = self.now_sharded, self.mover
+        if now is None:
+            mover.drop()
+            return
+        for handle, tensor in settings(mover.owned.parameters, {}):
+            handle.tensor = tensor
+        gone = now.leave()
+        for optimizer in mover.optimizers.all:
+            for group in optimizer.param_groups:
+                group["params"][:] = [gone.get(id(p), p) for p in group["params"]]
+        mover.owned.read()
+        mover.drop()
+
+    def change(self, to: Going, built: Built, state: State, numbers: Mapping[str, Any]) -> Change:
+        values = {piece.name: tensor for piece, tensor in state.items()}
+        if self.remakes:
+            change = self._remodelled(to, built, values, numbers)
+        else:
+            change = Remodel(**vars(super().change(to, built, state, numbers)))
+        change.root, change.shared, change.seats = self.plain.root, self.passes.experts, to.target.seats
+        self._share(change, to.target, values)
+        change.check()
+        return change
+
+    def _share(self, change: Remodel, target: Arrangement, values: Mapping[str, Tensor]) -> None:
+        """Have experts in parts of the size that processes have of them in `target`, also where there are none."""
+        assert isinstance(target, JobArrangement)
+        contents = {id(parameter): k for k, (parameter, _) in enumerate(change.contents)}
+        for name, stack in self.stacked.items():
+            parameter, part = self.mover.owned.parameters[name], stack.part(0, target.layout.ep).shape
+            memory = values.get(name)
+            if memory is None:
+                memory = torch.empty(part, dtype=parameter.dtype, device="meta")
+                mine = {id(handle) for _, handle in registered(name, parameter)}
+                change.settings = [(h, t.new_empty(part) if id(h) in mine else t) for h, t in change.settings]
+            if tuple(memory.shape) != part:
+                raise LayoutError(f"{name} has come as {list(memory.shape)}, expected {list(part)}")
+            put_in = (parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+            if id(parameter) in contents:
+                change.contents[contents[id(parameter)]] = put_in
+            elif tuple(parameter.shape) != part:
+                change.contents.append(put_in)
+                change.grads.append((parameter, None))
+
+    def _remodelled(self, to: Going, built: Built, values: dict[str, Tensor], numbers: Mapping[str, Any]) -> Remodel:
+        """The change to other modules; whose parameters are none of theirs gets other contents."""
+        now, mover, plain = self.now_sharded, self.mover, built.owned
+        enters = built.model if isinstance(built.model, ShardedModel) else None
+        assert plain is not None
+        change = Remodel(optimizers=mover.optimizers, leaves=now, enters=enters)
+        own = plain.parameters
+        here_too = {name: own[name] for name in plain.of(to.layers)}
+        twins = self._filled(enters, here_too, values, to.space) if enters is not None else {}  # and empty moments
+        change.owned = Ownership(enters) if enters is not None else plain
+        entries = state_entries(values, to.updates(numbers, mover.groups.world.rank))
+        for name, before in mover.owned.parameters.items():
+            original = own[name]
+            after = twins.get(id(original), original)
+            change.becomes[id(before)] = after
+            if entries.get(name):
+                mine = entries[name]
+                cut = id(original) in twins
+                change.entries[id(before)] = entries_like(after, mine, name, to.space) if cut else mine
+            change.grads.append((original, None))
+            if id(original) not in twins and name in values:
+                made = nn.Parameter(values[name], requires_grad=before.requires_grad)
+                change.contents.append((original, made))
+            elif not original.is_meta:
+                change.contents.append((original, like_meta(original)))
+            kept, both = attributes_of(before), {id(original): original, id(after): after}
+            change.trains += [(p, before.requires_grad, kept) for p in both.values()]
+        self._buffers(change, plain, values)
+        change.settings = settings(
+            mover.owned.parameters,
+            values,
+            lambda n, t: shard_like(twins[id(own[n])], t) if id(own[n]) in twins else t,
+            lambda n: twins.get(id(own[n]), own[n]),
+        )
+        return change
+
+    def _filled(
+        self, model: ShardedModel, own: Mapping[str, nn.Parameter], values: dict[str, Tensor], space: Space
+    ) -> dict[int, nn.Parameter]:
+        """The shards with what has come for them."""
+        twins = model.copy.twins()
+        mine = {name: box_of(twins[id(p)]) for name, p in own.items() if id(p) in twins}
+        add_empty(values, mine, space, self.mover.device)
+        return model.fill({id(own[name]): values[name] for name in mine})
+
+    def _buffers(self, change: Change, owned: Ownership, values: Mapping[str, Tensor]) -> None:
+        for name, buffer in owned.buffers.items():
+            if name in values:
+                change.buffers.append((buffer, values[name]))
+            elif not buffer.tensor.is_meta:
+                change.buffers.append((buffer, buffer.tensor.to("meta")))
+
+    def unsplit(self, root: nn.Module) -> None:
+        regroup(root, alone(), None)
+
+    @property
+    def whole(self) -> Ownership:
+        return self.mover.owned if self.now_sharded is None else Ownership(self.plain)
+
+
+def check_optimizers(optimizers: Optimizers, *, mixed: bool) -> None:
+    """Raise `SpecError` for an optimizer that takes no shards beside other parameters; `mixed`: it is to have both."""
+    for option in ("foreach", "fused"):
+        if mixed and any(group.get(option) for one in optimizers.all for group in one.param_groups):
+            raise SpecError(f"an optimizer with {option}=True cannot update shards beside experts: leave it out")
+
+
+def is_sharded(layout: Parallelism) -> bool:
+    """Whether parameters are `DTensor`s in this layout."""
+    return bool(mesh_axes(layout))
+
+
+def mesh_axes(layout: Parallelism) -> list[Axis]:
+    """The axes along which tensors are shards: those of a mesh."""
+    axes: list[Axis] = ["dp"] if layout.zero >= 2 and layout.dp > 1 else []
+    return [*axes, "tp"] if layout.tp > 1 else axes
+
+
+def shards_in(layout: Parallelism, root: nn.Module, groups: Groups, rank: int, device: torch.device) -> Shards | None:
+    """How `root` is sharded on a rank in this layout, whose `groups` were made; None without shards or a place."""
+    axes = mesh_axes(layout)
+    if not axes or layout.place(rank) is None:
+        return None
+    along = [groups.process_group(layout.group(axis, rank), SHARDS) for axis in axes]
+    styles = styles_of(root, layout.tp) if layout.tp > 1 else {}
+    mesh = mesh_of(along, axes, layout.grid[0], device)
+    return Shards(mesh=mesh, styles=styles, reshard=layout.zero == 3)

@@ -1,0 +1,484 @@
+"""A model of shards: modules that torch's tensor parallelism and FSDP2 have changed.
+
+Every parameter is a `DTensor`: cut over tp by `parallelize_module`, over dp by `fully_shard` with zero 2 and 3, whole
+where neither cuts it. Without FSDP2 its units run in stages like any other's. FSDP2 wants the root called, so all units
+are one stage then; their random numbers are those of the unsplit model's units.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from pipeline_balance.elastic.shards.copies import Copy, Found, sharded_of, without_memory
+from pipeline_balance.elastic.shards.fully_sharded import give_back
+from pipeline_balance.elastic.shards.styles import Style
+from pipeline_balance.pipeline.model.adapter import TransformersModel
+from pipeline_balance.pipeline.model.expert_layers import collective_of
+from pipeline_balance.pipeline.model.layers import Activations, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of
+from pipeline_balance.pipeline.model.ownership import like_meta
+from pipeline_balance.pipeline.model.router_losses import find_router_loss
+from pipeline_balance.pipeline.model.shapes import output_of
+from pipeline_balance.pipeline.model.skeleton import Skeleton
+from pipeline_balance.pipeline.move.state import base_name
+from pipeline_balance.pipeline.run.generators import unit_seed
+from prophet.errors import SpecError
+from prophet.state.space import Box, Space
+from prophet.state.streams import torch_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """How this process's copy is sharded: `mesh` has the dimensions "dp" (zero 2 and 3) and "tp", those that cut.
+
+    styles: how tp cuts each module that has parameters. reshard: parameters are gathered anew for the backward pass.
+    """
+
+    mesh: DeviceMesh
+    styles: Mapping[str, Style]
+    reshard: bool
+
+    @property
+    def dp(self) -> DeviceMesh | None:
+        return self._along("dp")
+
+    @property
+    def tp(self) -> DeviceMesh | None:
+        return self._along("tp")
+
+    def _along(self, name: str) -> DeviceMesh | None:
+        names = self.mesh.mesh_dim_names or ()
+        if name not in names:
+            return None
+        return self.mesh if len(names) == 1 else self.mesh[name]
+
+
+class _Whole(ParallelStyle):
+    """A module that has its parameters whole on every tp rank, and computes with what lies there.
+
+    With `partial`, each rank runs it on its part of the activations, and gradients are summed.
+    """
+
+    def __init__(self, partial: bool) -> None:
+        super().__init__()
+        self.partial = partial
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sums: list[Placement] = [Partial() if self.partial else Replicate()]
+        names = [name for name, p in module._parameters.items() if p is not None]
+        for name in names:
+            p = module._parameters[name]
+            assert p is not None
+            made = distribute_tensor(p, device_mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(made, requires_grad=p.requires_grad))
+        kept: dict[str, Any] = {}  # within a forward
+
+        def before(module: nn.Module, args: Any) -> None:
+            for name in names:
+                whole: Any = module._parameters.pop(name)
+                kept[name] = whole
+                if self.partial:  # sums in the backward
+                    whole = whole.redistribute(placements=[Replicate()])
+                module.__dict__[name] = whole.to_local(grad_placements=sums)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for name in names:
+                if name in kept:
+                    del module.__dict__[name]
+                    module._parameters[name] = kept.pop(name)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
+        return module
+
+
+def _style(style: Style) -> ParallelStyle:
+    if style.how == "column":
+        return ColwiseParallel(output_layouts=Replicate()) if style.gathered else ColwiseParallel()
+    if style.how == "row":
+        return RowwiseParallel()
+    if style.how == "vocabulary":
+        return RowwiseParallel(input_layouts=Replicate())
+    return _Whole(style.partial)
+
+
+def cut_over_tp(copy: Copy, shards: Shards) -> None:
+    """Have tp cut a copy without memory, each module in its style."""
+    if shards.tp is None:
+        return
+    for name, style in shards.styles.items():
+        parallelize_module(copy.root.get_submodule(name), shards.tp, _style(style), src_data_rank=None)
+    first: dict[int, nn.Parameter] = {}
+    for original, module, name in copy.slots():  # tied ones are cut alike, and one again
+        module._parameters[name] = first.setdefault(id(original), module._parameters[name])  # type: ignore[arg-type]
+
+
+def cut_over_dp(
+    root: nn.Module, groups: Callable[[], Sequence[Sequence[nn.Module]]], shards: Shards, **options: Any
+) -> None:
+    """Have FSDP2 cut `root`; modules of one group are gathered together. `options` are more of `fully_shard`."""
+    mesh = shards.dp
+    if mesh is None:
+        return
+    for modules in groups():
+        fully_shard(list(modules), mesh=mesh, reshard_after_forward=shards.reshard, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+
+
+def sharing(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Units that have parameters; those that share some are in one group."""
+    groups: list[tuple[list[nn.Module], set[int]]] = []
+    for unit in dict.fromkeys(units):
+        modules, mine = [unit], {id(p) for p in unit.parameters()}
+        if not mine:
+            continue
+        for other in [g for g in groups if g[1] & mine]:
+            groups.remove(other)
+            modules, mine = [*other[0], *modules], mine | other[1]
+        groups.append((modules, mine))
+    return [modules for modules, _ in groups]
+
+
+class ShardedModel(PipelineModel):
+    """The model `plain`, whose modules were `found`, as shards: without memory until `fill`.
+
+    Any thread may make it; `update` then takes in what has changed since. `seed` and `updates()` are what random
+    numbers are drawn by where units run as one.
+    """
+
+    metered = False
+
+    def __init__(
+        self, plain: PipelineModel, found: Sequence[Found], shards: Shards, updates: Callable[[], int]
+    ) -> None:
+        self.plain, self.shards, self._seed, self._updates = plain, shards, 0, updates
+        self.in_stages = shards.dp is None
+        self._part: Microbatch | None = None
+        self.copy = Copy(found, without_memory)
+        self.root = self.copy.root
+        self.units = self._units()
+        self._cut_over_tp()
+        self.copy.inner = self.copy.take_hooks()
+        self._draw_by_unit()
+        self._cut_over_dp()
+        self.copy.outer = self.copy.take_hooks()
+        self.copy.sharded()
+        self._structure = self._ids()
+        mesh = shards.mesh
+        self.leads = shards.tp is None or shards.tp.get_local_rank() == 0
+        self._first = [mesh.get_local_rank(d) == 0 for d in range(mesh.ndim)]
+
+    # --- making it --------------------------------------------------------------------------------------------
+
+    def update(self, now: ShardedModel | None, seed: int) -> None:
+        """Take in what may have changed since modules were found: `now` is the model in force, if it is of shards."""
+        self._seed = seed
+        self.copy.update(now.copy if now is not None else None)
+
+    def _units(self) -> tuple[nn.Module, ...]:
+        return tuple(self.copy.of(unit) for unit in self.plain.units)
+
+    def _draw_by_unit(self) -> None:
+        """Have units that this class does not call draw from their own generators."""
+
+    def _cut_over_tp(self) -> None:
+        cut_over_tp(self.copy, self.shards)
+
+    def _cut_over_dp(self) -> None:
+        cut_over_dp(self.root, self._groups, self.shards)
+
+    def _groups(self) -> list[list[nn.Module]]:
+        """What is gathered together: units, those that share parameters as one."""
+        return sharing(self.units)
+
+    def fill(self, values: Mapping[int, Tensor]) -> dict[int, nn.Parameter]:
+        """Parameters that have these values for their shards, by the id of the original; each is put in its places.
+
+        What has no value stays without memory.
+        """
+        made = self.copy.twins()
+        for key, like in made.items():
+            if key in values:
+                made[key] = nn.Parameter(shard_like(like, values[key]), requires_grad=like.requires_grad)
+        self.copy.put(made)
+        self._structure = self._ids()
+        self._hold(made)
+        return made
+
+    def leave(self) -> dict[int, nn.Parameter]:
+        """Give hooks and attributes back. Who still refers to this model finds no values, rather than old ones.
+
+        What stands for every parameter from here on, by the id of the shard. Cannot fail.
+        """
+        self.copy.unmake()
+        found: dict[int, nn.Parameter] = {}
+        made: dict[int, nn.Parameter] = {}
+        for key, twin in self.copy.twins().items():
+            shard: Any = twin
+            made[key] = found[id(shard)] = like_meta(shard)
+            shard._local_tensor = shard._local_tensor.to("meta")
+        self.copy.put(made)
+        self._hold(made)
+        return found
+
+    def _hold(self, made: Mapping[int, nn.Parameter]) -> None:
+        """Parameters that units list without being their modules."""
+
+    def _ids(self) -> list[int]:
+        return [id(m) for m in self.root.modules()]
+
+    # --- running it -------------------------------------------------------------------------------------------
+
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
+        """The first unit runs all of them: torch wants the root called."""
+        if unit:
+            return activations
+        self._part = microbatch
+        return self._whole(microbatch)
+
+    @abstractmethod
+    def _whole(self, microbatch: Microbatch) -> Activations:
+        """What the last unit returns."""
+
+    def _draw(self, unit: int) -> None:
+        """From here on random numbers are those of `unit`; outside of a pass nothing changes."""
+        if self._part is not None:
+            seed = unit_seed(self._seed, unit, self._updates(), self._part.number, None)
+            torch.manual_seed(seed)
+            random.seed(seed)
+
+    def look(self) -> None:
+        if self._ids() != self._structure:
+            raise SpecError("modules were added or replaced in a layout of shards: do it in one of pp and dp")
+
+    def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
+        return self.plain.cut(inputs, labels, microbatches, first)
+
+    def counted(self, microbatch: Microbatch) -> float:
+        return self.plain.counted(microbatch)
+
+    def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
+        return self.plain.sliced(microbatch)  # one, in which layers may attend as in slices
+
+    @contextmanager
+    def working(self, microbatch: Microbatch) -> Iterator[None]:
+        with self.plain.working(microbatch):
+            yield
+
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
+        return [()] * (len(self.units) + 1)  # no other stage waits for them
+
+    def measures(self, parameter: nn.Parameter, replica: int) -> bool:
+        placements = getattr(parameter, "placements", None)  # none in a layer of experts: all have it whole
+        copies = [p.is_replicate() for p in placements] if placements is not None else [True] * len(self._first)
+        first = all(here for here, copied in zip(self._first, copies, strict=True) if copied)
+        return first and (self.shards.dp is not None or replica == 0)
+
+    def end_pass(self) -> None:
+        """Give memory of gathered parameters back: a pass without a backward keeps it otherwise."""
+        self._part = None
+        give_back(self.root)
+        self.plain.end_pass()
+
+    def rest(self) -> None:
+        self.plain.rest()
+
+
+class _Row(nn.Module):
+    """All layers of a row, which torch wants to see called from one module; `call` runs a microbatch through them."""
+
+    def __init__(self, units: Sequence[nn.Module], call: Callable[[Microbatch], Activations]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+        self.call = call
+
+    def forward(self, microbatch: Microbatch) -> Activations:
+        return self.call(microbatch)
+
+
+class ShardedChain(ShardedModel):
+    """Modules in a row as shards."""
+
+    plain: ModuleChain
+
+    def _groups(self) -> list[list[nn.Module]]:
+        self._row = _Row(self.units, self._through)
+        return [*super()._groups(), [self._row]]
+
+    def _through(self, microbatch: Microbatch) -> Activations:
+        plain, activations = self.plain, cast(Activations, ())
+        for unit, module in enumerate(self.units):
+            self._draw(unit)
+            args, kwargs = plain._arguments(unit, activations, microbatch)
+            leaves, structure = tree_flatten(module(*args, **kwargs))
+            activations, plain._structures = tuple(leaves), (*plain._structures[:unit], structure)
+        return activations
+
+    def _whole(self, microbatch: Microbatch) -> Activations:
+        found: Activations = self._row(microbatch)
+        return found
+
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        return self.plain.loss(activations, microbatch)
+
+
+class _Listed(nn.Module):
+    """The parameters of a unit that is no module."""
+
+
+class _InStages(TransformersModel):
+    """The model `plain` with other modules, whose layers take and return what its own do."""
+
+    def __init__(self, plain: TransformersModel, root: nn.Module, layers: Any, units: tuple[nn.Module, ...]) -> None:
+        self.__dict__.update(vars(plain))
+        self.root, self.layers, self.units, self._latest = root, layers, units, None
+        self.skeleton, self._known, self._outputs = Skeleton(root, layers, plain.device), {}, {}
+        if plain.router_loss is not None:
+            self.router_loss = find_router_loss(root, layers)  # of these gates
+
+    def _shapes_of(self, layer: int, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+        """Without hooks: those of tensor parallelism want shards."""
+        return output_of(self.layers[layer], args, kwargs, self.device, hooks=lambda kind: None)
+
+
+class ShardedTransformers(ShardedModel):
+    """A transformers model as shards: in stages, or its own forward whole as the first unit."""
+
+    plain: TransformersModel
+    _stages: _InStages | None = None
+
+    def update(self, now: ShardedModel | None, seed: int) -> None:
+        super().update(now, seed)
+        if self.in_stages:
+            self._stages = _InStages(self.plain, self.root, self.copy.of(self.plain.layers), self.units)
+
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
+        if self._stages is not None:
+            return self._stages.run(unit, activations, microbatch)
+        return super().run(unit, activations, microbatch)
+
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
+        if self._stages is not None:
+            return self._stages.activations(microbatch)
+        return super().activations(microbatch)
+
+    def _units(self) -> tuple[nn.Module, ...]:
+        return (_Listed(), *(self.copy.of(layer) for layer in self.plain.layers), _Listed())
+
+    def _groups(self) -> list[list[nn.Module]]:
+        return [*([layer] for layer in self.units[1:-1]), [self.root]]
+
+    def _hold(self, made: Mapping[int, nn.Parameter]) -> None:
+        for unit, theirs in ((self.units[0], self.plain.units[0]), (self.units[-1], self.plain.units[-1])):
+            for name, parameter in theirs._parameters.items():
+                unit.register_parameter(name, made[id(parameter)])
+
+    def _draw_by_unit(self) -> None:
+        if self.in_stages:
+            return
+        layers = self.units[1:-1]
+        for number, layer in enumerate(layers, start=1):
+            layer.register_forward_pre_hook(lambda *_, unit=number: self._draw(unit), prepend=True)
+        layers[-1].register_forward_hook(lambda *_: self._draw(len(layers) + 1))
+
+    def _whole(self, microbatch: Microbatch) -> Activations:
+        counts = self.counted(microbatch) > 0
+        out = self.root(**self.plain._asked(microbatch, labels=microbatch.labels if counts else None))
+        loss = out[0] if isinstance(out, tuple) else out["loss" if counts else "logits"]
+        if not counts:
+            return (zero_of((loss,)),)
+        return (loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss,)
+
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        return activations[0] * self.counted(microbatch)
+
+
+def sharded(plain: PipelineModel, found: Sequence[Found], shards: Shards, updates: Callable[[], int]) -> ShardedModel:
+    """The model as shards, without memory; `SpecError` for a kind of model that cannot be."""
+    if isinstance(plain, TransformersModel):
+        return ShardedTransformers(plain, found, shards, updates)
+    if isinstance(plain, ModuleChain):
+        return ShardedChain(plain, found, shards, updates)
+    raise SpecError(f"a {type(plain).__name__} cannot be sharded: expected layers in a row or a transformers model")
+
+
+def check_shardable(model: PipelineModel, *, in_stages: bool) -> None:
+    """Raise `SpecError` for a model that cannot be sharded; `in_stages`: its units run one by one."""
+    if not isinstance(model, TransformersModel | ModuleChain) or model.slicing is not None:
+        raise SpecError(f"a {type(model).__name__} cannot be sharded: expected layers in a row or a transformers model")
+    if isinstance(model, TransformersModel) and model.router_loss is not None and not in_stages:
+        raise SpecError("a model whose routers add a loss cannot be sharded with zero 2 and 3")
+    check_no_scalars(model.root)
+
+
+def check_no_scalars(root: nn.Module) -> None:
+    """Raise `SpecError` for a parameter that torch cannot shard."""
+    for name, module in sharded_of(root):
+        for attribute, p in module._parameters.items():
+            if p is not None and not p.dim():
+                where = f"{name}.{attribute}" if name else attribute
+                raise SpecError(f"{where} is a scalar, which torch cannot shard: give it one dimension")
+
+
+def check_parts(root: nn.Module) -> None:
+    """Raise `SpecError` for a parameter or module that torch cannot shard."""
+    check_no_scalars(root)
+    for name, module in root.named_modules():
+        if collective_of(module) is not None:
+            raise SpecError(f"{name} has experts on several ranks, which cannot be sharded")
+
+
+def mesh_of(groups: Sequence[Any], names: Sequence[str], ranks: Any, device: torch.device) -> DeviceMesh:
+    """The mesh of these process groups; nothing is sent."""
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=tuple(names))
+    return DeviceMesh.from_group(list(groups), device.type, mesh=torch.tensor(ranks), mesh_dim_names=tuple(names))
+
+
+def is_wide(space: Space, name: str) -> bool:
+    """Whether a tensor is kept for a parameter, by an optimizer or by a user, in its shape."""
+    if name not in space.number or space[name].kind not in ("optimizer", "registered"):
+        return False
+    return space[name].shape == space[base_name(name)].shape
+
+
+def entries_like(like: Tensor, entries: Mapping[str, Any], name: str, space: Space) -> dict[str, Any]:
+    """What an optimizer keeps for the parameter called `name`: as shards like it where it is of its shape."""
+    return {e: shard_like(like, v) if is_wide(space, f"{name}@{e}") else v for e, v in entries.items()}
+
+
+def add_empty(values: dict[str, Tensor], boxes: Mapping[str, Box], space: Space, device: torch.device) -> None:
+    """Add the parts without elements, which do not travel: of parameters with such `boxes`, and of what is kept so."""
+    for spec in space.tensors:
+        box = boxes.get(base_name(spec.name))
+        if box is not None and not box.elements and (spec.kind == "parameter" or is_wide(space, spec.name)):
+            values[spec.name] = torch.empty(box.shape, dtype=torch_dtype(spec), device=device)
+
+
+def shard_like(like: Any, values: Tensor) -> DTensor:
+    """A tensor of the shape and placements of `like`, of which this process has `values`."""
+    kind: Any = DTensor  # whose constructor has no types
+    spec = like._spec
+    if values.dtype != like.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=values.dtype))
+    made: DTensor = kind(values, spec, requires_grad=False)  # `from_local` makes a graph: ten times as long
+    return made

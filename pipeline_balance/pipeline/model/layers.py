@@ -1,0 +1,327 @@
+"""What a pipeline needs to know of a model: units in a row, what passes between them, and how a loss is counted.
+
+Shape legend: L units, M microbatches. `ModuleChain` is the simplest such model, modules called one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from pipeline_balance.pipeline.model.shapes import output_of
+from pipeline_balance.schedules.actions import Schedule
+from prophet.errors import SpecError
+
+Activations = tuple[Tensor, ...]
+"""What one unit hands to the next; its floating-point tensors may carry gradients."""
+
+Inputs = Tensor | Mapping[str, Tensor]
+Batch = Inputs | Sequence[Inputs]
+"""A batch to be cut, or its microbatches, whose shapes may differ."""
+Labels = Tensor | Sequence[Tensor | None] | None
+LossFn = Callable[[Any, Any], Tensor]
+CountLabels = Callable[[Tensor | None], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """One part of a batch, the same on every rank of a replica.
+
+    `number` counts microbatches over the replicas and accumulated calls of an update; random numbers follow it. `kept`
+    is for what a model computes once per microbatch, such as its layers' arguments. `slice` counts the parts of a
+    microbatch where they pass the stages one by one; None if it passes whole. `share` is how much of the microbatch a
+    slice is.
+    """
+
+    number: int
+    inputs: Mapping[str, Tensor]
+    labels: Tensor | None
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    slice: int | None = None
+    share: float = 1.0
+
+    def shapes(self) -> tuple[Any, ...]:
+        """What the activations' shapes depend on, as a key: names, shapes and types of the inputs and the labels."""
+        given = {**self.inputs, "labels": self.labels}
+        return tuple((n, None if t is None else (tuple(t.shape), t.dtype)) for n, t in sorted(given.items()))
+
+
+class Slicing(Protocol):
+    """How microbatches are cut into `slices`, and in which order these pass the stages."""
+
+    @property
+    def slices(self) -> int: ...
+
+    @property
+    def stages_per_rank(self) -> int: ...
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Raise `SpecError` unless stages on these ranks [S] can be run."""
+
+    def schedule(self, ranks: Sequence[int], microbatches: int) -> Schedule:
+        """The order of all slices over stages on `ranks` [S], which are 0 to P - 1."""
+        ...
+
+
+class Slicer(Slicing, Protocol):
+    """Options of slices, which make the models that are run by them."""
+
+    def chain(self, layers: Any, loss_fn: LossFn, **options: Any) -> PipelineModel:
+        """As `ModuleChain`, in slices."""
+        ...
+
+    def transformers(self, model: nn.Module, **options: Any) -> PipelineModel:
+        """As `TransformersModel`, in slices."""
+        ...
+
+
+class PipelineModel(ABC):
+    """A model cut into L units in a row. Every rank holds all of them and runs those that the stage map gives it.
+
+    `root` is the unsplit model: names of parameters and buffers are its own. `units` [L] are the modules whose state
+    moves. A parameter that several units hold is tied. Buffers outside all units stay on every rank. `slicing` is None
+    where microbatches pass the stages whole.
+    """
+
+    root: nn.Module
+    units: tuple[nn.Module, ...]
+    slicing: Slicing | None = None
+    metered: bool = True
+    """Whether times and memory of its units are measured."""
+    leads: bool = True
+    """Whether this process tells the loss, of those that compute the same."""
+
+    def measures(self, parameter: nn.Parameter, replica: int) -> bool:
+        """Whether this process measures what it has of a parameter's gradient; replicas have copies."""
+        return replica == 0
+
+    def look(self) -> None:  # noqa: B027 - most models have nothing to look for
+        """Take in what was changed about the model since the last step, so that `units` hold all its parameters."""
+
+    @abstractmethod
+    def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
+        """The batch in `microbatches` parts, numbered from `first`. Raises `SpecError` if it has fewer rows."""
+
+    def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
+        """What passes the stages one by one: the microbatch, or its slices in order."""
+        return [microbatch]
+
+    @contextmanager
+    def working(self, microbatch: Microbatch) -> Iterator[None]:
+        """What the forward of a stage and its backward run in."""
+        yield
+
+    def end_pass(self) -> None:  # noqa: B027 - most models keep nothing
+        """A pass of a batch has ended or failed: let go of what it has left behind."""
+
+    def rest(self) -> None:  # noqa: B027 - most models keep nothing
+        """No pass is under way: let go of memory that is kept for the next one."""
+
+    @abstractmethod
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
+        """Forward of one unit. Unit 0 gets none; the loss is computed from the last unit's."""
+
+    @abstractmethod
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        """The sum of the losses of the labels that count, a scalar with its graph."""
+
+    @abstractmethod
+    def counted(self, microbatch: Microbatch) -> float:
+        """How many labels count in this microbatch, or their weight; known on every rank without running anything."""
+
+    @abstractmethod
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
+        """What will flow, without memory [L + 1]: before unit 0 (nothing), then after every unit.
+
+        Shapes and types are those of the data that will flow. A tensor requires grad where a gradient may come back.
+        """
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` and all its parts are in evaluation mode, without gradients; afterwards each as it was."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def split_rows(inputs: Mapping[str, Tensor], labels: Tensor | None, parts: int, first: int) -> list[Microbatch]:
+    """Cut along the first dimension into `parts` whose rows differ by at most one."""
+    given = {**inputs, **({"labels": labels} if labels is not None else {})}
+    rows = {name: t.shape[0] if t.dim() else 0 for name, t in given.items()}
+    if len(set(rows.values())) != 1:
+        raise SpecError(f"inputs and labels must have equally many rows, got {rows}")
+    if min(rows.values()) < parts:
+        raise SpecError(f"a batch of {min(rows.values())} rows cannot be cut into {parts} microbatches")
+    pieces = {name: t.tensor_split(parts) for name, t in given.items()}
+    return [
+        Microbatch(
+            number=first + i,
+            inputs={name: pieces[name][i] for name in inputs},
+            labels=pieces["labels"][i] if labels is not None else None,
+        )
+        for i in range(parts)
+    ]
+
+
+class ModuleChain(PipelineModel):
+    """Modules in a row, each called with what the one before it returned: a tensor, or tuples and dictionaries of them.
+
+    The first is called with the inputs, by name where they have names. A tuple becomes arguments, a dictionary keyword
+    arguments. `loss_fn(output, labels)` is a mean over `counted(labels)` labels. Without `counted`, cross entropy
+    counts labels other than its `ignore_index`, by the weights of their classes if it has some; any other loss counts
+    the rows. Raises `SpecError` for a loss of torch's that is no mean, and for labels of -100 that any other loss is
+    given without `counted`.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Module | Sequence[nn.Module],
+        loss_fn: LossFn,
+        *,
+        counted: CountLabels | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        # `children` would leave out a module that comes twice
+        given = layers._modules.values() if isinstance(layers, nn.Module) else layers
+        listed = [layer for layer in given if layer is not None]
+        if not listed or not all(isinstance(layer, nn.Module) for layer in listed):
+            raise SpecError(f"a pipeline needs one or more layers that are modules, got {layers!r:.200}")
+        self.root = layers if isinstance(layers, nn.Module) else nn.ModuleList(listed)
+        self.units = tuple(listed)
+        self.loss_fn = loss_fn
+        self._counted = counted if counted is not None else labels_of(loss_fn)
+        self.device = device if device is not None else torch.device("cpu")
+        self._structures: tuple[TreeSpec, ...] = ()
+        self._known: dict[Any, tuple[list[Activations], tuple[TreeSpec, ...]]] = {}
+
+    def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
+        named = {"input": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        return split_rows(named, labels, microbatches, first)
+
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
+        args, kwargs = self._arguments(unit, activations, microbatch)
+        return tuple(tree_flatten(self.units[unit](*args, **kwargs))[0])
+
+    def _arguments(
+        self, unit: int, activations: Activations, microbatch: Microbatch
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a unit is called with."""
+        if unit:
+            given = tree_unflatten(list(activations), self._structures[unit - 1])
+        else:
+            given = dict(microbatch.inputs)
+            given = given["input"] if set(given) == {"input"} else given
+        if isinstance(given, Mapping):
+            return (), dict(given)
+        return tuple(given) if isinstance(given, tuple | list) else (given,), {}
+
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        count = self.counted(microbatch)
+        if not count:
+            return zero_of(activations)
+        loss = self.loss_fn(tree_unflatten(list(activations), self._structures[-1]), microbatch.labels)
+        if loss.numel() != 1:
+            raise SpecError(f"the loss must be a mean, one number, got a tensor of shape {list(loss.shape)}")
+        if any(t.requires_grad for t in activations) and not loss.requires_grad:
+            raise SpecError("the loss has no gradient: loss_fn must compute it from the output, without detaching")
+        return loss.reshape(()) * count
+
+    def counted(self, microbatch: Microbatch) -> float:
+        if microbatch.labels is None:
+            return int(next(iter(microbatch.inputs.values())).shape[0])
+        return float(self._counted(microbatch.labels))
+
+    def look(self) -> None:
+        """Take in layers that were replaced in `root`."""
+        now = tuple(layer for layer in self.root._modules.values() if layer is not None)
+        if len(now) != len(self.units):
+            raise SpecError(f"the model has {len(now)} layers now, the pipeline has {len(self.units)}")
+        self.units = now
+
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
+        key = (microbatch.shapes(), self._mode())
+        if key not in self._known:
+            self._known[key] = self._trace(microbatch)
+        found, self._structures = self._known[key]
+        return found
+
+    def _mode(self) -> tuple[Any, ...]:
+        """What the activations depend on beside the inputs: which modules there are, who trains, in which precision."""
+        parts = tuple(id(part) for module in self.units for part in module.modules())
+        trains = tuple((m.training, any(p.requires_grad for p in m.parameters())) for m in self.units)
+        kind = self.device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return parts, trains, cast, torch.is_grad_enabled()
+
+    def _trace(self, microbatch: Microbatch) -> tuple[list[Activations], tuple[TreeSpec, ...]]:
+        """All units' outputs without data, and how they are nested; a unit's gradient may pass if one below trains."""
+        found: list[Activations] = [()]
+        grad = False
+        structures: list[TreeSpec] = []
+        for unit, module in enumerate(self.units):
+            self._structures = tuple(structures)
+            args, kwargs = self._arguments(unit, found[-1], microbatch)
+            given = found[-1] if unit else tuple(microbatch.inputs.values())
+            try:
+                leaves, structure = output_of(module, args, kwargs, self.device)
+            except Exception as error:
+                shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in given)
+                raise SpecError(f"layer {unit} cannot run on {shapes}: {str(error).splitlines()[0]}") from error
+            if not leaves or not all(isinstance(t, Tensor) for t in leaves):
+                kinds = sorted({type(t).__name__ for t in leaves})
+                raise SpecError(f"layer {unit} returns {kinds}, expected tensors: one, or tuples or dictionaries")
+            grad = grad or any(p.requires_grad for p in module.parameters())
+            flows = grad and torch.is_grad_enabled()
+            found.append(tuple(t.requires_grad_(flows and t.is_floating_point()) for t in leaves))
+            structures.append(structure)
+        return found, tuple(structures)
+
+
+def zero_of(activations: Activations) -> Tensor:
+    """Zero, and a gradient of zero for all that comes in, whatever stands there: infinities times 0 are not 0."""
+    return torch.stack([t.flatten()[:0].sum(dtype=torch.float32) for t in activations if t.is_floating_point()]).sum()
+
+
+def labels_of(loss_fn: LossFn, *, tokens: bool = False) -> CountLabels:
+    """What a mean is taken over: cross entropy leaves labels out, other losses are taken to count rows.
+
+    With `tokens` other losses count all elements of the labels: parts of a sequence may differ in length.
+    """
+    function, options = loss_fn, {}
+    if isinstance(loss_fn, functools.partial):
+        function, options = loss_fn.func, loss_fn.keywords
+    elif isinstance(loss_fn, nn.modules.loss._Loss):
+        options = vars(loss_fn) | loss_fn._buffers
+    if options.get("reduction", "mean") not in ("mean", "batchmean"):
+        raise SpecError(f"the loss must be a mean, got {loss_fn} with reduction={options['reduction']!r}")
+    entropies = (nn.functional.cross_entropy, nn.functional.nll_loss)
+    entropy = function in entropies or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
+    ignored, weight = options.get("ignore_index", -100), options.get("weight") if entropy else None
+
+    def count(labels: Tensor | None) -> float:
+        if labels is None:
+            return 1
+        if not entropy and not labels.is_floating_point() and bool((labels == -100).any()):
+            raise SpecError("labels of -100 do not count in most losses: pass counted=, from labels to their number")
+        if not entropy or labels.is_floating_point():
+            return labels.numel() if tokens else int(labels.shape[0])
+        counts = labels != ignored
+        if weight is None:
+            return int(counts.sum())
+        return float(weight.detach().to(labels.device, torch.float64)[labels[counts]].sum())
+
+    return count

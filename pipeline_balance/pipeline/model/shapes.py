@@ -1,0 +1,118 @@
+"""What a layer returns, in shape and type, without running it on data.
+
+Every rank needs this of all layers, before a step and without their parameters. Shapes that depend on the data cannot
+be told: such a layer keeps its full size and masks what it leaves out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
+
+from pipeline_balance.pipeline.model.expert_layers import collective_of
+from pipeline_balance.pipeline.model.skeleton import copy_of, only_before
+from prophet.errors import SpecError
+
+_FROM_TORCH = "raised by a module of torch"
+
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+def output_of(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    hooks: Callable[[str], Callable[[], bool] | None] = only_before,
+) -> tuple[list[Any], TreeSpec]:
+    """What `module` returns for these arguments, as leaves and structure, with tensors on `meta`.
+
+    A copy of the module runs on fake tensors, under the autocast that is in force, so it makes no difference where the
+    module's parameters are, and nothing of it changes. A part of it that branches on values is taken to keep the shape
+    and type of its first floating-point argument. `hooks` are those that run, as `copy_of` takes them.
+    """
+    with torch.no_grad(), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+
+        def fake(tensor: Tensor) -> Tensor:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+        copy = copy_of(module, lambda name, parameter: fake(parameter), {}, hooks=hooks)
+        for part in copy.modules():
+            part.__dict__["_buffers"] = {n: None if b is None else fake(b) for n, b in part._buffers.items()}
+            part.__dict__.update({n: fake(t) for n, t in part.__dict__.items() if isinstance(t, Tensor)})
+            part.__dict__["forward"] = _without_values(part, whole=part is copy)
+        given = tree_map_only(Tensor, fake, (tuple(args), dict(kwargs)))
+        leaves, structure = tree_flatten(copy(*given[0], **given[1]))
+    return [on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, torch does not log kernels that cannot tell their shapes: such a part is known to keep its own."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
+def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
+    """The forward of `part`; if it cannot run on shapes alone, its first floating-point argument stands for its result.
+
+    That is so where values decide, and for kernels whose shapes torch cannot tell. A layer that exchanges its tokens
+    with other ranks does not run, and is asked for the size of its answers. Modules of torch always can run, so what
+    they raise is raised. So is what the `whole` layer raises for another reason than a want of values.
+    """
+    forward, torchs = type(part).forward, type(part).__module__.startswith("torch.nn.")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "_orig_mod" in part._modules:  # torch.compile's, which would compile for fake tensors
+            return part._modules["_orig_mod"](*args, **kwargs)  # type: ignore[misc]
+        if collective_of(part) is not None and args:  # it would exchange its tokens with other ranks
+            return args[0].new_empty((*args[0].shape[:-1], getattr(part, "dim_out", args[0].shape[-1])))
+        try:
+            return forward(part, *args, **kwargs)
+        except SpecError:
+            raise  # said in words what is not to be had
+        except Exception as error:
+            given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.is_floating_point()]
+            if torchs:
+                error.add_note(_FROM_TORCH)
+            stays = _FROM_TORCH in getattr(error, "__notes__", ()) or whole
+            if not given or (stays and not needs_data(error)):
+                raise
+            return torch.empty_like(given[0])
+
+    return run
+
+
+def needs_data(error: Exception) -> bool:
+    """Whether a forward without data failed for want of data, and not because shapes do not fit."""
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+    said = str(error).lower()
+    return isinstance(error, kinds) or any(word in said for word in ("numpy()", "tolist", "data pointer", "fake"))
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """The shape and type of `tensor`, contiguous, without memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """Shape and type, to be compared."""
+    return tuple(tensor.shape), tensor.dtype

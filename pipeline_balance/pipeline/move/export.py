@@ -1,0 +1,70 @@
+"""The whole model's `state_dict` on one rank, in the unsplit model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.model.ownership import Ownership
+from pipeline_balance.pipeline.model.skeleton import copy_of
+from pipeline_balance.pipeline.run.agreement import write_alone
+from pipeline_balance.pipeline.run.stages import PipelineConfig
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective
+
+
+def root_state(
+    owned: Ownership,
+    found: Mapping[str, Tensor],
+    prepare: Callable[[nn.Module], None] = lambda root: None,
+    said: Callable[[nn.Module], dict[str, Any]] = nn.Module.state_dict,
+) -> dict[str, Tensor]:
+    """The root's `state_dict`, in the host's memory, with `found` for its parameters and buffers by their names.
+
+    A copy of the root has `said` it, which `prepare` may change first: modules may save parameters under other names,
+    or in parts. Raises `SpecError` for an entry that has no memory.
+    """
+    root, names = owned.model.root, {id(p): n for n, p in owned.parameters.items()}
+    values = {name: tensor.detach().cpu() for name, tensor in found.items()}
+    parameters = {n: nn.Parameter(values[n], requires_grad=False) for n in names.values() if n in values}
+
+    def slot(_: str, p: Tensor) -> Tensor:
+        return parameters.get(names.get(id(p), ""), p)
+
+    copy = copy_of(root, slot, {}, hooks=lambda kind: None)
+    for (path, _), part in zip(root.named_modules(), copy.modules(), strict=True):
+        part._buffers.update({k: values.get(f"{path}.{k}" if path else k, b) for k, b in part._buffers.items()})
+    prepare(copy)
+    state = {name: t.detach().cpu() if isinstance(t, Tensor) else t for name, t in said(copy).items()}
+    lacking = [name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta]
+    if lacking:
+        raise SpecError(
+            f"{lacking[0]} was not gathered: it belongs to no layer of the pipeline, and has no memory here"
+        )
+    return state
+
+
+def write_pretrained(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    folder: str | Path,
+    options: dict[str, Any],
+    collective: Collective,
+    config: PipelineConfig,
+) -> None:
+    """`model.save_pretrained(folder)` with `state` in place of the model's own, on rank 0; collective.
+
+    Returns when everything is written. Raises `SpecError` on all ranks where that fails.
+    """
+    # of the class: a converted model's method would gather what is in `state` already
+    write: Any = getattr(type(model), "save_pretrained", None)
+
+    def save() -> None:
+        if write is None:
+            raise SpecError(f"a {type(model).__name__} has no save_pretrained: torch.save its state_dict() instead")
+        write(model, folder, state_dict=state, **options)
+
+    write_alone(save, f"writing {folder}", collective, config.device)

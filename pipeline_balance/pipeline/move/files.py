@@ -1,0 +1,380 @@
+"""The training state of a pipeline in files: what they say, how it is written, and how it takes the place of another.
+
+A checkpoint holds the state of the unsplit model by its names: tensors as boxes, and in words what is no tensor. It
+says nothing of the layout that wrote it. Loading is a move whose state comes from files: the same layouts say which
+boxes a process is to have, and the same assignments put them in force once all processes have them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pipeline_balance.pipeline.model.ownership import number_of
+from pipeline_balance.pipeline.model.registered import MARK
+from pipeline_balance.pipeline.move.pipeline_state import Arrangement, Built, PipelineState, copies, refuse_copies_apart
+from pipeline_balance.pipeline.move.stage_map import Change
+from pipeline_balance.pipeline.move.state import Held, base_name, spec_rows
+from pipeline_balance.pipeline.move.transaction import Assignments, apply
+from pipeline_balance.pipeline.run.agreement import from_all, refuse_where
+from pipeline_balance.pipeline.run.progress import Progress
+from pipeline_balance.spec import StageMap
+from prophet.errors import CheckpointError, SpecError
+from prophet.ranks.operation import Operation
+from prophet.ranks.process_group import at_work
+from prophet.state.checkpoint_files import Agree, Files, by_tensor, write
+from prophet.state.checkpoint_folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
+from prophet.state.layout import Layout, Piece
+from prophet.state.space import Space, StateKind, TensorSpec
+from prophet.state.streams import torch_dtype
+from prophet.state.words import meant, said
+
+_MOST = 1 << 53  # of any whole number
+
+
+class Stateful(Protocol):
+    """What else a run has that is saved with it: a scheduler, a scaler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+Also = Mapping[str, Stateful] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """What a checkpoint says of itself: the next step, and the stage map that the next run is meant to use.
+
+    `tensors` is their folder. `optimizers` are the optimizers' classes, `options` their groups, `progress` the run's
+    counters, `also` what was saved beside them, and `run` what a job adds.
+    """
+
+    tensors: Path
+    step: int
+    stage_map: StageMap
+    space: Space
+    scalars: dict[str, Any]
+    frozen: frozenset[str]
+    optimizers: list[str]
+    options: list[Any]
+    progress: dict[str, Any]
+    also: dict[str, Any]
+    run: dict[str, Any]
+
+    def digest(self) -> int:
+        """A number for all that it says, equal on processes that have read the same."""
+        said = [getattr(self, f.name) for f in fields(self) if f.name not in ("tensors", "frozen")]
+        return number_of(repr([said, sorted(self.frozen)]))
+
+
+# --- what a checkpoint says ---
+
+
+def read_checkpoint(folder: str | Path) -> Checkpoint:
+    """The description of a checkpoint, without its tensors. Raises `CheckpointError`, naming the file, if it is none.
+
+    That is a `SpecError`.
+    """
+    folder = Path(folder)
+    path, found = folder / DESCRIPTION, read_description(folder)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected an object written by pipe.save or job.save, got {found!r:.60}")
+
+    def field(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
+        if not fits(found.get(name)):
+            raise CheckpointError(f"{path}: {name}: expected {expected}, got {found.get(name)!r:.60}")
+        return found[name]
+
+    step = field("step", _is_whole, "a whole number")
+    boundaries, ranks = (field(n, _are_whole, "a list of whole numbers") for n in ("boundaries", "ranks"))
+    try:
+        stage_map = StageMap(tuple(boundaries), tuple(ranks))
+    except SpecError as error:
+        raise CheckpointError(f"{path}: boundaries, ranks: {error!s:.300}") from error
+    tensors = field("tensors", lambda t: isinstance(t, list) and all(map(_is_tensor, t)), "lists of [name, shape, ...]")
+    try:
+        space = Space(tuple(TensorSpec(name=n, shape=tuple(s), dtype=d, kind=k, layer=i) for n, s, d, k, i in tensors))
+    except SpecError as error:
+        raise CheckpointError(f"{path}: tensors: {error!s:.300}") from error
+    return Checkpoint(
+        step=step,
+        stage_map=stage_map,
+        space=space,
+        scalars=field("scalars", lambda s: isinstance(s, dict) and all(map(_is_scalar, s.items())), "numbers by name"),
+        frozen=frozenset(field("frozen", _are_names, "a list of names")),
+        optimizers=field("optimizers", _are_names, "the optimizers' classes"),
+        options=field("options", _are_options, "the optimizers' groups"),
+        progress=field("progress", lambda p: isinstance(p, dict), "the run's counters"),
+        also=field("also", lambda a: isinstance(a, dict), "what was saved beside the model"),
+        run=field("run", lambda r: isinstance(r, dict), "what a job adds"),
+        tensors=tensors_of(folder, found),
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_whole, value))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(n, str) for n in value)
+
+
+def _is_scalar(item: tuple[str, Any]) -> bool:
+    """Whether it is a number by the name of an optimizer's entry, with the type of its tensor if it was one."""
+    _, _, entry = item[0].partition("@")
+    dtype, value = entry.partition(":")[2], item[1]
+    if dtype and dtype not in _NUMBERS:
+        return False
+    return value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+_NUMBERS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it is [name, shape, dtype, kind, layer]."""
+    if not isinstance(value, list) or len(value) != 5:
+        return False
+    name, shape, dtype, kind, layer = value
+    return all(isinstance(t, str) for t in (name, dtype, kind)) and _are_whole(shape) and _is_whole(layer)
+
+
+def _are_options(value: Any) -> bool:
+    """Whether it is a list of optimizers' lists of groups."""
+
+    def is_group(group: Any) -> bool:
+        if not isinstance(group, dict) or not isinstance(group.get("options"), dict):
+            return False
+        return _are_names(group.get("parameters"))
+
+    return isinstance(value, list) and all(isinstance(o, list) and all(map(is_group, o)) for o in value)
+
+
+# --- writing ---
+
+
+def save_state(
+    how: PipelineState,
+    folder: str | Path,
+    *,
+    step: int,
+    stage_map: StageMap,
+    also: Also,
+    run: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the state that `how` would move, with its counters, between updates; collective over all processes.
+
+    Raises `SpecError` on all of them where one cannot, with the checkpoint in `folder` as it was.
+    """
+    with how.during("saving before step"):
+        how.check_static("save a checkpoint")
+        _save(how, Path(folder), step, stage_map, also, run)
+
+
+def _save(
+    how: PipelineState, folder: Path, step: int, stage_map: StageMap, also: Also, run: Mapping[str, Any] | None
+) -> None:
+    agree, mover = _agreement(how), how.mover
+    here, kept = mover.groups.world.rank, [Held()]
+    parts = dict[str, Any]()
+
+    def describe() -> dict[str, Any]:
+        stage_map.check_layers(how.now.stage_map.layers)
+        if how.passes.progress.parts:
+            raise SpecError(
+                "an update is under way and its gradients would be lost: save after a step with update=True"
+            )
+        how.passes.read_model()
+        held = how.describe()
+        if isinstance(held, str):
+            raise SpecError(held)
+        kept[0] = held
+        parts.update(
+            step=step,
+            boundaries=list(stage_map.boundaries),
+            ranks=list(stage_map.ranks),
+            frozen=sorted(n for n, p in mover.owned.parameters.items() if not p.requires_grad),
+            optimizers=[type(o).__name__ for o in mover.optimizers.all],
+            options=mover.optimizers.options(mover.owned.parameters),
+            progress=how.passes.progress.to_json(),
+            also={name: said(it.state_dict(), name) for name, it in (also or {}).items()},
+            run=dict(run or {}),
+        )
+        alike = [str(folder), step, parts["boundaries"], parts["ranks"], sorted(parts["also"])]
+        words = number_of(json.dumps([parts[n] for n in ("frozen", "options", "progress", "run")], sort_keys=True))
+        state = {"tensors": spec_rows(held.specs), "scalars": how.told_numbers(held)}
+        return {"alike": alike, "words": words, "number": secrets.randbits(48), **state}
+
+    every = agree("collecting a checkpoint", describe)
+    refuse_where([row["alike"] for row in every], "save to another folder, or another step, map or `also`,")
+    refuse_where([row["words"] for row in every], "have other options, counters or frozen parameters")
+    layouts: list[tuple[Space, Layout]] = []
+
+    def compare() -> dict[str, int]:
+        layouts.append(how.held_by([row["tensors"] for row in every]))
+        scalars = dict[str, Any]()
+        for row in reversed(every):
+            scalars.update(row["scalars"])  # of the lowest process
+        parts.update(tensors=spec_rows(layouts[0][0].tensors), scalars=scalars)
+        if len(json.dumps(parts)) > MAX_DESCRIPTION_BYTES - 100:
+            raise SpecError(f"{folder}: a description of more than {MAX_DESCRIPTION_BYTES} bytes could not be read")
+        return copies(layouts[0][1], here, kept[0])
+
+    refuse_copies_apart(agree("comparing copies", compare))
+    space, layout = layouts[0]
+    state = {piece: kept[0].tensors[piece.name] for piece in layout.on(here)}
+    number = int(every[0]["number"])
+    write(folder, number, parts, by_tensor(space, state), agree, group=mover.groups.group, first=here == 0)
+
+
+def _agreement(how: PipelineState) -> Agree:
+    """How processes agree: what fails on one is raised on all, as `SpecError`. One that is at work is waited for."""
+    world, device = how.mover.groups.world, how.mover.device
+
+    def agree(what: str, call: Callable[[], Any]) -> list[Any]:
+        return from_all(call, world, device, Operation(what), waits=True)
+
+    return agree
+
+
+# --- reading ---
+
+
+def load_state(
+    how: PipelineState,
+    target: Arrangement,
+    folder: str | Path,
+    *,
+    also: Also,
+    check: Callable[[Checkpoint], None] = lambda saved: None,
+    seed: Callable[[Checkpoint], int | None] = lambda saved: None,
+    then: Assignments = (),
+) -> Checkpoint:
+    """Go to the arrangement `target` with the state in `folder`; collective over all processes, all or nothing.
+
+    `check` refuses more; `seed` says by what the run draws random numbers from now on (None: as it does). `then` are
+    assignments that follow those of the state.
+    """
+    with how.during("loading before step"):
+        how.check_static("load a checkpoint")
+        return _load(how, target, Path(folder), also, check, seed, then)
+
+
+def _load(
+    how: PipelineState,
+    target: Arrangement,
+    folder: Path,
+    also: Also,
+    check: Callable[[Checkpoint], None],
+    seed: Callable[[Checkpoint], int | None],
+    then: Assignments,
+) -> Checkpoint:
+    agree, mover = _agreement(how), how.mover
+    here = mover.groups.world.rank
+    found: list[tuple[Checkpoint, Files, dict[Piece, Tensor]]] = []
+
+    def begin() -> list[Any]:
+        saved = _fitting(how, read_checkpoint(folder), folder, also or {})
+        check(saved)
+        files = Files(saved.tensors)
+        files.check_space(saved.space)
+        layout = how.layout(saved.space, target, mover.groups.world.size)
+        state = {
+            piece: mover.allocate(piece.box.shape, torch_dtype(saved.space[piece.name]), mover.device)
+            for piece in layout.on(here)
+        }
+        found.append((saved, files, state))
+        return [saved.tensors.name, saved.digest()]
+
+    refuse_where(agree("reading a checkpoint", begin), "read another checkpoint")
+    saved, files, state = found[0]
+    with at_work(f"reading {folder}"):
+        files.read(by_tensor(saved.space, state), folder, group=mover.groups.group)
+    drawn, to = seed(saved), how.going(target, saved.space)
+    to = to if drawn is None else replace(to, config=replace(to.config, seed=drawn))
+    made: list[tuple[Built, Change]] = []
+    before: list[tuple[Stateful, Any]] = []
+
+    def assemble() -> None:
+        built = how.build(to, {piece.name: piece.box for piece in state})
+        made.append((built, how.change(to, built, state, saved.scalars)))
+        for name, it in (also or {}).items():
+            before.append((it, copy.deepcopy(it.state_dict())))
+            it.load_state_dict(meant(saved.also[name]))
+
+    try:
+        agree("loading a checkpoint", assemble)
+    except Exception:
+        for it, state_before in before:
+            with suppress(Exception):
+                it.load_state_dict(state_before)
+        raise
+    progress = Progress()
+    progress.take(saved.progress)
+
+    def options() -> None:
+        mover.optimizers.set_options(saved.options)
+        for name, parameter in mover.owned.parameters.items():
+            parameter.requires_grad_(name not in saved.frozen)
+
+    placed = how.assignments(to, *made[0])
+    apply([how.passes.drop_gradients, *placed, options, lambda: how.passes.resume(progress), *then])
+    return saved
+
+
+def _fitting(how: PipelineState, saved: Checkpoint, folder: Path, also: Mapping[str, Stateful]) -> Checkpoint:
+    """The checkpoint with this model's layers; `SpecError` unless it is of this model, its optimizers and `also`."""
+    owned, optimizers = how.mover.owned, how.mover.optimizers
+    saved.stage_map.check_layers(how.now.stage_map.layers)
+    missing = sorted(set(also) - set(saved.also))
+    if missing:
+        raise SpecError(f"{folder}: holds no state of {missing}, only of {sorted(saved.also)}")
+    owned.read()
+    for name, shape in how.shapes().items():
+        buffer = name in owned.buffers
+        tensor = owned.buffers[name].tensor if buffer else owned.parameters[name]
+        found = saved.space[name] if name in saved.space.number else None
+        if found is None or found.shape != shape:
+            need, got = f"{name} of shape {list(shape)}", "none" if found is None else str(list(found.shape))
+            raise SpecError(f"{folder}: the model needs {need}, the checkpoint has {got}")
+        if torch_dtype(found) != tensor.dtype:
+            raise SpecError(f"{folder}: the model needs {name} of {tensor.dtype}, the checkpoint has {found.dtype}")
+    specs = []
+    for spec in saved.space.tensors:
+        base = base_name(spec.name)
+        if base not in owned.units_of or (base in owned.buffers and spec.name != base):
+            raise SpecError(f"{folder}: holds {spec.name}, which the model does not have")
+        if spec.kind != _kind(spec.name, base in owned.buffers):
+            raise SpecError(f"{folder / DESCRIPTION}: tensors: {spec.name} cannot be of kind {spec.kind!r}")
+        specs.append(replace(spec, layer=owned.units_of[base][0]))
+    mine = [type(o).__name__ for o in optimizers.all]
+    if mine != saved.optimizers:
+        raise SpecError(f"{folder}: expected the state of {mine}, the checkpoint has that of {saved.optimizers}")
+    optimizers.check(saved.options, owned.parameters)
+    Progress().take(saved.progress)
+    return replace(saved, space=Space(tuple(specs)))
+
+
+def _kind(name: str, buffer: bool) -> StateKind | None:
+    """What a tensor of this name is; None for one that no checkpoint holds."""
+    if "#" in name:
+        return None
+    if "@" in name:
+        return "optimizer"
+    if MARK in name:
+        return "registered"
+    return "buffer" if buffer else "parameter"

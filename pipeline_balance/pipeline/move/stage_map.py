@@ -1,0 +1,272 @@
+"""Moving training state to another stage map, within every replica of a pipeline.
+
+Layers that stay keep their memory. Layers that move bring parameters, buffers, optimizer state and gradients along, so
+the loss does not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.model.ownership import HeldBuffer, Ownership, digest_of, like_meta, put, try_put
+from pipeline_balance.pipeline.model.registered import Settings, settings
+from pipeline_balance.pipeline.move.state import Held, by_layer, collect, specs_of, state_entries
+from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared
+from pipeline_balance.pipeline.move.votes import WHOLE, Vote, refuse_against, share, union
+from pipeline_balance.pipeline.run.optimizers import Optimizers
+from pipeline_balance.pipeline.run.passes import Passes
+from pipeline_balance.pipeline.run.replicas import check_alike, refuse_apart
+from pipeline_balance.pipeline.run.stages import PipelineGroups, StageBuilder, Stages
+from pipeline_balance.pipeline.run.ties import Tie, refuse_untied, tie_digests, ties_of
+from pipeline_balance.schedules.actions import Schedule
+from pipeline_balance.schedules.simulate import Durations
+from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError, TransitionError
+from prophet.ranks.collective import Collective
+from prophet.state.itinerary import Itinerary
+from prophet.state.layout import Piece
+from prophet.state.route import route
+from prophet.state.space import Space
+from prophet.state.transition import Allocate, Moved, State, empty
+
+
+@dataclass
+class Change:
+    """Assignments that put moved state in its place on this rank; nothing in `make` can fail
+    once `check` has passed.
+
+    `contents` has what parameters become, `grads`, `states` and `settings` (of registered tensors) what belongs to them
+    afterwards; `buffers` likewise. `owned` is what the mover is to own then, where another model runs the units.
+    """
+
+    contents: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
+    grads: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
+    states: list[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Any] | None]] = field(default_factory=list)
+    buffers: list[tuple[HeldBuffer, Tensor]] = field(default_factory=list)
+    settings: Settings = field(default_factory=list)
+    owned: Ownership | None = None
+
+    def check(self) -> None:
+        """Raise RuntimeError on a parameter whose content cannot be exchanged."""
+        for parameter, content in self.contents:
+            try_put(parameter, content)
+
+    def make(self) -> None:
+        """Change parameters, gradients, optimizer state, buffers and registered tensors."""
+        for parameter, content in self.contents:
+            put(parameter, content)
+        for parameter, grad in self.grads:
+            parameter.grad = grad
+        for optimizer, parameter, entries in self.states:
+            if entries is None:
+                optimizer.state.pop(parameter, None)
+            else:
+                optimizer.state[parameter] = entries
+        for buffer, tensor in self.buffers:
+            buffer.module._buffers[buffer.name] = tensor
+        for handle, tensor in self.settings:
+            handle.tensor = tensor
+
+
+@dataclass
+class StateMover:
+    """Takes the training state from the stages in force to those of another map; see `ElasticPipeline`'s methods.
+
+    `budget_bytes` bounds this rank's buffers; the least of all ranks holds. `allocate` is how memory is asked for.
+    """
+
+    builder: StageBuilder
+    owned: Ownership
+    optimizers: Optimizers
+    budget_bytes: int
+    allocate: Allocate = empty
+
+    @property
+    def groups(self) -> PipelineGroups:
+        return self.builder.groups
+
+    @property
+    def device(self) -> torch.device:
+        return self.builder.config.device
+
+    def prepare(self, now: Stages, stage_map: StageMap, collective: Collective) -> Prepared:
+        """Describe the state and find the route; collective."""
+        self.builder.check_map(stage_map)
+        held = self.collect(now, gradients=False)
+        space, _ = share(held, collective, self.device)
+        way = self.way(space, now.stage_map, stage_map)
+        way.foresee(self.budget_bytes, in_place=False)
+        return Prepared(target=stage_map, specs=specs_of(held), route=way)
+
+    def check_replicas(self, stage_map: StageMap) -> None:
+        """Raise `SpecError` on a column whose replicas have other parameters; collective over each column."""
+        groups = self.groups
+        names = self.owned.of(stage_map.layers_on(groups.rank))
+        named = [(name, self.owned.parameters[name]) for name in names]
+        check_alike(named, groups.column, groups.grid.column(groups.rank))
+
+    def check_put(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise `TransitionError` for a parameter whose content cannot be exchanged; nothing changes."""
+        for name, parameter in parameters.items():
+            try:
+                try_put(parameter, like_meta(parameter))
+            except RuntimeError as error:
+                raise TransitionError(f"{name} cannot be exchanged: {error}") from error
+
+    def drop(self) -> None:
+        """Forget state whose memory is gone: what has it goes to `meta`, so that using it is an error."""
+        for handle, tensor in settings(self.owned.parameters, {}):
+            handle.tensor = tensor
+        self.owned.keep_only(())
+        for optimizer in self.optimizers.all:
+            optimizer.state.clear()
+
+    def attempt(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, or in words why it failed on this rank."""
+        try:
+            return call()
+        except Exception as error:
+            return f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+    def collect(self, now: Stages, *, gradients: bool) -> Held | str:
+        """What this rank holds, or in words why it cannot be moved."""
+        units = now.stage_map.layers_on(self.groups.rank)
+        held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
+        return held
+
+    def change(
+        self, units: Collection[int], state: State, scalars: Mapping[str, Any], becomes: Ownership | None = None
+    ) -> Change:
+        """The assignments that give this rank the state of `units`, all checked.
+
+        `becomes` is of another model that runs them from then on, with the same parameters.
+        """
+        values = {piece.name: tensor for piece, tensor in state.items()}
+        entries = state_entries(values, scalars)
+        optimizer_of = self.optimizers.of()
+        mine = set(self.owned.of(units))
+        change = Change(settings=settings(self.owned.parameters, values), owned=becomes)
+        for name, parameter in self.owned.parameters.items():
+            optimizer = optimizer_of.get(id(parameter))
+            if name in mine:
+                tensor = values[name]
+                if parameter.is_meta or parameter.data_ptr() != tensor.data_ptr():
+                    change.contents.append((parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad)))
+                change.grads.append((parameter, values.get(f"{name}#grad")))
+                if optimizer is not None:
+                    change.states.append((optimizer, parameter, entries.get(name)))
+            elif not parameter.is_meta:
+                change.contents.append((parameter, like_meta(parameter)))
+                change.grads.append((parameter, None))
+                if optimizer is not None:
+                    change.states.append((optimizer, parameter, None))
+        for name, buffer in self.owned.buffers.items():
+            if not set(buffer.units).isdisjoint(units):
+                change.buffers.append((buffer, values[name]))
+            elif not buffer.tensor.is_meta:
+                change.buffers.append((buffer, buffer.tensor.to("meta")))
+        change.check()
+        return change
+
+    def way(self, space: Space, before: StageMap, after: StageMap) -> Itinerary:
+        """The route from map to map of what all ranks of a replica hold."""
+        ranks, tied = self.groups.grid.pipeline_ranks, self.owned.tied()
+        found = route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))
+        return Itinerary(found, self.groups.rank)
+
+
+@dataclass
+class StageMove(Move):
+    """The stages of a pipeline go to `stage_map`; see `ElasticPipeline.rebuild`.
+
+    Gradients that were used are dropped once all else has moved. What `compare` refuses: ranks that do not go from map
+    to map alike or follow other schedules, replicas that have come apart (`SpecError`), ties that have, and state that
+    cannot be moved (`TransitionError`).
+    """
+
+    mover: StateMover
+    passes: Passes
+    stage_map: StageMap
+    durations: Durations | None = None
+    prepared: Prepared = field(default_factory=Prepared)
+
+    def __post_init__(self) -> None:
+        mover = self.mover
+        self.device, self.budget_bytes, self.allocate = mover.device, mover.budget_bytes, mover.allocate
+        self._held: Held | str = ""
+        self._ties: tuple[Tie, ...] = ()
+        self._schedule: Schedule | None = None
+
+    def vote(self) -> Vote:
+        mover, before = self.mover, self.passes.now.stage_map
+        mover.owned.read()
+        mover.builder.check_map(self.stage_map)
+        self._schedule = mover.builder.schedule(self.stage_map, self.durations)
+        self._ties = ties_of(mover.owned)
+        if self._midway and any(len(tie.holders(m)) > 1 for tie in self._ties for m in (before, self.stage_map)):
+            raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
+        self._held = held = mover.collect(self.passes.now, gradients=not self.passes.used)
+        ahead = self.prepared
+        ready = ahead.route is not None and ahead.target == self.stage_map and ahead.specs == specs_of(held)
+        vote = Vote.of(
+            held,
+            tensors=not ready,
+            alike={
+                "were given another stage map": [self.stage_map.boundaries, self.stage_map.ranks],
+                "follow another schedule": mover.builder.number(self._schedule),
+            },
+            ready=ready,
+        )
+        if isinstance(held, str):
+            return vote
+        rank, replicas = mover.groups.rank, mover.groups.grid.replicas
+        names = mover.owned.of(before.layers_on(rank)) if replicas > 1 else []
+        weights = {name: digest_of([(name, mover.owned.parameters[name])]) for name in names}
+        return replace(
+            vote, copies=weights, ties=tie_digests(self._ties, before, rank, mover.optimizers.state(), weights)
+        )
+
+    def compare(self, votes: Sequence[Vote]) -> None:
+        refuse_against(votes)
+        self._space, self._numbers = union(votes, WHOLE)
+        grid = self.mover.groups.grid
+        for rank in range(grid.pipeline_ranks):
+            refuse_apart({process: votes[process].copies for process in grid.column(rank)})
+        refuse_untied(self._ties, self.passes.now.stage_map, grid, [vote.ties for vote in votes])
+        self._ready = [vote.ready for vote in votes]
+
+    def way(self, carrier: Collective) -> Itinerary:
+        mover = self.mover
+        if self.prepared.route is not None and all(self._ready):
+            return self.prepared.route
+        if any(self._ready):  # on another rank something has changed since
+            self._space, self._numbers = share(self._held, mover.groups.world, self.device)
+        return mover.way(self._space, self.passes.now.stage_map, self.stage_map)
+
+    def state(self, pieces: Sequence[Piece]) -> State:
+        return {piece: self._piece(piece) for piece in pieces}
+
+    def _piece(self, piece: Piece) -> Tensor:
+        """What this rank has of a piece; of a gradient that only other replicas have so far, zeros."""
+        assert isinstance(self._held, Held)
+        name, _, kind = piece.name.partition("#")
+        if kind == "grad" and piece.name not in self._held.tensors:
+            return torch.zeros_like(self.mover.owned.parameters[name])
+        return self._held.tensors[piece.name]
+
+    def assemble(self, moved: Moved) -> Assignments:
+        mover = self.mover
+        stages = mover.builder.build(self.stage_map, self.durations, schedule=self._schedule)
+        change = mover.change(self.stage_map.layers_on(mover.groups.rank), moved.state, self._numbers)
+        kept = [self.passes.gradients.keep] if self._midway else []
+        return [change.make, lambda: self.passes.go_on(stages), *kept]
+
+    @property
+    def _midway(self) -> bool:
+        """Whether an update is under way."""
+        return self.passes.progress.parts > 0

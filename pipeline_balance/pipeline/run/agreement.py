@@ -1,0 +1,322 @@
+"""What ranks compare before data moves, so that a mistake on one rank is one named error on all of them.
+
+Shape legend: P ranks, M microbatches.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline_balance.pipeline.model.layers import Activations, Batch, Inputs, Labels, Microbatch, PipelineModel
+from pipeline_balance.pipeline.model.ownership import Ownership, number_of
+from pipeline_balance.pipeline.run.executor import Executor
+from pipeline_balance.pipeline.run.optimizers import Optimizers
+from pipeline_balance.pipeline.run.stages import PipelineGroups
+from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective
+from prophet.ranks.json_messages import gather_json
+from prophet.ranks.operation import Operation
+from prophet.ranks.process_group import at_work
+
+_WHOLE_BYTES = 1 << 24  # of a tensor that are compared: some milliseconds
+_RUN = 256  # elements that are taken together of a larger one
+_WORDS = 2000  # characters of an error that travel
+# what is compared, and among whom
+_COMPARED = (
+    ("hold a model with other names, shapes or types", "all"),
+    ("train (requires_grad) other parameters", "all"),
+    ("call with other arguments", "all"),
+    ("follow another schedule", "all"),
+    ("have other options (such as the learning rate) in their optimizers' groups", "all"),
+    ("have inputs of other shapes", "replica"),
+    ("were given other inputs or labels", "replica"),
+    ("hold other weights of the same stages", "column"),
+    ("would run the stages that share experts in another order, or on other microbatches,", "column"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """A batch on its way: its `parts`, their activations without memory, and how many labels count.
+
+    Parts are microbatches [M], or their slices [M N]. `rows` is the largest microbatch's size. Once agreed on,
+    `counted` and `rows` are of all replicas.
+    """
+
+    microbatches: int
+    parts: list[Microbatch]
+    shapes: list[list[Activations]]
+    counted: float
+    data: int
+    rows: int
+
+    @classmethod
+    def nothing(cls) -> Passing:
+        """What a process passes that has no stages."""
+        return cls(microbatches=0, parts=[], shapes=[], counted=0, data=0, rows=0)
+
+
+def batch_of(
+    model: PipelineModel,
+    inputs: Batch,
+    labels: Labels,
+    microbatches: int,
+    first: int,
+    device: torch.device,
+    *,
+    rows_each: int | None = None,
+) -> Passing:
+    """The batch in `microbatches` parts numbered from `first`; with `rows_each`, in as many as that size makes.
+
+    A sequence of inputs, with one of labels, is microbatches already; `rows_each` allows any number of them.
+    """
+    whole: list[Microbatch] = []
+    checksums: list[str] = []
+    for one, its, count in _given(inputs, labels, microbatches, rows_each):
+        here = one.to(device) if isinstance(one, Tensor) else {n: t.to(device) for n, t in one.items()}
+        whole += model.cut(here, its.to(device) if its is not None else None, count, first + len(whole))
+        tensors = [one] if isinstance(one, Tensor) else list(one.values())
+        checksums += [_checksum(t) for t in (*tensors, *([its] if its is not None else []))]
+    parts = [part for one in whole for part in model.sliced(one)]
+    return Passing(
+        microbatches=len(whole),
+        parts=parts,
+        shapes=[model.activations(part) for part in parts],
+        counted=sum(model.counted(part) for part in parts),
+        data=number_of(" ".join(checksums)),
+        rows=max((next(iter(part.inputs.values())).shape[0] for part in parts), default=0),
+    )
+
+
+def _given(
+    inputs: Any, labels: Any, microbatches: int, rows_each: int | None
+) -> list[tuple[Inputs, Tensor | None, int]]:
+    """What was given, each with the number of microbatches that it is to be cut into."""
+    by_microbatch = isinstance(inputs, list | tuple)
+    if by_microbatch:
+        wanted = max(len(inputs), 1) if rows_each is not None else microbatches
+        theirs = [None] * len(inputs) if labels is None else labels
+        if not isinstance(theirs, list | tuple) or not len(inputs) == len(theirs) == wanted:
+            raise SpecError(f"inputs and labels by microbatch must be two sequences of {wanted}")
+        every = [(one, its, 1) for one, its in zip(inputs, theirs, strict=True)]
+    else:
+        every = [(inputs, labels, microbatches)]
+    for one, its, _ in every:
+        tensors = list(one.values()) if isinstance(one, Mapping) else [one]
+        if not tensors or not all(isinstance(t, Tensor) for t in tensors):
+            raise SpecError(f"every rank needs the batch: expected a tensor or a dictionary of them, got {one!r:.100}")
+        if its is not None and not isinstance(its, Tensor):
+            raise SpecError(f"labels must be a tensor or None, got a {type(its).__name__}")
+    if rows_each is None or by_microbatch:
+        return every
+    rows = (inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))).shape[0]
+    return [(inputs, labels, max(-(-rows // rows_each), 1) if rows_each else min(microbatches, max(rows, 1)))]
+
+
+def _checksum(tensor: Tensor) -> str:
+    """A checksum of a tensor: of all of it up to `_WHOLE_BYTES`, of as many in even distances where it has more."""
+    flat = tensor.detach().reshape(-1)
+    every = -(-flat.numel() * flat.element_size() // _WHOLE_BYTES)
+    if every > 1:
+        flat = flat[: flat.numel() // _RUN * _RUN].view(-1, _RUN)[::every]
+    return str(zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().data))
+
+
+def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing], str]:
+    """What an executor will do with a batch, in words; nothing without one."""
+
+    def actions(passing: Passing) -> str:
+        if executor is None:
+            return ""
+        steps = executor.training if trains else executor.evaluation(len(passing.parts))
+        return " ".join(map(str, steps))
+
+    return actions
+
+
+def from_all(
+    attempt: Callable[[], Any], collective: Collective, device: torch.device, op: Operation, *, waits: bool = False
+) -> list[Any]:
+    """What `attempt` returns on every rank, by rank, as JSON says it; collective.
+
+    With `waits`, it may take as long as it takes on some ranks. Where it fails on a rank, all ranks raise `SpecError`
+    with that rank and its reason.
+    """
+    found, failed = None, None
+    try:
+        with at_work(str(op)) if waits else nullcontext():
+            found = attempt()
+    except Exception as error:
+        failed = error
+    if waits:
+        collective.meet(op)
+    return _all_told(failed, found, collective, device, op)
+
+
+def alike(attempt: Callable[[], str], collective: Collective, device: torch.device, op: Operation) -> list[str]:
+    """The same, quick where all ranks say one thing: a digest travels, and what they say only where they do not."""
+    found, failed = "", None
+    try:
+        found = attempt()
+    except Exception as error:
+        failed = error
+    mine = torch.tensor([int(failed is not None), number_of(found)], device=device)
+    every = collective.gather_at_once(mine, op=op).tolist()
+    if not any(bad for bad, _ in every) and all(number == every[0][1] for _, number in every):
+        return [found] * collective.size
+    return _all_told(failed, found, collective, device, op)
+
+
+def _all_told(
+    failed: Exception | None, found: Any, collective: Collective, device: torch.device, op: Operation
+) -> list[Any]:
+    every = gather_json([words_of(failed), found], collective, device, op)
+    refuse(failed, [words for words, _ in every])
+    return [value for _, value in every]
+
+
+def write_alone(write: Callable[[], None], what: str, collective: Collective, device: torch.device) -> None:
+    """Rank 0 calls `write`, and all ranks return once it has, however long that takes; collective.
+
+    Where it fails, all ranks raise `SpecError` with the reason.
+    """
+    from_all(lambda: write() if collective.rank == 0 else None, collective, device, Operation(what), waits=True)
+
+
+def words_of(failed: Exception | None) -> str:
+    """What a rank says of its failure; nothing without one."""
+    if failed is None:
+        return ""
+    kind = "" if isinstance(failed, SpecError) else f"{type(failed).__name__}: "
+    return f"{kind}{failed}"[:_WORDS]
+
+
+def refuse(failed: Exception | None, words: Sequence[str]) -> None:
+    """Raise what ranks say is wrong, the same on all of them; nothing where none says anything."""
+    first = {said: r for r, said in reversed(list(enumerate(words))) if said}
+    if not first:
+        return
+    text = "; ".join(f"rank {r}: {said}" for said, r in sorted(first.items(), key=lambda item: item[1]))
+    raise SpecError(text if len(first) > 1 or not all(words) else words[0]) from failed
+
+
+def refuse_where(every: Sequence[Any], what: str) -> None:
+    """Raise `SpecError` on all ranks unless all have said the same."""
+    differ = [r for r, said in enumerate(every) if said != every[0]]
+    if differ:
+        raise SpecError(f"ranks {differ} {what} than rank 0")
+
+
+def agree_on_batch(
+    prepare: Callable[[], Passing],
+    owned: Ownership,
+    optimizers: Optimizers,
+    arguments: Sequence[Any],
+    groups: PipelineGroups,
+    device: torch.device,
+    actions: Callable[[Passing], str],
+    weights: int,
+    schedule: int,
+) -> Passing:
+    """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
+
+    `actions` says what this rank would run, and `weights` is a digest of weights; both must be the same on the ranks
+    with these stages in all replicas. `schedule` is a digest of all ranks' actions. Where it fails on a rank, all ranks
+    raise `SpecError` with that rank and its reason.
+    """
+    failed: Exception | None = None
+    passing = Passing.nothing()
+    try:
+        passing = prepare()
+    except Exception as error:
+        failed = error
+    shapes = [[(list(t.shape), str(t.dtype), t.requires_grad) for b in row for t in b] for row in passing.shapes]
+    mine = [
+        owned.structure(),
+        owned.trainable(),
+        number_of(repr(tuple(arguments))),
+        schedule,
+        optimizers.digest(),
+        number_of(repr((passing.counted, shapes))),
+        passing.data,
+        weights,
+        number_of(actions(passing)),
+    ]
+    count = int(torch.tensor(passing.counted, dtype=torch.float64).view(torch.int64))  # its bits
+    row = torch.tensor([int(failed is not None), *mine, passing.rows, count], dtype=torch.int64, device=device)
+    every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
+    if every[:, 0].any():
+        op = Operation("telling what is wrong with a batch")
+        refuse(failed, gather_json(words_of(failed), groups.world, device, op))
+    grid = groups.grid
+    ranks = range(groups.world.size)
+    first_of = {
+        "all": [0 for _ in ranks],
+        "replica": [grid.first_with_data(r) for r in ranks],
+        "column": [grid.first_alike(r) for r in ranks],
+    }
+    for column, (what, among) in enumerate(_COMPARED, start=1):
+        said = every[:, column].tolist()
+        first = first_of[among]
+        differ = [r for r, x in enumerate(said) if x != said[first[r]]]
+        if differ:
+            raise SpecError(f"ranks {differ} {what} than rank {first[differ[0]]}")
+    counted = float(every[[row[0] for row in grid.rows], -1].view(torch.float64).sum())
+    return replace(passing, counted=counted, rows=int(every[:, -2].amax()))
+
+
+def agree_on_model(
+    describe: Callable[[], Mapping[str, Any]], collective: Collective, device: torch.device
+) -> tuple[StageMap, dict[str, Any]]:
+    """The stage map of the ranks that know it, and how far they are, from what all ranks `describe`; collective.
+
+    A description has the "model", the "settings", the "map" (None where it is not known) with a digest of its
+    "schedule", and the "progress". Raises `SpecError` on all ranks where one cannot be made, or any of them differ.
+    """
+    every = from_all(describe, collective, device, Operation("comparing the ranks' models"))
+    slices = [said["settings"]["slices"] for said in every]
+    differ = [r for r, cut in enumerate(slices) if cut != slices[0]]
+    if differ:
+        raise SpecError(f"ranks {differ} cut microbatches by {slices[differ[0]]}, rank 0 by {slices[0]}")
+    for name in every[0]["settings"]:
+        refuse_where([said["settings"][name] for said in every], f"have another setting of {name}")
+    refuse_where([said["model"] for said in every], "hold another model")
+    knowing = [said for said in every if said["map"] is not None]
+    if not knowing:
+        raise SpecError("no rank of the group knows the stage map")
+    for name, what in (("map", "were given another stage map"), ("schedule", "follow another schedule")):
+        differ = [r for r, said in enumerate(every) if said["map"] is not None and said[name] != knowing[0][name]]
+        if differ:
+            raise SpecError(f"ranks {differ} {what} than the first")
+    return StageMap(tuple(knowing[0]["map"][0]), tuple(knowing[0]["map"][1])), knowing[0]["progress"]
+
+
+def agree_on_optimizers(
+    make: Callable[[], Optimizers], owned: Ownership, collective: Collective, device: torch.device, *, joins: bool
+) -> Optimizers:
+    """The optimizers that `make` returns, compared among all ranks; collective.
+
+    A rank that `joins` takes over the options of one that does not. Raises `SpecError` on all ranks where they cannot
+    be made on one, or their groups differ.
+    """
+    made: list[Optimizers] = []
+
+    def describe() -> list[Any]:
+        made.append(make())
+        return [joins, made[0].options(owned.parameters)]
+
+    every = from_all(describe, collective, device, Operation("comparing the ranks' optimizers"))
+    groups = [[[g["parameters"] for g in o] for o in options] for _, options in every]
+    refuse_where(groups, "have other optimizer groups")
+    knowing = [options for joining, options in every if not joining]
+    if joins and knowing:
+        made[0].set_options(knowing[0])
+    return made[0]

@@ -1,0 +1,207 @@
+"""Expert-parallel layers inside stages: the replicas of a stage share their experts, each holds a part of them.
+
+Such a layer exchanges tokens over the column of its stage, so all replicas must run the same actions in the same order.
+It has communicators that neither the gradients' means nor the stages' messages use. Its experts' gradients come out as
+the mean over the column, so they stay out of the pipeline's means. The stage map is fixed: a layer cannot move.
+
+Shape legend: R replicas, which are the ranks of the expert-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.model.expert_layers import expert_layers
+from pipeline_balance.pipeline.run.meter import Meter
+from prophet.errors import SpecError
+from prophet.ranks.collective import Channel, Collective, Messages, Pending, Rows
+from prophet.ranks.messages import tell
+from prophet.ranks.operation import Operation
+
+
+class Balancer(Protocol):
+    """What balances a stage's expert-parallel layers, as far as a pipeline drives it; `prophet.attach` returns one."""
+
+    def ensure_step(self) -> None:
+        """Begin an update, unless one is under way."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside do not complete the update's gradients."""
+
+    def complete_gradients(self) -> None:
+        """Bring home gradients that are still away."""
+
+    def finish_step(self) -> None:
+        """The update is over."""
+
+    def close(self) -> None:
+        """Balance no more."""
+
+
+class StageExperts:
+    """The expert-parallel layers of a pipeline's `units` [L], and what balances those of this rank.
+
+    process: this one's number; column: the processes with its pipeline rank, by replica. meter: times layers; what they
+    wait for others is none of a layer's work. Collective over the column. Raises `SpecError` where a layer's
+    expert-parallel group is not the column. With an empty column groups are right, and nothing is sent: whoever made
+    them calls `read` after every change.
+    """
+
+    def __init__(self, units: Sequence[nn.Module], process: int, column: Sequence[int], meter: Meter) -> None:
+        self._units, self._process, self._column, self._meter = units, process, column, meter
+        self._balancer: Balancer | None = None
+        self.parameters: set[nn.Parameter] = set()
+        self.read()
+
+    def read(self) -> None:
+        """Find the layers that share experts now, and with whom."""
+        for p in self.parameters:
+            p.prophet_averaged = False  # type: ignore[attr-defined]
+        layers = list(expert_layers(self._units))
+        self.units = tuple(dict.fromkeys(unit for unit, _, _ in layers))
+        self.parameters = set()
+        timed: dict[int, TimedCollective] = {}
+        for unit, name, module in layers:
+            inner: Collective = module.collective  # type: ignore[assignment]
+            if id(inner) not in timed:
+                if self._column:
+                    self._check_group(f"layer {unit} ({name})", inner, self._process, self._column)
+                timed[id(inner)] = TimedCollective(inner, self._meter)
+            module.collective = timed[id(inner)]  # type: ignore[assignment]
+            self.parameters |= {p for p in module.parameters() if getattr(p, "prophet_expert", False)}
+        self.collectives = [t.inner for t in timed.values()]
+        for p in self.parameters:
+            p.prophet_averaged = True  # type: ignore[attr-defined]  # nobody else holds it, or the pipeline averages it
+
+    def _check_group(self, where: str, collective: Collective, process: int, column: Sequence[int]) -> None:
+        op = Operation("comparing an expert-parallel group with its column")
+        members = tell(collective, [process], op=op, device=torch.device("cpu"))[:, 0].tolist()
+        if members != list(column):
+            raise SpecError(
+                f"{where} shares its experts over processes {members}, but the replicas of its stage are processes "
+                f"{list(column)}: make it with group=prophet.parallel.expert_groups(pipeline_ranks)[1]"
+            )
+
+    @property
+    def any(self) -> bool:
+        """Whether any stage of the pipeline, here or elsewhere, has such layers."""
+        return bool(self.units)
+
+    def check_static(self, what: str) -> None:
+        """Raise `SpecError` that a pipeline cannot do `what` while replicas share experts."""
+        if self.any:
+            raise SpecError(
+                f"a pipeline cannot {what} while the replicas of layers {list(self.units)} share their experts"
+            )
+
+    def balance(
+        self, attach: Callable[[nn.Module], Balancer], mine: Sequence[int], passes: int, world: Collective
+    ) -> Balancer | None:
+        """Have `attach` balance the layers of the units that run here (`mine`); None where they share no experts.
+
+        Raises `SpecError` on all ranks of `world` where a balancer counts on another number of backward `passes` per
+        step: gradients would come home at the wrong moment. One that takes every pass for the last is right, too.
+        """
+        shared = [unit for unit in mine if unit in self.units]
+        if shared:
+            self._balancer = attach(nn.ModuleList(self._units[unit] for unit in shared))
+        if self.any:
+            said = getattr(getattr(self._balancer, "config", None), "accumulation_steps", 1)
+            op = Operation("comparing accumulation_steps")
+            every = tell(world, [said], op=op, device=torch.device("cpu"))[:, 0].tolist()
+            wrong = [rank for rank, steps in enumerate(every) if steps not in (1, passes)]
+            if wrong:
+                self._balancer = None
+                raise SpecError(
+                    f"ranks {wrong} balance experts with accumulation_steps={every[wrong[0]]}: a step of this pipeline "
+                    f"has {passes} backward passes, its microbatches times their slices; give that number, or leave 1"
+                )
+        return self._balancer
+
+    def release(self) -> None:
+        """Have nobody balance the layers from now on; between two steps."""
+        balancer, self._balancer = self._balancer, None
+        if balancer is not None:
+            balancer.close()
+
+    # --- around a step ----------------------------------------------------------------------------------------
+
+    def passing(self, *, update: bool) -> AbstractContextManager[None]:
+        """What a training pass runs in; without `update`, gradients stay where they are."""
+        if self._balancer is None:
+            return nullcontext()
+        self._balancer.ensure_step()
+        return nullcontext() if update else self._balancer.no_sync()
+
+    def complete(self) -> None:
+        """All gradients are home afterwards."""
+        if self._balancer is not None:
+            self._balancer.complete_gradients()
+
+    def finish(self) -> None:
+        """The optimizers have run, or a scaler has skipped them."""
+        if self._balancer is not None:
+            self._balancer.finish_step()
+
+
+class TimedCollective(Collective):
+    """Passes everything on; `meter` learns how long calls have waited for other ranks."""
+
+    def __init__(self, inner: Collective, meter: Meter) -> None:
+        super().__init__(inner.rank, inner.size, inner.timeout_s)
+        self.inner, self.meter, self.frames = inner, meter, inner.frames
+
+    def _renewed(self, timeout_s: float) -> Collective:
+        return TimedCollective(self.inner.with_timeout(timeout_s), self.meter)
+
+    def all_to_all(
+        self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
+    ) -> Pending:
+        return _Timed(self.inner.all_to_all(x, send_rows, recv_rows, op=op, channel=channel), self.meter)
+
+    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        with self.meter.waiting():
+            return self.inner.all_gather(x, op=op, channel=channel)
+
+    def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
+        with self.meter.waiting():
+            return self.inner.gather_messages(x, op=op)
+
+    def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
+        return _Timed(self.inner.exchange(sends, recvs, op=op, channel=channel), self.meter)
+
+    def roll_call(self, op: Operation) -> None:
+        self.inner.roll_call(op)
+
+    def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
+        return self.inner.meet(op, failed=failed)
+
+    def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
+        return self.inner.gather_at_once(x, op=op)
+
+    def settle(self, name: str, word: str) -> str:
+        return self.inner.settle(name, word)
+
+
+class _Timed(Pending):
+    """A transfer whose waits count as waits."""
+
+    def __init__(self, inner: Pending, meter: Meter) -> None:
+        self.inner, self.meter = inner, meter
+
+    def watch(self) -> None:
+        self.inner.watch()
+
+    def ended(self) -> bool:
+        return self.inner.ended()
+
+    def wait(self) -> Tensor:
+        with self.meter.waiting():
+            result = self.inner.wait()
+        self.arrived_s = self.inner.arrived_s
+        return result

@@ -1,0 +1,142 @@
+"""What goes wrong on one rank of a pipeline, in the same words on all of them.
+
+The first rank to fail tells the others its rank, stages, action and cause, gives up its communicators, and leaves. The
+others hear of it in their waits. Of a rank that cannot tell any more, the others say where it was last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+from pipeline_balance.pipeline.run.replicas import Grid
+from pipeline_balance.schedules.actions import Action
+from pipeline_balance.spec import StageMap
+from prophet.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigMismatch,
+    PlanMismatch,
+    SpecError,
+    StageFailed,
+    TransitionError,
+)
+from prophet.ranks.process_group import ProcessGroupCollective
+from prophet.ranks.waiting import uninterrupted
+
+P = ParamSpec("P")
+T = TypeVar("T")
+GRACE_S = 3.0  # in which a rank whose wait has failed hears why
+KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+# outside a stage's actions all ranks raise these together
+AGREED = (SpecError, TransitionError, PlanMismatch, ConfigMismatch, CheckpointError)
+_WORDS = 2000  # characters of a cause that travel
+
+
+class Failures:
+    """Makes one rank's failure that of all ranks; one per group. give_up: lets all waits for other ranks fail.
+
+    collective: over all ranks, by whose numbers they are named. `grid` says which replica each is in.
+    """
+
+    def __init__(self, collective: ProcessGroupCollective, give_up: Callable[[], None]) -> None:
+        self.rank = collective.rank
+        self.grid = Grid.of(collective.size, 1)
+        self.give_up = give_up
+        self.watch = collective.watched(self._stages_of)
+        self.error: StageFailed | None = None
+        self._map: StageMap | None = None
+        self._what = self._action = ""
+
+    def _stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(self._map.stages_on(self.grid.pipeline_rank_of(rank))) if self._map is not None else ()
+
+    @contextmanager
+    def during(self, what: str, stage_map: StageMap | None) -> Iterator[None]:
+        """What all ranks do together, such as a step. Whatever fails in it is raised as `StageFailed` on all of them.
+
+        Ctrl-C is raised as it is on the ranks that get it. Errors that all ranks raise together pass: then nothing was
+        lost, and the pipeline can go on.
+        """
+        if self.error is not None:
+            raise self.error
+        self.watch.begin()
+        before = self._what
+        self._what, self._action, self._map = what, "", stage_map
+        self.watch.presence.where = f"in {what}"
+        try:
+            yield
+            self.watch.presence.where = f"after {what}"
+        except BaseException as error:
+            if self.error is not None or (isinstance(error, AGREED) and _lost(error) is None):
+                raise
+            with uninterrupted():
+                self.error = self._told(error)
+                self.give_up()
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            raise self.error from (error.__cause__ if isinstance(error, StageFailed) else error)
+        finally:
+            self._what = before
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """One action of a stage: whatever it raises is this rank's failure."""
+        self._action = f", {KINDS[action.kind]} of microbatch {action.microbatch}"
+        self.watch.presence.where = f"in {self._what}{self._action}"
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, StageFailed) or _lost(error) is not None:
+                raise
+            raise self._own(error, (action.stage,)) from error
+        self._action = ""
+
+    def _told(self, error: BaseException) -> StageFailed:
+        """The first failure of all ranks, once they were told of this one."""
+        if isinstance(error, StageFailed):
+            return self.watch.tell(error)
+        lost = _lost(error)
+        if lost is None:
+            return self.watch.tell(self._own(error, self._stages_of(self.rank)))
+        return self.watch.explain(self._neighbour(lost), GRACE_S)
+
+    def _own(self, error: BaseException, stages: tuple[int, ...]) -> StageFailed:
+        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else words[:_WORDS]
+        return StageFailed(self.rank, stages, f"{self._what}{self._action}", cause)
+
+    def _neighbour(self, lost: CollectiveError) -> StageFailed:
+        """Who was waited for, where nothing else is known."""
+        what = f"{self._what}{self._action}"
+        waited = f"{what}, while rank {self.rank} waited in {lost.operation!s}"
+        if len(lost.peers) == 1:
+            peer = self.grid.replica(self.grid.replica_of(self.rank))[lost.peers[0]]  # stages' messages stay within
+            return StageFailed(peer, self._stages_of(peer), waited, str(lost))
+        return StageFailed(self.rank, self._stages_of(self.rank), what, f"{lost}. {self.watch.places()}")
+
+
+def together(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A method of a pipeline that all ranks call together: see `Failures.during`."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            pipeline: Any = args[0]
+            with pipeline.failures.during(f"{what} {pipeline.progress.updates}", pipeline.stage_map):
+                return method(*args, **options)
+
+        return call
+
+    return decorate
+
+
+def _lost(error: BaseException | None) -> CollectiveError | None:
+    """The collective that failed, if one is behind this error."""
+    while error is not None:
+        if isinstance(error, CollectiveError):
+            return error
+        error = error.__cause__
+    return None

@@ -1,0 +1,343 @@
+"""Measuring layers and stages while training runs: seconds per layer, waits for neighbours, bytes.
+
+Shape legend: L layers, M microbatches. Times come from clock readings around forward and from gradient hooks in
+backward, one of each per layer and microbatch; nothing is run twice. A layer's time is the mean over microbatches and
+steps, as a pipeline's step is a sum over microbatches, but without those that took more than twice the median, so that
+one disturbed microbatch does not move layers. Of slices it is the sum of a line fitted over them. Activations are
+counted on the second microbatch of a measuring period (the first one is slower than the others, and belongs to the
+mean), or on the first that a layer sees at all. What comes before a stage's first gradient, the loss's own backward on
+the last stage, counts for the stage's last layer, and so does the loss.
+
+A full backward interleaves input and weight gradients, so the two are told apart by what needs computing: a layer
+without trainable parameters has no weight part, one without an input gradient has nothing else, any other is split in
+half (two matrix products of equal size). Where the schedule splits the backward, the weight part is what was measured,
+shared among the stage's layers by trainable parameters.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.run.slice_costs import OfSlice, SliceFit
+from pipeline_balance.spec import LayerCost
+from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
+
+_FIGURES = tuple(f.name for f in fields(LayerCost) if f.name != "name")
+MAX_SAMPLES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """Where this rank's time went during the measured steps, in seconds per step.
+
+    `wait_forward_s` is spent waiting for an activation from the stage before, `wait_backward_s` for a gradient from the
+    stage after: a slow link or a slow neighbour shows here. `between_s` is the median from one action to the next: on a
+    rank that seldom waits, what the runtime itself takes for every action.
+    """
+
+    steps: int
+    step_s: float
+    compute_s: float
+    wait_forward_s: float
+    wait_backward_s: float
+    between_s: float
+
+
+@dataclass
+class Meter:
+    """Collects samples on one rank; `enabled` switches all readings off between measured steps.
+
+    `clock` tells waits and steps. `work_clock`, where there is one, times the layers' own work: processor time of the
+    thread suits ranks that share cores or run under a quota, where the wall clock counts pauses as work. Of every kind
+    the last `max_samples` are kept. `on_backward` is called once, before the next backward action. `boundary_bytes` is
+    what this rank has received of other ranks and not used up, at most at a moment of the last step; slices keep as
+    much in buffers. `sent_bytes` is the most that was on its way to others. No layer's activations have them.
+    `working_on` says which slice of how many runs, and the share of the microbatch's tokens that it has.
+    """
+
+    enabled: bool = True
+    clock: Callable[[], float] = time.perf_counter
+    work_clock: Callable[[], float] | None = None
+    max_samples: int = MAX_SAMPLES
+    on_backward: Callable[[], None] | None = None
+    forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    stage_weight: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    activation_bytes: dict[int, int] = field(default_factory=dict)
+    input_grad: dict[int, bool] = field(default_factory=dict)
+    loss: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set)
+    boundary_bytes: int = 0
+    sent_bytes: int = 0
+    working_on: tuple[int, int, float] | None = None
+    _waited_s: float = 0.0
+    _arrived: list[tuple[int, float]] = field(default_factory=list)
+    _steps: int = 0
+    _step_s: float = 0.0
+    _compute_s: float = 0.0
+    _wait_s: dict[str, float] = field(default_factory=lambda: {"F": 0.0, "B": 0.0})
+    _step_began: float = 0.0
+    _last_end: float = 0.0
+
+    def reset(self) -> None:
+        """Forget all samples, for a new measuring period or a new stage map. Bytes stay known until counted anew."""
+        for by_layer in (self.forward, self.backward, self.stage_weight):
+            by_layer.clear()
+        for samples in (self.loss, self.between):
+            samples.clear()
+        self.counted.clear()
+        self._steps, self._step_s, self._compute_s = 0, 0.0, 0.0
+        self._wait_s = {"F": 0.0, "B": 0.0}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is measured."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = enabled
+
+    def begin_step(self) -> None:
+        """From here on work counts towards a new step."""
+        self._step_began = self._last_end = self.clock()
+
+    def end_step(self) -> None:
+        """The step that began last is over."""
+        if self.enabled:
+            self._steps += 1
+            self._step_s += self.clock() - self._step_began
+
+    def run_action(self, kind: str, stage: int, call: Callable[[], Any]) -> Any:
+        """Run one action of the schedule; the gap since the one before it is waiting, by what it waited for."""
+        if kind in ("B", "I") and self.on_backward is not None:
+            call_once, self.on_backward = self.on_backward, None
+            call_once()
+        if not self.enabled:
+            return call()
+        began, work_began = self.clock(), self.work_s()
+        self._wait_s["F" if kind == "F" else "B"] += began - self._last_end if kind != "W" else 0.0
+        if self._last_end > self._step_began:
+            self.add(self.between, began - self._last_end)
+        self._arrived.clear()
+        result = call()
+        ended, work_ended = self.clock(), self.work_s()
+        if kind in ("B", "I"):
+            # a layer's backward lasts until the gradient reaches the layer below it, or the action ends
+            marks = [*self._arrived, (-1, work_ended)]
+            marks[0] = (marks[0][0], work_began)
+            for (layer, start), (_, stop) in pairwise(marks):
+                self.add(self.backward[layer], stop - start)
+        elif kind == "W":
+            self.add(self.stage_weight[stage], work_ended - work_began)
+        self._compute_s += ended - began
+        self._last_end = ended
+        return result
+
+    def add(self, samples: list[float], value: float) -> None:
+        """Note a sample and forget those that are too old."""
+        number, slices, _ = self.working_on or (0, 1, 1.0)
+        samples.append(value if self.working_on is None else OfSlice(value, number, slices))
+        if len(samples) > self.max_samples * slices:
+            del samples[0]
+
+    def gradient_arrived(self, layer: int) -> None:
+        """The backward pass has reached `layer`, whose own work begins."""
+        self._arrived.append((layer, self.work_s()))
+
+    def work_s(self) -> float:
+        """A reading of the clock that times layers; it stands still inside `waiting`."""
+        return self.clock() - self._waited_s if self.work_clock is None else self.work_clock()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, a layer waits for other ranks, which is none of its work."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self._waited_s += self.clock() - began
+
+    def run_unit(
+        self, index: int, module: nn.Module, call: Callable[[], tuple[Tensor, ...]], given: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """What `call` returns: the forward of layer `index`, which is `module` and is given `given`."""
+        if not self.enabled:
+            return call()
+        known = index in self.activation_bytes
+        count = index not in self.counted and (not known or bool(self.forward[index]))
+        saved = _SavedBytes(module) if count else None
+        began = self.work_s()
+        with saved.counting() if saved else nullcontext():
+            out = call()
+        self.input_grad[index] = any(t.requires_grad for t in given)
+        if saved:
+            share = self.working_on[2] if self.working_on is not None else 1.0
+            self.activation_bytes[index] = round(saved.total / share)
+            self.counted.add(index)
+        else:
+            # the counted microbatch is slower and gives no sample
+            self.add(self.forward[index], self.work_s() - began)
+        first = next((t for t in out if t.requires_grad), None)
+        if first is not None and torch.is_grad_enabled():
+            first.register_hook(lambda _: self.gradient_arrived(index))
+        return out
+
+    def timed(self, call: Callable[[], Tensor]) -> Tensor:
+        """What `call` returns, the loss of a microbatch, with its seconds noted."""
+        if not self.enabled:
+            return call()
+        began = self.work_s()
+        result = call()
+        self.add(self.loss, self.work_s() - began)
+        return result
+
+    def times(self) -> RankTimes:
+        """Per step, over the steps since the last reset."""
+        n = max(self._steps, 1)
+        return RankTimes(
+            steps=self._steps,
+            step_s=self._step_s / n,
+            compute_s=self._compute_s / n,
+            wait_forward_s=self._wait_s["F"] / n,
+            wait_backward_s=self._wait_s["B"] / n,
+            between_s=_median(self.between),
+        )
+
+
+class _SavedBytes:
+    """Bytes that autograd keeps for the backward pass, parameters excluded, every storage once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.total = 0
+        self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+    def counting(self) -> AbstractContextManager[Any]:
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+            if storage not in self._seen:
+                self._seen.add(storage)
+                self.total += tensor.numel() * tensor.element_size()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def local_costs(
+    layers: Mapping[int, nn.Module],
+    stages: Mapping[int, Sequence[int]],
+    meter: Meter,
+    state: Mapping[int, Mapping[str, Any]],
+) -> dict[int, LayerCost]:
+    """Costs of this rank's layers; `stages` lists the layers of each of its stages, as `meter` numbers them.
+
+    `state` is what optimizers keep per parameter, by its id.
+    """
+    weights = _weight_seconds(layers, stages, meter)
+    found: dict[int, LayerCost] = {}
+    # only the rank of the model's last layer has seen a loss
+    last = max(layers, default=-1)
+    for index, layer in layers.items():
+        trainable = [p for p in layer.parameters() if p.requires_grad]
+        backward = _typical(meter.backward.get(index, ()))
+        if index in weights:
+            input_s, weight_s = backward, weights[index]
+        elif not trainable:
+            input_s, weight_s = backward, 0.0
+        elif not meter.input_grad.get(index, True):
+            input_s, weight_s = 0.0, backward
+        else:
+            input_s = weight_s = backward / 2
+        found[index] = LayerCost(
+            forward_s=_typical(meter.forward.get(index, ())) + (_typical(meter.loss) if index == last else 0.0),
+            backward_input_s=input_s,
+            backward_weight_s=weight_s,
+            activation_bytes=meter.activation_bytes.get(index, 0),
+            parameter_bytes=sum(_n_bytes(p) for p in layer.parameters()),
+            gradient_bytes=sum(_n_bytes(p) for p in trainable),
+            optimizer_bytes=sum(
+                _n_bytes(v) for p in trainable for v in state.get(id(p), {}).values() if isinstance(v, Tensor)
+            ),
+        )
+    return found
+
+
+def slice_fit(meter: Meter) -> SliceFit:
+    """Seconds of a slice forward and backward in all layers of this rank, without the loss."""
+    found = SliceFit(0.0, 0.0, 1)
+    for by_layer in (meter.forward, meter.backward):
+        for samples in by_layer.values():
+            found += SliceFit.of([x for x in samples if isinstance(x, OfSlice)])
+    return found
+
+
+def _weight_seconds(
+    layers: Mapping[int, nn.Module], stages: Mapping[int, Sequence[int]], meter: Meter
+) -> dict[int, float]:
+    """Measured weight-gradient seconds where the schedule splits the backward, shared by trainable parameters."""
+    shared: dict[int, float] = {}
+    for stage, members in stages.items():
+        samples = meter.stage_weight.get(stage, ())
+        if not samples:
+            continue
+        sizes = {i: sum(p.numel() for p in layers[i].parameters() if p.requires_grad) for i in members}
+        total = sum(sizes.values())
+        for i in members:
+            shared[i] = _typical(samples) * sizes[i] / total if total else 0.0
+    return shared
+
+
+def _typical(samples: Sequence[float]) -> float:
+    """Seconds of a microbatch: the mean, without samples above twice the median, or what a fit over slices says."""
+    of_slices = [x for x in samples if isinstance(x, OfSlice)]
+    if of_slices:
+        return SliceFit.of(of_slices).microbatch_s
+    limit = 2 * _median(samples)
+    kept = [x for x in samples if x <= limit]
+    return statistics.fmean(kept) if kept else 0.0
+
+
+def _median(samples: Sequence[float]) -> float:
+    return statistics.median(samples) if samples else 0.0
+
+
+def _n_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def gather_costs(
+    local: Mapping[int, LayerCost],
+    layers: int,
+    collective: Collective,
+    device: torch.device,
+    *,
+    rows: Sequence[Sequence[int]] | None = None,
+) -> list[LayerCost]:
+    """Costs of all L layers on every rank, from the ranks that run them; one all-gather of [L, 7] figures.
+
+    `rows` are the ranks of every replica (None: one of all); a figure is that of the slowest.
+    """
+    table = torch.zeros((layers, len(_FIGURES)), dtype=torch.float64)
+    for i, cost in local.items():
+        table[i] = torch.tensor([float(getattr(cost, name)) for name in _FIGURES], dtype=torch.float64)
+    gathered = collective.all_gather(table.to(device), op=Operation("gathering layer costs")).cpu()
+    # in a replica a layer is on one rank, all others contribute zeros
+    replicas = rows if rows is not None else [range(collective.size)]
+    figures = torch.stack([gathered[list(row)].sum(dim=0) for row in replicas]).amax(dim=0)
+    costs = []
+    for i, row in enumerate(figures.tolist()):
+        found = {name: int(x) if name.endswith("_bytes") else x for name, x in zip(_FIGURES, row, strict=True)}
+        costs.append(LayerCost(**found, name=f"layer {i}"))
+    return costs

@@ -1,0 +1,110 @@
+"""Measuring layers without a pipeline: one process, one layer at a time, before training begins.
+
+For runtimes that fix their stages when the model is built and know nothing of `ElasticPipeline`. Only one layer and its
+input are in memory at once, so a model that no single rank could hold can be measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.run.meter import Meter, local_costs
+from pipeline_balance.spec import LayerCost
+from prophet.errors import SpecError
+
+Build = Callable[[], nn.Module]
+
+
+def measure_alone(
+    layers: Sequence[nn.Module | Build],
+    inputs: Tensor,
+    *,
+    target: Tensor | None = None,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    repeats: int = 5,
+    device: torch.device | None = None,
+) -> list[LayerCost]:
+    """Costs of L layers for one microbatch `inputs`, each layer fed with the output of the one before it.
+
+    A layer is a module from one tensor to one tensor, or a function that builds one; modules are copied and stay as
+    they are, and the random generators are left as they were. The medians of `repeats` passes count, after one that
+    does not. With `loss_fn` and `target` the loss counts for the last layer; with `make_optimizer` the bytes of its
+    state count too. A layer above no trainable parameter has no input gradient, as in training. Raises `SpecError` if a
+    layer returns something else than a tensor.
+    """
+    if not layers or repeats < 1:
+        raise SpecError(f"measuring needs at least one layer and one pass, got {len(layers)} and {repeats}")
+    if (target is None) != (loss_fn is None):
+        raise SpecError("the loss needs both loss_fn and target")
+    device = device or inputs.device
+    costs: list[LayerCost] = []
+    x, trains_below = inputs.detach().to(device), False
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for index, made in enumerate(layers):
+            # an instance is callable too, but calling it would not build it
+            module = (copy.deepcopy(made) if isinstance(made, nn.Module) else made()).to(device)
+            meter = Meter(work_clock=_clock(device), max_samples=repeats)
+            ends = loss_fn if index == len(layers) - 1 else None
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
+            out = x
+            for run in range(repeats + 1):
+                out = _pass(module, index, meter, x, trains_below, ends, target)
+                if run == 0:
+                    # threads started, memory got, activations counted: not what a step takes
+                    for samples in (meter.forward, meter.backward):
+                        samples.clear()
+                    meter.loss.clear()
+            if optimizer is not None:
+                optimizer.step()
+            kept = {id(p): entries for p, entries in optimizer.state.items()} if optimizer is not None else {}
+            found = local_costs({index: module}, {0: [index]}, meter, kept)[index]
+            costs.append(replace(found, name=type(module).__name__))
+            x, trains_below = out, trains_below or bool(parameters)
+    return costs
+
+
+def _pass(
+    module: nn.Module,
+    index: int,
+    meter: Meter,
+    x: Tensor,
+    trains_below: bool,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
+    target: Tensor | None,
+) -> Tensor:
+    """Forward and backward once; the detached output."""
+    module.zero_grad(set_to_none=True)
+    given = x.detach().requires_grad_(trains_below and x.is_floating_point())
+
+    def forward() -> tuple[Tensor]:
+        found = module(given)
+        if not isinstance(found, Tensor):
+            raise SpecError(f"layer {index} returns a {type(found).__name__}, expected one tensor")
+        return (found,)
+
+    (out,) = meter.run_unit(index, module, forward, (given,))
+    value = out
+    if loss_fn is not None and target is not None:
+        value = meter.timed(lambda: loss_fn(out, target.to(out.device)))
+    if value.requires_grad:
+        meter.run_action("B", 0, lambda: torch.autograd.backward(value, torch.ones_like(value)))
+    return out.detach()
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def after_the_device() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return after_the_device

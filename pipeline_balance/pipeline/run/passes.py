@@ -1,0 +1,259 @@
+"""A batch's way through the stages in force, forward and backward, and the updates that come of it.
+
+Shape legend: M microbatches.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pipeline_balance.pipeline.model.layers import Batch, Labels, evaluating
+from pipeline_balance.pipeline.model.ownership import Ownership, sum_of_bits
+from pipeline_balance.pipeline.run.agreement import Passing, actions_of, agree_on_batch, batch_of
+from pipeline_balance.pipeline.run.executor import Run
+from pipeline_balance.pipeline.run.experts import StageExperts
+from pipeline_balance.pipeline.run.optimizers import Optimizers
+from pipeline_balance.pipeline.run.owners import Owners
+from pipeline_balance.pipeline.run.progress import Progress
+from pipeline_balance.pipeline.run.replicas import start_alike
+from pipeline_balance.pipeline.run.scaler import PipelineScaler, check_scaler
+from pipeline_balance.pipeline.run.stages import PipelineConfig, StageBuilder, Stages
+from pipeline_balance.pipeline.run.ties import share_tied_weights, ties_of
+from pipeline_balance.pipeline.run.update import Gradients
+from prophet.errors import SpecError
+from prophet.ranks.operation import Operation
+
+
+class Passes:
+    """Runs batches through the stages in force and uses their gradients; see `ElasticPipeline`'s methods.
+
+    `now` are the stages in force. `progress` counts what was done, `used` says that the gradients which are still
+    there were, and `grad_norm` is the last update's norm, None where it was not clipped.
+    """
+
+    def __init__(
+        self,
+        builder: StageBuilder,
+        owned: Ownership,
+        optimizers: Optimizers,
+        experts: StageExperts,
+        stages: Stages,
+        owners: Owners,
+    ) -> None:
+        self.builder, self.groups, self.meter = builder, builder.groups, builder.meter
+        self.owned, self.optimizers, self.experts, self.now = owned, optimizers, experts, stages
+        self.gradients = Gradients(owned, self.groups, experts)
+        self.owners = owners
+        self.progress = Progress(first_ranks=self.groups.grid.pipeline_ranks)
+        self.used = False
+        self.grad_norm: float | None = None
+        self._trainable = owned.trainable()
+        self._scaler: PipelineScaler | None = None
+        self._weights: torch.Tensor | None = None  # digest of one layer's after the last update
+        _watch_steps(self)
+
+    @property
+    def config(self) -> PipelineConfig:
+        """The settings in force."""
+        return self.builder.config
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `SpecError` if an optimizer with this pipeline's parameters steps outside of `step`."""
+        if self.optimizers.stepping or not (self.used or self.progress.parts):
+            return
+        mine = {id(p) for p in self.owned.parameters.values()}
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            when = "has done so already" if self.used else "does so with update=True"
+            raise SpecError(
+                f"{type(optimizer).__name__}.step() outside of pipe.step, which {when}: leave the line out. In place "
+                "of a GradScaler's step, write scaler = pipe.scaler() and pipe.step(inputs, labels, scaler=scaler)"
+            )
+
+    def stage_done(self, stage: int) -> None:
+        """A stage has run its last backward action of this pass."""
+        self.gradients.stage_done(self.now.stage_map.layers_of(stage))
+
+    def step(
+        self, inputs: Batch, labels: Labels, *, update: bool, max_norm: float | None, scaler: PipelineScaler | None
+    ) -> float:
+        """`ElasticPipeline.step`."""
+        passing = self._begin(inputs, labels, (update, max_norm), scaler)
+        factor = self.groups.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
+        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=factor)
+        self.gradients.open(update=update)
+        with self.experts.passing(update=update):
+            self._run(run)
+        self.progress.add(self._shared_sum(run), self.groups.replicas * self.config.microbatches, passing.counted)
+        loss = self.progress.loss
+        if update:
+            self._update(max_norm, scaler)
+        else:
+            self.gradients.keep()
+        return loss
+
+    def _begin(self, inputs: Batch, labels: Labels, arguments: tuple[Any, ...], scaler: Any) -> Passing:
+        """The batch in microbatches with their shapes, once all ranks agree on it."""
+
+        def prepare() -> Passing:
+            if not torch.is_grad_enabled():
+                raise SpecError("step trains, and gradients are off here (no_grad or inference_mode): call evaluate")
+            check_scaler(scaler)
+            self.read_model()
+            self.gradients.check_left(used=self.used, midway=self.progress.parts > 0)
+            if self.progress.parts:
+                self.gradients.check_kept(scaler is self._scaler, self.owned.trainable() == self._trainable)
+            if isinstance(inputs, Exception):
+                raise inputs
+            if self.groups.spare:
+                return Passing.nothing()
+            first = self.progress.parts + self.groups.replica * self.config.microbatches
+            return batch_of(self.owned.model, inputs, labels, self.config.microbatches, first, self.config.device)
+
+        actions = actions_of(self.now.executor if self.groups.replicas > 1 else None, trains=True)
+        passing = self._agree(prepare, (*arguments, scaler is None), actions)
+        if self.used:
+            self.drop_gradients()
+        self._scaler = scaler
+        self.start_alike(self.owned.fresh())
+        trainable = self.owned.trainable()
+        if trainable != self._trainable:
+            # times of layers that were frozen or thawed say nothing any more
+            self._trainable = trainable
+            self.meter.reset()
+        if not self.progress.parts:
+            self.progress.divisor = passing.counted or 1
+        self.progress.rows = passing.rows
+        return passing
+
+    def _agree(
+        self, prepare: Callable[[], Passing], given: tuple[Any, ...], actions: Callable[[Passing], str]
+    ) -> Passing:
+        owned, groups, device = self.owned, self.groups, self.config.device
+        weights = int(self._weights) if self._weights is not None else 0
+        schedule = self.now.schedule
+        return agree_on_batch(prepare, owned, self.optimizers, given, groups, device, actions, weights, schedule)
+
+    def _weights_of_next_layer(self) -> torch.Tensor | None:
+        """A digest for the next agreement: replicas that came apart are found once it is that layer's turn."""
+        mine = self._mine()
+        if self.groups.column.size == 1 or not mine:  # also of shards, which nobody else has
+            return None
+        names = self.owned.of([mine[self.progress.updates % len(mine)]])
+        parameters = [self.owned.parameters[n] for n in names]
+        return sum_of_bits(p for p in parameters if p not in self.experts.parameters)
+
+    def read_model(self) -> None:
+        """Take in what was added to the model since the last step; what belongs elsewhere goes to `meta`."""
+        self.owned.read()
+        self.owned.settle(self._mine(), self.config.device, self.groups.rank)
+
+    def _mine(self) -> tuple[int, ...]:
+        """The layers that run on this rank."""
+        return self.now.stage_map.layers_on(self.groups.rank)
+
+    def start_alike(self, fresh: Collection[str]) -> None:
+        """Tied parameters begin as on their first holder, replicas as the first; collective if any are `fresh`."""
+        if not fresh:
+            return
+        mine = self._mine()
+        whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
+        if not bool(self.groups.world.all_gather(whole, op=Operation("starting a pipeline")).all()):
+            return  # built on `meta`: a checkpoint brings the values
+        ties = [tie for tie in ties_of(self.owned) if tie.name in fresh]
+        share_tied_weights(ties, self.now.stage_map, self.groups.collective)
+        tensors = self.owned.tensors(mine, fresh)
+        start_alike([t for t in tensors if t not in self.experts.parameters], self.groups.column)
+        if self.groups.seats.copies is not None:
+            start_alike([t for t in tensors if t in self.experts.parameters], self.groups.seats.copies)
+
+    def _run(self, run: Run) -> None:
+        executor = self.now.executor
+        if executor is not None:
+            self.meter.begin_step()
+            executor.run(run)
+            self.meter.end_step()
+
+    def _shared_sum(self, run: Run) -> float:
+        """The sum of a pass's losses on every rank."""
+        tells = run.losses and self.owned.model.leads
+        mine = torch.stack(run.losses).sum() if tells else torch.zeros((), dtype=torch.float64)
+        every = self.groups.world.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
+        return float(every.sum())
+
+    def _update(self, max_norm: float | None, scaler: PipelineScaler | None) -> None:
+        """Use the gradients: one step of every optimizer, on every rank."""
+        progress, stage_map = self.progress, self.now.stage_map
+        self.gradients.complete(stage_map)
+        self.gradients.scale_(progress.divisor / (progress.counted or 1))
+        if scaler is not None:
+            self.optimizers.unscale_(scaler)
+        if max_norm is not None:
+            self.grad_norm = self.gradients.clip_(stage_map, max_norm, self.config.device)
+        self.owners.drop_others(self.groups)
+        self.optimizers.step(scaler)
+        self.owners.share(self.groups)
+        self.experts.finish()
+        torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
+        progress.updated()
+        self._weights = self._weights_of_next_layer()
+        self.gradients.leave()
+        self.used = True
+
+    def evaluate(self, inputs: Batch, labels: Labels) -> float:
+        """`ElasticPipeline.evaluate`."""
+        size = self.progress.rows
+
+        def prepare() -> Passing:
+            self.read_model()
+            if isinstance(inputs, Exception):
+                raise inputs
+            if self.groups.spare:
+                return Passing.nothing()
+            model, config = self.owned.model, self.config
+            return batch_of(model, inputs, labels, config.microbatches, 0, config.device, rows_each=size)
+
+        # without shared experts, replicas need not run the same
+        actions = actions_of(self.now.executor if self.experts.any else None, trains=False)
+        with evaluating(self.owned.model.root), self.meter.paused():
+            passing = self._agree(prepare, ("evaluate",), actions)
+            run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
+            self._run(run)
+            return self._shared_sum(run) / (passing.counted or 1)
+
+    def drop_gradients(self) -> None:
+        """`ElasticPipeline.drop_gradients`."""
+        self.gradients.drop()
+        self.progress.restart()
+        self.used = False
+
+    def go_on(self, stages: Stages) -> None:
+        """Other stages are in force now; what was measured is of the ones from before."""
+        self.now = stages
+        self.meter.reset()
+
+    def reseat(self, owners: Owners) -> None:
+        """Other processes have the stages now: go on with their communicators and owners."""
+        self.gradients.close()
+        self.experts.read()
+        self.gradients = Gradients(self.owned, self.groups, self.experts)
+        self.owners, self._weights = owners, None
+
+    def resume(self, progress: Progress) -> None:
+        """Go on from a run that was as far as `progress`."""
+        self.progress, self.used, self._weights = progress, False, None
+
+
+def _watch_steps(passes: Passes) -> None:
+    """Call its `check_step` before every step of an optimizer, as long as it lives."""
+    one = weakref.ref(passes)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (alive := one()) is not None:
+            alive.check_step(optimizer)
+
+    weakref.finalize(passes, register_optimizer_step_pre_hook(before).remove)

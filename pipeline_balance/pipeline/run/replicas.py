@@ -1,0 +1,225 @@
+"""Replicas of a pipeline: which process is which, and the mean of their gradients while other stages still compute.
+
+The processes are a grid of replicas x pipeline ranks. All replicas have one stage map and one schedule, and each has
+another part of the batch. The processes with one pipeline rank, a column, hold the same layers. A process outside the
+grid is spare: it holds nothing, and takes part in what all processes do around a step.
+
+Once a stage has run its last backward action, the schedule starts the means of its layers' gradients. They run in that
+order in a thread, on a communicator that nothing else uses. Hooks on parameters would not do: torch's split backward
+does not fire them, and an order that differs between ranks mixes up layers in silence.
+
+Shape legend: R replicas, P pipeline ranks, N elements of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.model.ownership import digest_of, local
+from prophet.errors import OutOfStep, SpecError
+from prophet.ranks.collective import Collective
+from prophet.ranks.messages import tell
+from prophet.ranks.operation import Operation
+from prophet.ranks.waiting import Waiter
+
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """R x P processes: `rows` [R][P] has those of every replica, by pipeline rank.
+
+    `beside` [...][R][P] are other grids of the same size, which compute the same with other shards of the tensors.
+    Every `ep` replicas the same part of the experts of their layers comes again: those of r and r + ep are equal.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    beside: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    ep: int = 1
+
+    @classmethod
+    def of(cls, processes: int, replicas: int) -> Grid:
+        """Process r is pipeline rank r mod P of replica r // P.
+
+        Raises `SpecError` unless the processes divide into as many replicas.
+        """
+        if replicas < 1 or processes % replicas:
+            raise SpecError(f"{processes} processes cannot be divided into {replicas} replicas of a pipeline")
+        each = processes // replicas
+        return cls(rows=tuple(tuple(range(r * each, (r + 1) * each)) for r in range(replicas)))
+
+    @property
+    def replicas(self) -> int:
+        return len(self.rows)
+
+    @property
+    def pipeline_ranks(self) -> int:
+        return len(self.rows[0])
+
+    def replica_of(self, process: int) -> int:
+        """R for a spare process."""
+        return next((r for rows in self.every for r, row in enumerate(rows) if process in row), self.replicas)
+
+    def pipeline_rank_of(self, process: int) -> int:
+        """P for a spare process."""
+        found = (row.index(process) for rows in self.every for row in rows if process in row)
+        return next(found, self.pipeline_ranks)
+
+    @property
+    def every(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The rows of this grid and of those beside it, [...][R][P], in the same order on all processes."""
+        return tuple(sorted((self.rows, *self.beside)))
+
+    def first_with_data(self, process: int) -> int:
+        """The first process that is given the same data as this one."""
+        number = self.replica_of(process)
+        return min(r for rows in self.every for r in rows[number]) if number < self.replicas else process
+
+    def first_alike(self, process: int) -> int:
+        """The first process with the same shards of the same layers as this one."""
+        number = self.pipeline_rank_of(process)
+        return next((rows[0][number] for rows in self.every for row in rows if process in row), process)
+
+    def replica(self, number: int) -> tuple[int, ...]:
+        """The processes of a replica, by pipeline rank [P]; none of number R."""
+        return self.rows[number] if number < self.replicas else ()
+
+    def column(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The processes with one pipeline rank, by replica [R]; none with number P."""
+        return tuple(row[pipeline_rank] for row in self.rows) if pipeline_rank < self.pipeline_ranks else ()
+
+
+def check_units(units: Sequence[nn.Module], root: nn.Module | None = None) -> None:
+    """Raise `SpecError` where a unit is wrapped for data parallelism by torch, or its gradients are sparse.
+
+    `root` is the unsplit model, whose modules need not all be in units.
+    """
+    named = [(f"layer {number}", unit) for number, unit in enumerate(units)]
+    for owner, unit in [*named, *([("the model", root)] if root is not None else [])]:
+        for name, module in unit.named_modules():
+            where = owner + (f" ({name})" if name else "")
+            kinds = {k.__name__ for k in type(module).__mro__ if k.__module__.startswith("torch.")}
+            for kind in sorted(kinds & _WRAPPERS):
+                raise SpecError(
+                    f"{where} is wrapped in {kind}, which averages or cuts gradients at its own times: give the bare "
+                    f"module, and replicas=R to the pipeline"
+                )
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise SpecError(f"{where} has sparse gradients, which a pipeline cannot add: use sparse=False")
+
+
+class ReplicaMeans:
+    """Averages the gradients of this rank's layers over the replicas, in replica order, while a step goes on.
+
+    column: the R processes that hold the same layers; nothing else may use its channel "weights" meanwhile. Each
+    microbatch's loss is weighted by R over the labels of all replicas, so that the mean is the gradient of the whole
+    update. All replicas must start the same buckets in the same order: they have one stage map and one schedule.
+    """
+
+    def __init__(self, column: Collective) -> None:
+        self.column = column
+        self._thread = Waiter("averages gradients of replicas") if column.size > 1 else None
+        self._under_way: list[Future[None]] = []
+
+    def start(self, parameters: Iterable[nn.Parameter], layer: int) -> None:
+        """Begin to average the gradients of a layer whose backward is over; returns at once.
+
+        Frozen parameters are left out. One without a gradient here counts as zeros, and gets the mean of all.
+        Where no replica has a gradient there is none afterwards.
+        """
+        trainable = [p for p in parameters if p.requires_grad]
+        if self._thread is None or not trainable:
+            return
+        for dtype in sorted({p.dtype for p in trainable}, key=str):
+            bucket = [p for p in trainable if p.dtype == dtype]
+            self._under_way.append(self._thread.submit(lambda bucket=bucket: self._average(bucket, layer)))  # type: ignore[misc]
+
+    def finish(self) -> None:
+        """Wait until all that was started is averaged. Raises what went wrong; every wait has the limit of `column`."""
+        under_way, self._under_way = self._under_way, []
+        for future in under_way:
+            future.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.close()
+
+    @torch.no_grad()
+    def _average(self, bucket: Sequence[nn.Parameter], layer: int) -> None:
+        op = Operation("mean of gradients over replicas", layer)
+        here = [p.grad is not None for p in bucket]
+        grads = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        mean, anywhere = mean_in_order(flat, [float(h) for h in here], self.column, op=op)
+        for p, piece, some in zip(bucket, mean.split([g.numel() for g in grads]), anywhere, strict=True):
+            if some:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                local(p.grad).copy_(piece.view(local(p.grad).shape))
+
+
+def mean_in_order(x: Tensor, said: Sequence[float], ranks: Collective, *, op: Operation) -> tuple[Tensor, list[float]]:
+    """The mean of all ranks' `x` [N], added in rank order, and the most that any rank `said`; collective.
+
+    Each rank adds one of R equal shards, then all gather the shards: 2 (R - 1) / R of `x` travel each way. What ranks
+    say are small whole numbers that travel with the shards. Raises `OutOfStep` where they are of different layers.
+    """
+    size = ranks.size
+    shard = -(-x.numel() // size)
+    head = x.new_tensor([float((op.layer or 0) % 128), *said])
+    padded = torch.cat([x, x.new_zeros(shard * size - x.numel())]).view(size, shard)
+    message = torch.cat([head.expand(size, -1), padded], dim=1)
+    ones = [1] * size
+    came = ranks.all_to_all(message, ones, ones, op=op, channel="weights").wait()
+    layers = came[:, 0].tolist()
+    if len(set(layers)) > 1:
+        raise OutOfStep(f"rank {ranks.rank}: {op}: other replicas average another layer: {[int(n) for n in layers]}")
+    mine = came[0, len(head) :].clone()
+    for part in came[1:, len(head) :]:
+        mine += part
+    mine /= size
+    mean = ranks.all_gather(mine, op=op, channel="weights").reshape(-1)[: x.numel()]
+    return mean, came[:, 1 : len(head)].amax(dim=0).tolist()
+
+
+def start_alike(tensors: Sequence[Tensor], column: Collective) -> None:
+    """Overwrite parameters and buffers by those of replica 0, in place; collective over `column`. For the start."""
+    if column.size == 1:
+        return
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(column.all_gather(t.detach(), op=Operation("weights of the first replica"), channel="weights")[0])
+
+
+def check_alike(named: Sequence[tuple[str, Tensor]], column: Collective, processes: Sequence[int]) -> None:
+    """Raise `SpecError` on a column where its replicas' parameters are not the same, bit for bit; collective over it.
+
+    named: this rank's parameters, in the same order on all ranks of the column, which are these `processes`.
+    """
+    if column.size == 1:
+        return
+    mine = [digest_of([(name, parameter)]) for name, parameter in named]
+    table = tell(column, mine, op=Operation("comparing replicas"), device=torch.device("cpu"))  # [R, parameters]
+    said = [dict(zip((name for name, _ in named), row.tolist(), strict=True)) for row in table]
+    refuse_apart(dict(zip(processes, said, strict=True)))
+
+
+def refuse_apart(column: Mapping[int, Mapping[str, int]]) -> None:
+    """Raise `SpecError` where the processes of a column have other digests of a parameter than its first.
+
+    column: digests by process and name. Parameters are equal at the start, and so are their gradients and updates: what
+    differs was changed by hand on some replicas.
+    """
+    first = next(iter(column))
+    for name, digest in column[first].items():
+        differ = [process for process, said in column.items() if said.get(name) != digest]
+        if differ:
+            raise SpecError(
+                f"replicas have come apart: {name!r} differs on rank(s) {differ} from rank {first}; "
+                f"change weights on all replicas alike"
+            )
