@@ -48,8 +48,8 @@ def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
     known, modules = known_references(root), list(sharded_of(root))
     replaced = {id(p) for _, module in modules for p in module._parameters.values()}
     for name, held in (*modules, *((n, p) for n, p in named.items() if id(p) in replaced)):
-        others = [one for one in weakref.getweakrefs(held) if id(one) not in known]
-        if len(others) > isinstance(held, FSDPModule) + _tagged(held):  # FSDP2 has one itself
+        others = sum(id(one) not in known for one in weakref.getweakrefs(held))  # a list would outlive an error
+        if others > isinstance(held, FSDPModule) + _tagged(held):  # FSDP2 has one itself
             raise SpecError(
                 f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
                 "and take it anew afterwards"
