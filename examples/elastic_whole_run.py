@@ -9,6 +9,7 @@ the first layout, and balances nothing: the losses are the same, but for roundin
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,34 @@ def freeze(model: Any) -> None:
         layer.requires_grad_(False)
 
 
+def draw(losses: list[float], seen: list[elastic.Parallelism], path: Path) -> None:
+    """Losses over the steps, and below how many of the layers each stage has."""
+    from matplotlib import pyplot as plt
+
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 4.5), height_ratios=(2, 1))
+    above.plot(range(1, len(losses) + 1), losses, color="black")
+    above.set_ylabel("loss")
+    kinds = [str(layout).split(",stages")[0].split(",order")[0] for layout in seen]
+    starts = [k for k in range(len(kinds)) if k == 0 or kinds[k] != kinds[k - 1]]
+    for k in starts:
+        above.axvline(k + 0.5, color="grey", linewidth=0.5)
+        above.text(k + 1, max(losses), kinds[k], fontsize=8, va="top")
+    units = 2 + build().config.num_hidden_layers  # what is before and behind the layers counts, too
+    for k, layout in enumerate(seen):
+        ends = layout.stage_map(units).boundaries
+        for stage, (start, end) in enumerate(itertools.pairwise(ends)):
+            below.bar(k + 1, end - start, bottom=start, width=1.0, color=f"C{stage}", edgecolor="white", linewidth=0.3)
+    below.set_ylabel("layers by stage")
+    below.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="in each layout")
     parser.add_argument("--fixed", action="store_true", help="stay in the first layout")
+    parser.add_argument("--picture", type=Path, help="draw losses, layouts and stages to this file")
     args = parser.parse_args()
     dist.init_process_group("gloo")
 
@@ -67,6 +92,8 @@ def main() -> None:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)  # one folder that all processes see
     job = start(layouts[0], rows, not args.fixed)
+    losses: list[float] = []
+    seen: list[elastic.Parallelism] = []
     for number, layout in enumerate(layouts):
         if number == len(layouts) - 1 and not args.fixed:  # the last layout goes on from files
             job.save(folder[0])
@@ -80,12 +107,15 @@ def main() -> None:
         for step in range(args.steps):
             if (number, step) == (0, 2):
                 freeze(job.model)
-            loss = job.step(max_norm=1.0)
+            losses.append(job.step(max_norm=1.0))
+            seen.append(job.layout)
         if dist.get_rank() == 0:
-            print(f"step {job.steps} in {job.layout}: loss {loss:.5f}", flush=True)
+            print(f"step {job.steps} in {job.layout}: loss {losses[-1]:.5f}", flush=True)
             if job.controller is not None:
                 print(job.controller.report, flush=True)
     job.close()
+    if args.picture is not None and dist.get_rank() == 0:
+        draw(losses, seen, args.picture)
     dist.destroy_process_group()
 
 

@@ -30,7 +30,12 @@ class LayoutError(SpecError):
 
 
 class TransitionError(RuntimeError):
-    """State could not be moved; what every rank held before is whole."""
+    """State could not be moved; what every rank held before is whole.
+
+    own: this rank's own problem in words, empty where others have one; None: the message is all there is.
+    """
+
+    own: str | None = None
 
 
 class BudgetError(LayoutError, TransitionError):

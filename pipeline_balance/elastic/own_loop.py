@@ -198,7 +198,7 @@ class _Own(Move):
         )
 
     def compare(self, votes: Sequence[Vote]) -> None:
-        refuse_against(votes)
+        refuse_against(votes, self.whole)
         refuse_apart([vote.copies for vote in votes])
         self._space, self._numbers = union(votes, self.whole)
         self._boxes = [(vote.more["held"], vote.more["boxes"]) for vote in votes]

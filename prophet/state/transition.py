@@ -391,10 +391,12 @@ def _vote(problem: str, collective: Collective, device: torch.device, after: str
 
 def _refuse(problem: str, failed: Sequence[int], rank: int, what: str, after: str) -> None:
     """Raise if any rank has `failed`; each names its own problem, the others name the ranks."""
-    if problem:
-        raise _kind(after)(f"rank {rank}: {problem}; {after}")
-    if failed:
-        raise _kind(after)(f"ranks {failed} {what}; {after}")
+    if not problem and not failed:
+        return
+    error = _kind(after)(f"rank {rank}: {problem}; {after}" if problem else f"ranks {failed} {what}; {after}")
+    if isinstance(error, TransitionError):
+        error.own = problem
+    raise error
 
 
 def _kind(after: str) -> type[RuntimeError]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pipeline_balance.elastic import switching as jobs
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.shards import job_state
 from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.pipeline.move.state import Held
 from prophet.errors import SpecError, TransitionError

@@ -13,6 +13,7 @@ from torch import nn
 from pipeline_balance import elastic
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.elastic.shards import job_state
 from pipeline_balance.elastic.shards import sharded as shards
 from prophet.errors import SpecError, TransitionError
 from tests.helpers.elastic_jobs import check_held, same, start, train, whole

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance import elastic
+from pipeline_balance.elastic.shards import job_state
 from prophet.errors import SpecError, StageFailed, TransitionError
 from tests.helpers.elastic_jobs import DIM, batches, build, check_held, dataset, plain_losses, same, start, train
 from tests.helpers.launch import run_gloo

@@ -232,6 +232,7 @@ def test_what_cannot_run_is_one_error_on_all_ranks_and_all_is_as_before() -> Non
     assert first["name"].startswith("there is no schedule 'gpip'; did you mean 'gpipe'?")
     assert first["slices"] == "slices bring their schedule: leave out schedule="
     assert first["map"].startswith("schedule '1f1b' needs one stage on each rank")
-    assert first["move raises"] == "rank 1: schedule mine raised OSError: no such file"
+    whole = "the state from before the move is whole"
+    assert first["move raises"] == f"rank 1: schedule mine raised OSError: no such file; {whole}"
     assert "the schedule waits for itself" in first["move circle"]
     assert first["move"] == "ranks [1] follow another schedule than rank 0"

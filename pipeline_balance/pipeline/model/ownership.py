@@ -180,7 +180,7 @@ class Ownership:
         self.to_device(device)
         missing = self.missing(units)
         if missing:
-            raise SpecError(f"{missing[0]} has no memory on rank {rank}, which trains it: load its state first")
+            raise SpecError(f"{missing[0]} has no memory on rank {rank}, which trains it: load_pretrained comes first")
 
     def missing(self, units: Collection[int]) -> list[str]:
         """What `units` need here and is still on `meta`."""

@@ -100,7 +100,7 @@ class ArrangementMove(Move):
 
     def compare(self, votes: Sequence[Vote]) -> None:
         self.heard([vote.more for vote in votes])
-        refuse_against(votes)
+        refuse_against(votes, self.whole)
         refuse_untied(self._ties, self.how.now.stage_map, self.how.mover.groups.grid, [vote.ties for vote in votes])
         self.how.compare([vote.copies for vote in votes])
         refuse_unmovable(votes, self.whole)

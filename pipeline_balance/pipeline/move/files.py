@@ -181,7 +181,7 @@ def save_state(
     Raises `SpecError` on all of them where one cannot, with the checkpoint in `folder` as it was.
     """
     with how.during("saving before step"):
-        how.check_static("save a checkpoint")
+        how.check_static("save or load a checkpoint")
         _save(how, Path(folder), step, stage_map, also, run)
 
 
@@ -270,7 +270,7 @@ def load_state(
     assignments that follow those of the state.
     """
     with how.during("loading before step"):
-        how.check_static("load a checkpoint")
+        how.check_static("save or load a checkpoint")
         return _load(how, target, Path(folder), also, check, seed, then)
 
 

@@ -232,7 +232,7 @@ class StageMove(Move):
         )
 
     def compare(self, votes: Sequence[Vote]) -> None:
-        refuse_against(votes)
+        refuse_against(votes, self.whole)
         self._space, self._numbers = union(votes, WHOLE)
         grid = self.mover.groups.grid
         for rank in range(grid.pipeline_ranks):

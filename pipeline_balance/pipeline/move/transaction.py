@@ -35,6 +35,7 @@ from prophet.state.layout import Piece
 from prophet.state.space import TensorSpec
 from prophet.state.transition import Allocate, Mode, Moved, State, transition
 
+NOTHING = "nothing has moved"
 LOST = "neither the old state nor the new one is whole"
 DECISION = Operation("deciding on a move")
 
@@ -159,7 +160,7 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
         failed, moved = error, None
     decision = _decide(carrier if whole else world, name, failed, move.device)
     if decision.against or moved is None:
-        raise _refusal(move, failed, decision, world.rank, lost=begin.lost(), alone=not whole or carrier is world)
+        raise _refusal(move, failed, decision, begin, world.rank, alone=not whole or carrier is world)
     apply([*assignments, *then])
     return Switched(
         seconds=time.perf_counter() - began,
@@ -181,17 +182,17 @@ class _Begin:
 
     def __init__(self, collective: Collective, name: str, mode: Mode) -> None:
         self._collective, self._name, self._in_place = collective, name, mode == "in-place"
-        self._begun = False
+        self.begun = False
 
     def now(self) -> None:
-        if not self._in_place:
-            return
-        if self._collective.settle(self._name, "yes") != "yes":
-            raise TransitionError("another rank has not heard that all were ready; nothing has moved")
-        self._begun = True
+        """This rank begins, unless another one has failed before it did."""
+        if self._in_place and self._collective.settle(self._name, "yes") != "yes":
+            raise TransitionError("another rank has not heard that all were ready")
+        self.begun = True
 
     def lost(self) -> bool:
-        return self._begun or (self._in_place and self._collective.settle(self._name, "no") == "yes")
+        """Whether the old state is gone."""
+        return self._in_place and (self.begun or self._collective.settle(self._name, "no") == "yes")
 
 
 def _decide(collective: Collective, name: str, failed: Exception | None, device: torch.device) -> Decision:
@@ -209,14 +210,15 @@ def _decide(collective: Collective, name: str, failed: Exception | None, device:
 
 
 def _refusal(
-    move: Move, failed: Exception | None, decision: Decision, rank: int, *, lost: bool, alone: bool
+    move: Move, failed: Exception | None, decision: Decision, begin: _Begin, rank: int, *, alone: bool
 ) -> Exception:
     """Why a move has failed. `alone`: ranks have no other way to talk, so none that have lost each other can go on."""
-    words, after = decision.against, LOST if lost else move.whole
-    text = words if after in words else f"{words}; {after}"
-    if lost:
+    words = decision.against
+    if begin.lost():
         move.drop()
-        return StateLost(text)
+        return StateLost(f"{words}; {LOST}")
+    before = f"{NOTHING}, and " if decision.unready and not begin.begun and NOTHING not in words else ""
+    text = words if move.whole in words else f"{words}; {before}{move.whole}"
     if alone and isinstance(failed, StageFailed):
         return failed
     error = (BudgetError if isinstance(failed, BudgetError) else TransitionError)(text)
@@ -249,7 +251,9 @@ def _words_of(call: Callable[[], None]) -> str:
 
 
 def _words(error: Exception | None) -> str:
-    """The first line of what an error says; of none, nothing."""
+    """What an error says of this rank, in one line; nothing where it is about others."""
     if error is None:
         return ""
+    if isinstance(error, TransitionError) and error.own is not None:
+        return error.own
     return str(error).splitlines()[0] if str(error) else type(error).__name__

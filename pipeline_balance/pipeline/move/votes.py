@@ -67,9 +67,9 @@ def votes_of(vote: Callable[[], Vote], collective: Collective, device: torch.dev
     return [Vote(**said) for said in gather_json(mine.to_json(), collective, device, op)]
 
 
-def refuse_against(votes: Sequence[Vote]) -> None:
-    """Raise `SpecError` on all ranks where one is against it, or what must be `alike` is not."""
-    refuse(None, [vote.refused for vote in votes])
+def refuse_against(votes: Sequence[Vote], after: str) -> None:
+    """Raise `SpecError` on all ranks where one is against it, with `after` for how things stand, or ranks differ."""
+    refuse(None, [f"{vote.refused}; {after}" if vote.refused else "" for vote in votes])
     for what in votes[0].alike:
         refuse_where([vote.alike.get(what) for vote in votes], what)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_balance.pipeline.move import state as training_state
 from prophet.errors import LayoutError
+from prophet.ranks import json_messages
 from prophet.ranks.json_messages import FIRST_BYTES, gather_json
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
@@ -60,7 +60,7 @@ def test_ranks_hear_what_each_has_said(values: list[Any], messages: int) -> None
 
 
 def test_a_first_message_holds_as_much_as_fits() -> None:
-    room = FIRST_BYTES - training_state._SIZES.size
+    room = FIRST_BYTES - json_messages._SIZES.size
     by_size = {len(zlib.compress(json.dumps(noise(n)).encode(), 1)): n for n in range(FIRST_BYTES, 2 * FIRST_BYTES)}
     tried = [size for size in range(room - 3, room + 4) if size in by_size]
     assert min(tried) < room + 1 in tried
@@ -70,7 +70,7 @@ def test_a_first_message_holds_as_much_as_fits() -> None:
 
 
 def test_what_is_too_long_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_state, "MAX_DESCRIPTION_BYTES", 100)
+    monkeypatch.setattr(json_messages, "MAX_BYTES", 100)
 
     def refused(collective: ThreadCollective) -> str:
         with pytest.raises(LayoutError) as caught:
