@@ -24,6 +24,16 @@ def test_the_package_has_few_names_and_all_of_them() -> None:
     assert set(dir(prophet)) >= {*prophet.__all__, "__version__", "__path__"}
 
 
+@pytest.mark.parametrize(
+    "package", ["prophet", "pipeline_balance", "pipeline_balance.elastic", "pipeline_balance.slices"]
+)
+def test_the_page_on_stability_has_all_names(package: str) -> None:
+    page = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| `{re.escape(package)}` \| (.*) \|$", page, re.M)
+    assert row is not None
+    assert re.findall(r"`(\w+)`", row[1]) == sorted(importlib.import_module(package).__all__)
+
+
 def test_what_types_say_is_what_is_loaded() -> None:
     """Of every name: the import that type checkers read, and the table of modules."""
     tree = ast.parse(text_of(Path("prophet/__init__.py")))
