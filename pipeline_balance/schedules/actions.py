@@ -50,7 +50,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Every rank's actions in order, [P][...], and how many stages, microbatches and slices they are of.
+    """The actions of each of P ranks in order, and how many stages, microbatches and slices they are of.
 
     Valid when built: every stage runs on one rank; every unit passes F once and either B once, or I and then W once. In
     each stage the slices of a microbatch go forward in order and backward in reverse, as attention to earlier slices

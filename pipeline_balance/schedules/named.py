@@ -24,7 +24,7 @@ FLEXIBLE = "flexible"
 NAMES = (FLEXIBLE, "1f1b", "interleaved", "gpipe")
 Rows = Iterable[Iterable[Action | str]]
 MakeSchedule = Callable[[tuple[int, ...], int], Schedule | Rows]
-"""From the rank of every stage [S] and M to a schedule, or to every rank's actions in order [P][...]."""
+"""From the rank of every stage [S] and M to a schedule, or to one list of actions in order for each of P ranks."""
 
 
 def check_choice(choice: str | MakeSchedule) -> None:

@@ -153,7 +153,8 @@ def test_mistakes_are_named_on_all_ranks_before_anything_changes() -> None:
         assert "ranks [3] have inputs of other shapes than rank 2" in batch_
         assert "rank 2" in memory
         assert "none left" in memory or "could not prepare" in memory
-        assert map_ == f"rank 1: the stage map is of {UNITS + 1} layers, the model has {UNITS}"
+        whole = "the state from before the move is whole"
+        assert map_ == f"rank 1: the stage map is of {UNITS + 1} layers, the model has {UNITS}; {whole}"
         assert "replicas have come apart: '0.weight' differs on rank(s) [3] from rank 1" in apart
         assert "tied parameter '0.weight' has other weights on rank(s) [1, 3] than on rank 0" in tie
         assert losses == results[0][-1]
