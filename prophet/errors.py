@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from prophet.ranks.operation import Operation
 
 
+def in_a_line(error: BaseException) -> str:
+    """The first line of what an error says, or its class where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 class SpecError(ValueError):
     """A value was built from figures that contradict each other; the message says what was expected."""
 

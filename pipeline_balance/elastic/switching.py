@@ -132,7 +132,7 @@ class Switching:
             target = self.arrangement(chosen, stage_map, rules, runs, how, ahead)
             way = how.way([rows for _, rows in every], target, words.rank)
             way.foresee(pipe.mover.budget_bytes, in_place=mode == "in-place")
-            return Prepared(target=(chosen, target), specs=specs, route=way)
+            return Prepared(target=target, specs=specs, route=way)
 
         self.preparing = self.groups.beside(made)
 
@@ -174,7 +174,8 @@ class Switching:
     def go(self, mode: Mode, durations: Durations | None = None) -> Switched:
         """Go to the prepared layout, whose stages are expected to take `durations`; see `switch`."""
         pipe, ready = self.pipeline, self.prepared()
-        layout, target = ready.target or (None, None)
+        target: JobArrangement | None = ready.target
+        layout = target.layout if target is not None else None
         remembered = list[Any]()
         if target is not None and durations is not None:
             target = replace(target, durations=durations)

@@ -26,7 +26,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from prophet.errors import BudgetError, CollectiveError, StateLost, TransitionError
+from prophet.errors import BudgetError, CollectiveError, StateLost, TransitionError, in_a_line
 from prophet.ranks.collective import Collective, Pending
 from prophet.ranks.operation import Operation
 from prophet.spec import IntArray
@@ -223,7 +223,7 @@ class _Mover:
                     self._get(row)
             self.buffer = self.allocate((buffer_bytes,), torch.uint8, self.device)
         except Exception as error:
-            return f"no memory for the new state: {_words(error)}"
+            return f"no memory for the new state: {in_a_line(error)}"
         return ""
 
     def _get(self, pieces: Sequence[Piece]) -> None:
@@ -241,7 +241,7 @@ class _Mover:
         try:
             call()
         except Exception as error:
-            self.problem = _words(error)
+            self.problem = in_a_line(error)
 
     def _begin_wave(self, pieces: list[Piece]) -> None:
         def begin() -> None:
@@ -312,10 +312,6 @@ class _Mover:
 
 
 # --- agreement ----------------------------------------------------------------------------------------------------
-
-
-def _words(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 @dataclass(frozen=True)

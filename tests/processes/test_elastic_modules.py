@@ -145,7 +145,7 @@ def _dropped(rank: int, size: int) -> None:
 
     def made() -> Any:
         _prepared(job, "dp2,zero3")
-        return weakref.ref(job._switching.prepared().target[1].ahead)  # type: ignore[union-attr, arg-type]
+        return weakref.ref(job._switching.prepared().target.ahead)  # type: ignore[union-attr, arg-type]
 
     def gone(model: Any) -> bool:
         gc.collect()

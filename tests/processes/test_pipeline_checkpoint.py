@@ -60,6 +60,20 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
+def _noted(rank: int, size: int, folder: str) -> str:
+    run = pipeline(_spread(size))
+    run.step(*batch(0))
+    for entries in run.optimizer.state.values():
+        entries["note"] = ["no tensor, and no number"]
+    with pytest.raises(SpecError, match="optimizer state 'note' is a list, cannot be moved"):
+        run.save(Path(folder))
+    return "whole" if run.state_dict() or rank else "empty"
+
+
+def test_what_an_optimizer_keeps_is_no_part_of_the_state_dict(tmp_path: Path) -> None:
+    assert run_gloo(_noted, 2, str(tmp_path)) == ["whole"] * 2
+
+
 def _other_model(rank: int, size: int, folder: str) -> str:
     run = pipeline(_spread(size))
     run.save(Path(folder), step=0)

@@ -99,7 +99,8 @@ class Built:
 class PipelineState:
     """The training state of a pipeline: what is held, where it lies, and how it goes elsewhere or into files.
 
-    `mover` has the pipeline's parts, `passes` what it has under way."""
+    `mover` has the pipeline's parts, `passes` what it has under way.
+    """
 
     mover: StateMover
     passes: Passes
@@ -261,11 +262,14 @@ class PipelineState:
             if not 0 <= rank < collective.size:
                 raise SpecError(f"the model is to be collected on rank {rank} of {collective.size}")
             self.passes.read_model()
-            found = self.described(self.items())
+            items = self.items()
+            if not isinstance(items, str):  # whatever an optimizer keeps, the model has a state_dict
+                items = [item for item in items if item.kind in ("parameter", "buffer")]
+            found = self.described(items)
             if isinstance(found, str):
                 raise SpecError(found)
             kept[0] = found
-            return [rank, spec_rows([spec for spec in found.specs if spec.kind != "optimizer"])]
+            return [rank, spec_rows(found.specs)]
 
         def agree(call: Callable[[], Any]) -> list[Any]:
             return from_all(call, collective, self.mover.device, Operation("collecting the model"))

@@ -20,13 +20,13 @@ from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepar
 from pipeline_balance.pipeline.move.votes import WHOLE, Vote, refuse_against, share, union
 from pipeline_balance.pipeline.run.optimizers import Optimizers
 from pipeline_balance.pipeline.run.passes import Passes
-from pipeline_balance.pipeline.run.replicas import check_alike, refuse_apart
+from pipeline_balance.pipeline.run.replicas import refuse_apart
 from pipeline_balance.pipeline.run.stages import PipelineGroups, StageBuilder, Stages
 from pipeline_balance.pipeline.run.ties import Tie, refuse_untied, tie_digests, ties_of
 from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
-from prophet.errors import SpecError, TransitionError
+from prophet.errors import SpecError, TransitionError, in_a_line
 from prophet.ranks.collective import Collective
 from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece
@@ -103,13 +103,6 @@ class StateMover:
         way.foresee(self.budget_bytes, in_place=False)
         return Prepared(target=stage_map, specs=specs_of(held), route=way)
 
-    def check_replicas(self, stage_map: StageMap) -> None:
-        """Raise `SpecError` on a column whose replicas have other parameters; collective over each column."""
-        groups = self.groups
-        names = self.owned.of(stage_map.layers_on(groups.rank))
-        named = [(name, self.owned.parameters[name]) for name in names]
-        check_alike(named, groups.column, groups.grid.column(groups.rank))
-
     def check_put(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise `TransitionError` for a parameter whose content cannot be exchanged; nothing changes."""
         for name, parameter in parameters.items():
@@ -131,7 +124,7 @@ class StateMover:
         try:
             return call()
         except Exception as error:
-            return f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            return in_a_line(error)
 
     def collect(self, now: Stages, *, gradients: bool) -> Held | str:
         """What this rank holds, or in words why it cannot be moved."""

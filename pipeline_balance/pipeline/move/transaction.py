@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.pipeline.move.votes import WHOLE, Vote, votes_of
-from prophet.errors import BudgetError, CollectiveError, StageFailed, StateLost, TransitionError
+from prophet.errors import BudgetError, CollectiveError, StageFailed, StateLost, TransitionError, in_a_line
 from prophet.ranks.collective import Collective, Decision
 from prophet.ranks.json_messages import gather_json, in_words
 from prophet.ranks.operation import Operation
@@ -256,4 +256,4 @@ def _words(error: Exception | None) -> str:
         return ""
     if isinstance(error, TransitionError) and error.own is not None:
         return error.own
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return in_a_line(error)

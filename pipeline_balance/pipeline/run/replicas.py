@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model.ownership import digest_of, local
+from pipeline_balance.pipeline.model.ownership import local
 from prophet.errors import OutOfStep, SpecError
 from prophet.ranks.collective import Collective
-from prophet.ranks.messages import tell
 from prophet.ranks.operation import Operation
 from prophet.ranks.waiting import Waiter
 
@@ -194,19 +193,6 @@ def start_alike(tensors: Sequence[Tensor], column: Collective) -> None:
     with torch.no_grad():
         for t in tensors:
             t.copy_(column.all_gather(t.detach(), op=Operation("weights of the first replica"), channel="weights")[0])
-
-
-def check_alike(named: Sequence[tuple[str, Tensor]], column: Collective, processes: Sequence[int]) -> None:
-    """Raise `SpecError` on a column where its replicas' parameters are not the same, bit for bit; collective over it.
-
-    named: this rank's parameters, in the same order on all ranks of the column, which are these `processes`.
-    """
-    if column.size == 1:
-        return
-    mine = [digest_of([(name, parameter)]) for name, parameter in named]
-    table = tell(column, mine, op=Operation("comparing replicas"), device=torch.device("cpu"))  # [R, parameters]
-    said = [dict(zip((name for name, _ in named), row.tolist(), strict=True)) for row in table]
-    refuse_apart(dict(zip(processes, said, strict=True)))
 
 
 def refuse_apart(column: Mapping[int, Mapping[str, int]]) -> None:
