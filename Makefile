@@ -109,7 +109,7 @@ test-peers: $(VENV)/.installed-test $(if $(PEERS_TUTEL),$(VENV)/.installed-tutel
 	$(PYTEST) tests/peers $(if $(PEERS_TUTEL),$(TUTEL_TESTS)) $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_balance.release.membership import Membership, MembershipError, released
 
 import pipeline_balance
+from pipeline_balance.release.membership import Membership, MembershipError, released
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from tests.helpers.launch import run_gloo
