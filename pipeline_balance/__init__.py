@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pipeline_balance.control.controller import Controller
     from pipeline_balance.control.decide import ControllerConfig
     from pipeline_balance.elastic.job import Job
+    from pipeline_balance.pipeline.measure.meter import Meter
     from pipeline_balance.pipeline.model.added_loss import add_loss
     from pipeline_balance.pipeline.move.files import read_checkpoint
     from pipeline_balance.pipeline.pretrained import load_pretrained
-    from pipeline_balance.pipeline.run.meter import Meter
     from pipeline_balance.pipeline.trainer import ElasticPipeline
     from pipeline_balance.spec import RankLimits, StageMap
     from prophet.state.pretrained import init_empty_weights
@@ -46,7 +46,7 @@ __all__ = [
 _MODULE_OF = {
     "ControllerConfig": "pipeline_balance.control.decide",
     "Job": "pipeline_balance.elastic.job",
-    "Meter": "pipeline_balance.pipeline.run.meter",
+    "Meter": "pipeline_balance.pipeline.measure.meter",
     "ElasticPipeline": "pipeline_balance.pipeline.trainer",
     "StageMap": "pipeline_balance.spec",
     "add_loss": "pipeline_balance.pipeline.model.added_loss",

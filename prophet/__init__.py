@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prophet.engine.attach import attach
     from prophet.engine.config import EngineConfig
     from prophet.engine.engine import Engine
-    from prophet.engine.report import StepReport
+    from prophet.engine.step_report import StepReport
     from prophet.experts.gate import GateConfig
     from prophet.layer.moe import MoE, collect_losses
     from prophet.machine.topology import read_topology
@@ -56,7 +56,7 @@ _MODULE_OF = {
     "EngineConfig": "prophet.engine.config",
     "GateConfig": "prophet.experts.gate",
     "MoE": "prophet.layer.moe",
-    "StepReport": "prophet.engine.report",
+    "StepReport": "prophet.engine.step_report",
     "Topology": "prophet.spec",
     "Windows": "prophet.spec",
     "attach": "prophet.engine.attach",

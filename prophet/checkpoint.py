@@ -1,6 +1,6 @@
-"""Save and load at any number of ranks. A door: the code is in `prophet.engine.checkpoint`."""
+"""Save and load at any number of ranks. A door: the code is in `prophet.engine.checkpoint.training`."""
 
-from prophet.engine.checkpoint import load, save
+from prophet.engine.checkpoint.training import load, save
 from prophet.errors import CheckpointError
 from prophet.state.checkpoint_folder import DESCRIPTION
 

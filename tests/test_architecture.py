@@ -102,9 +102,16 @@ _INNER: dict[str, dict[str, set[str]]] = {
         "search": {"model", "split", "core"},
         "policies": {"model", "split"},
     },
+    "prophet.convert": {
+        "trials": set(),
+        "sources": {"trials"},
+        "layers": {"trials", "sources"},
+    },
+    "prophet.engine": {"checkpoint": set()},
     "pipeline_balance.pipeline": {
+        "measure": set(),
         "model": set(),
-        "run": {"model"},
+        "run": {"measure", "model"},
         "move": {"model", "run"},
     },
     "pipeline_balance.elastic": {
@@ -176,7 +183,7 @@ _MAY_COMMUNICATE = {
     "pipeline_balance/elastic/groups.py",
     "pipeline_balance/elastic/shards/fully_sharded.py",  # reads what FSDP2 keeps; sends nothing
     "pipeline_balance/elastic/shards/sharded.py",  # torch's tensor parallelism and FSDP2 send what they must
-    "pipeline_balance/elastic/shards/holdings.py",  # reads shards off tensors; sends nothing
+    "pipeline_balance/elastic/shards/held_shards.py",  # reads shards off tensors; sends nothing
     "pipeline_balance/release/membership.py",
 }
 # Commands that start ranks play the user's program: one file starts and ends their process group, and everything in
@@ -308,9 +315,9 @@ def test_rooms_within_a_room_import_one_way(outer: str) -> None:
     folders = {p.parts[2] for p in sources(where) if len(p.parts) > 3}
     assert folders == _INNER[outer].keys(), "say in test_architecture.py what these may import"
     assert not wrong_inner_rooms(imports_in(where), outer)
-    low, *_, high = _INNER[outer]
+    low, high = next(iter(_INNER[outer])), list(_INNER[outer])[-1]
     breach = f"from {outer}.{high}.something import Thing"
-    assert wrong_inner_rooms(list(imports_of(breach, Path(f"{where}/{low}/x.py"))), outer)
+    assert low == high or wrong_inner_rooms(list(imports_of(breach, Path(f"{where}/{low}/x.py"))), outer)
 
 
 def test_nothing_is_too_long() -> None:

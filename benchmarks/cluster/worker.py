@@ -39,7 +39,7 @@ from prophet import Engine, EngineConfig, attach
 from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
 from prophet.engine.config import Experiment
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.layer.moe import moe_layers
 from prophet.machine.measure import Probe, measure_overlap
 from prophet.ranks.collective import Collective

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import prophet
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 
 
 class Engine(prophet.Engine):

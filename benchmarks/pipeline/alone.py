@@ -25,9 +25,9 @@ from benchmarks.pipeline.policies import (
 )
 from pipeline_balance.control.learn import Learner
 from pipeline_balance.dynamics.gpt import loss as loss_fn
+from pipeline_balance.pipeline.measure.meter import Meter, local_costs
 from pipeline_balance.pipeline.model.added_loss import added_losses
 from pipeline_balance.pipeline.run.generators import unit_seed
-from pipeline_balance.pipeline.run.meter import Meter, local_costs
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap, moved_bytes
 from prophet.demo.text import Corpus
 from prophet.ranks.threads import ThreadWorld

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline_balance.pipeline.run.meter import Meter
+from pipeline_balance.pipeline.measure.meter import Meter
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
 from benchmarks.pipeline.policies import DYNAMIC, ORACLE, best_map, controller_config, smoothed, start_map
 from pipeline_balance.control.controller import Controller, ControllerConfig, Decision
 from pipeline_balance.dynamics.gpt import loss as loss_fn
-from pipeline_balance.pipeline.run.meter import Meter
+from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import prophet
 from prophet.convert import converted, original_state_dict
 from prophet.convert.state import names_before
-from prophet.engine.expert_state import Share, join_state, shares_of, split_state
+from prophet.engine.checkpoint.expert_state import Share, join_state, shares_of, split_state
 from prophet.engine.shared_errors import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
 from prophet.ranks.operation import Operation

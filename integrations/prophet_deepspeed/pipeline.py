@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.maps.partition import partition_by_time
-from pipeline_balance.pipeline.run.meter_alone import Build, measure_alone
+from pipeline_balance.pipeline.measure.meter_alone import Build, measure_alone
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
 from prophet.errors import SpecError
 from prophet.ranks.operation import Operation
@@ -29,8 +29,8 @@ def measure_layers(layers: Sequence[Any], inputs: Tensor, **options: Any) -> lis
     """Costs of a PipelineModule's layers (modules, `LayerSpec`, `TiedLayerSpec`, functions) for one microbatch.
 
     One layer is built and run at a time, on this process alone. options: `target`, `loss_fn`, `make_optimizer`,
-    `repeats` and `device` of `pipeline_balance.pipeline.run.meter_alone`. A tied layer counts wherever it stands: every
-    stage that uses it holds a copy.
+    `repeats` and `device` of `pipeline_balance.pipeline.measure.meter_alone`. A tied layer counts wherever it stands:
+    every stage that uses it holds a copy.
     """
     return measure_alone([_builder(layer) for layer in layers], inputs, **options)
 

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prophet
 from prophet.convert import ConversionReport, converted, find, standard_adapters
-from prophet.convert.elementwise import is_elementwise
 from prophet.convert.find import find_all
+from prophet.convert.trials.elementwise import is_elementwise
 from prophet.engine.balanced_layer import BalancedLayer
 from prophet.errors import ConversionError
 from prophet.layer.moe import moe_layers

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 import prophet
 from prophet.convert import ConversionReport, converted
 from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.monitor import Monitor
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import expert_groups

@@ -16,8 +16,8 @@ from torch import nn
 
 import prophet
 from prophet.convert import ConversionReport, RoutedExperts, converted, find, standard_adapters
-from prophet.convert.cut import CutExperts
-from prophet.convert.tutel import TutelMoE, source_names
+from prophet.convert.layers.cut import CutExperts
+from prophet.convert.sources.tutel import TutelMoE, source_names
 from prophet.engine.parallel import expert_parameters
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 from prophet.ranks.process_group import processes

@@ -22,7 +22,7 @@ from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost
 from pipeline_balance.control.learn import Learner, MoveTime
 from pipeline_balance.control.report import BalanceReport, Move
 from pipeline_balance.control.stages import BalancedStages, PipelineStages
-from pipeline_balance.pipeline.run.slice_costs import unit_costs
+from pipeline_balance.pipeline.measure.slice_costs import unit_costs
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import PlanMismatch, SpecError

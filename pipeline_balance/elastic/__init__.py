@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline_balance.elastic.layouts.parallelism import Parallelism
     from pipeline_balance.elastic.own_loop import reshard
     from pipeline_balance.elastic.shards.experts import one_rank
-    from pipeline_balance.elastic.shards.holdings import held
+    from pipeline_balance.elastic.shards.held_shards import held
     from pipeline_balance.pipeline.model.registered import register
 
 __all__ = ["Batches", "GlobalBatches", "Job", "Parallelism", "held", "one_rank", "register", "reshard"]
@@ -30,7 +30,7 @@ _MODULE_OF = {
     "GlobalBatches": "pipeline_balance.elastic.data",
     "Job": "pipeline_balance.elastic.job",
     "Parallelism": "pipeline_balance.elastic.layouts.parallelism",
-    "held": "pipeline_balance.elastic.shards.holdings",
+    "held": "pipeline_balance.elastic.shards.held_shards",
     "one_rank": "pipeline_balance.elastic.shards.experts",
     "register": "pipeline_balance.pipeline.model.registered",
     "reshard": "pipeline_balance.elastic.own_loop",

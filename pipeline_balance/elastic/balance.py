@@ -19,7 +19,7 @@ from prophet.ranks.json_messages import gather_json, in_words
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import process_rank
 from prophet.spec import Topology
-from prophet.state.words import meant, said
+from prophet.state.json_values import meant, said
 
 _MOST_BYTES = 1 << 28  # of one tensor that is told
 _MEMORY = {"ranks", "step", "plan", "history"}

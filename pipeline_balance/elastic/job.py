@@ -29,19 +29,19 @@ from pipeline_balance.elastic.shards.job_state import (
 from pipeline_balance.elastic.stages import JobStages, check_stages
 from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.elastic.trainable import check, check_alike, check_nodes
+from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.layers import CountLabels, LossFn, PipelineModel
 from pipeline_balance.pipeline.move.export import write_pretrained
 from pipeline_balance.pipeline.move.files import Also
 from pipeline_balance.pipeline.move.transaction import Switched
 from pipeline_balance.pipeline.pretrained import load_pretrained
-from pipeline_balance.pipeline.run.meter import Meter
 from pipeline_balance.pipeline.run.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.run.scaler import PipelineScaler
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.slices import SliceOptions
 from pipeline_balance.spec import RankLimits
-from prophet.convert.routed import with_originals
+from prophet.convert.layers.routed import with_originals
 from prophet.convert.state import original_state_dict
 from prophet.engine.engine import Engine
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pipeline_balance.elastic.groups import SHARDS, Groups, Members, groups_of_world, met
 from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.shards.copies import check_copyable, check_parameters
 from pipeline_balance.elastic.shards.fully_sharded import (
     check_weak,
     leaves_of,
@@ -25,12 +24,13 @@ from pipeline_balance.elastic.shards.fully_sharded import (
     options_in_words,
     policies_of,
 )
-from pipeline_balance.elastic.shards.holdings import digests, refuse_apart
+from pipeline_balance.elastic.shards.held_shards import digests, refuse_apart
 from pipeline_balance.elastic.shards.job_state import is_sharded, mesh_axes, shards_in
-from pipeline_balance.elastic.shards.live import Live
+from pipeline_balance.elastic.shards.module_copies import check_copyable, check_parameters
+from pipeline_balance.elastic.shards.new_model import Target
 from pipeline_balance.elastic.shards.sharded import check_parts
-from pipeline_balance.elastic.shards.styles import styles_of
-from pipeline_balance.elastic.shards.target import Target
+from pipeline_balance.elastic.shards.tp_styles import styles_of
+from pipeline_balance.elastic.shards.user_model import Live
 from pipeline_balance.pipeline.model.ownership import check_free
 from pipeline_balance.pipeline.move.state import base_name, refuse_odd
 from pipeline_balance.pipeline.move.transaction import Assignments, Move, run

@@ -19,7 +19,7 @@ from pipeline_balance.elastic.layouts.boxes import layout_of
 from pipeline_balance.elastic.layouts.describe import Rule
 from pipeline_balance.elastic.layouts.order import ordered
 from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.seats import groups_of, seats_of
+from pipeline_balance.elastic.rank_assignment import groups_of, seats_of
 from pipeline_balance.elastic.shards.experts import has_experts
 from pipeline_balance.elastic.shards.job_state import (
     Ahead,
@@ -40,8 +40,8 @@ from pipeline_balance.pipeline.move.pipeline_state import Arrangement
 from pipeline_balance.pipeline.move.state import spec_rows, specs_of
 from pipeline_balance.pipeline.move.transaction import Prepared, Switched
 from pipeline_balance.pipeline.run.agreement import alike, refuse_where
-from pipeline_balance.pipeline.run.owners import Owners
 from pipeline_balance.pipeline.run.stages import Seats
+from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap

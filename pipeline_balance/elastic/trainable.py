@@ -10,7 +10,7 @@ from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.shards.experts import check_experts, has_experts
 from pipeline_balance.elastic.shards.job_state import is_sharded
 from pipeline_balance.elastic.shards.sharded import check_shardable
-from pipeline_balance.elastic.shards.styles import rules_for, styles_of
+from pipeline_balance.elastic.shards.tp_styles import rules_for, styles_of
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import PipelineModel
 from prophet.errors import SpecError

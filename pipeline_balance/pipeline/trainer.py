@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.measure.meter import Meter, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import (
     Batch,
@@ -33,14 +34,13 @@ from pipeline_balance.pipeline.move.transaction import Prepared, Switched, run
 from pipeline_balance.pipeline.run.agreement import agree_on_model, agree_on_optimizers
 from pipeline_balance.pipeline.run.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.run.failures import Failures, together
-from pipeline_balance.pipeline.run.meter import Meter, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline.run.optimizers import MakeOptimizer, Optimizers
-from pipeline_balance.pipeline.run.owners import Owners
 from pipeline_balance.pipeline.run.passes import Passes
 from pipeline_balance.pipeline.run.progress import Progress
 from pipeline_balance.pipeline.run.replicas import check_units
 from pipeline_balance.pipeline.run.scaler import PipelineScaler
 from pipeline_balance.pipeline.run.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder, Stages
+from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap

@@ -36,7 +36,7 @@ class SliceOptions:
     With `balance` "none" slices are of equal length, and must divide the tokens. With "uneven" they are of equal cost:
     the first are the longest, as attention costs more the more tokens came before. `crossover_tokens` is how many those
     are where attention costs a layer as much as all else. None takes the count of multiplications in a transformers
-    model's layers; a fit of measured times may know better (`pipeline_balance.pipeline.run.meter.slice_fit`).
+    model's layers; a fit of measured times may know better (`pipeline_balance.pipeline.measure.meter.slice_fit`).
     """
 
     slices: int

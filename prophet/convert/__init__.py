@@ -16,24 +16,17 @@ import torch.distributed as dist
 from torch import nn
 
 from prophet.convert.base import Adapter, ExpertsSpec
-from prophet.convert.checks import (
-    agree,
-    check_model,
-    check_no_optimizer,
-    check_not_shared,
-    fingerprint,
-    on_every_rank,
-)
-from prophet.convert.discover import LeftAlone
+from prophet.convert.checks import agree, check_no_optimizer, check_not_shared, fingerprint, on_every_rank
 from prophet.convert.find import Found, device_of, find, find_all, nothing_found, standard_adapters
+from prophet.convert.layers.routed import RoutedExperts, check_model, converted
 from prophet.convert.optimizer import Carried, Move, carry, digest
 from prophet.convert.replace import replace
 from prophet.convert.report import ConversionReport, Replaced, Trained, trained
-from prophet.convert.routed import RoutedExperts, converted
 from prophet.convert.saving import write_as_before, write_original_layout
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
 from prophet.convert.trial import check_by_trying
-from prophet.convert.verify import Trial
+from prophet.convert.trials.discover import LeftAlone
+from prophet.convert.trials.verify import Trial
 from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import CollectiveError, ConversionError, PlanMismatch

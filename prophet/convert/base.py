@@ -37,8 +37,8 @@ class ExpertsSpec:
     "feed-forward" networks on the grouped kernels or as "modules" one by one, and why: why not the former; hidden,
     activation and bias have no meaning then. idle_called: whether a block of the form "modules" also calls experts that
     no token chose, whose gradients are zero then and not None. places: where one module computes all held experts and
-    is cut, in how many of its places each copy has its expert (`prophet.convert.cut`); 0 where there is a module per
-    expert.
+    is cut, in how many of its places each copy has its expert (`prophet.convert.layers.cut`); 0 where there is a module
+    per expert.
     """
 
     num_experts: int

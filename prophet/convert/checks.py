@@ -31,17 +31,6 @@ SPREAD = (
 )
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise `ConversionError` for a model that is wrapped already, or that is converted already."""
-    from prophet.convert.routed import converted
-
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConversionError("the model is wrapped in DistributedDataParallel: convert it first, wrap it afterwards")
-    already = [name for name, *_ in converted(model)]
-    if already:
-        raise ConversionError(f"{already[0]} has been converted already; prophet.revert(model) first")
-
-
 def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) -> ExpertsSpec:
     """The block's description. Raises `ConversionError` for what cannot be converted on `ranks` ranks."""
     try:

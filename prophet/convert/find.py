@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert import huggingface, own_interface
 from prophet.convert.base import Adapter, ExpertsSpec, child
 from prophet.convert.checks import describe_block
-from prophet.convert.deepspeed import DeepSpeedMoE
-from prophet.convert.discover import LeftAlone, discover
-from prophet.convert.interface import Interface
-from prophet.convert.listed import Listed
-from prophet.convert.lora import for_lora
-from prophet.convert.routed import block_of
-from prophet.convert.tutel import TutelMoE
-from prophet.convert.verify import TOKENS
+from prophet.convert.layers.routed import block_of
+from prophet.convert.sources import huggingface, own_interface
+from prophet.convert.sources.deepspeed import DeepSpeedMoE
+from prophet.convert.sources.interface import Interface
+from prophet.convert.sources.listed import Listed
+from prophet.convert.sources.lora import for_lora
+from prophet.convert.sources.tutel import TutelMoE
+from prophet.convert.trials.discover import LeftAlone, discover
+from prophet.convert.trials.verify import TOKENS
 from prophet.errors import ConversionError
 from prophet.layer.moe import MoE
 

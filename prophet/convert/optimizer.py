@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec
-from prophet.convert.cut import CutExperts, cut
-from prophet.convert.elementwise import is_elementwise
 from prophet.convert.find import Found
+from prophet.convert.layers.cut import CutExperts
+from prophet.convert.sources.cut import cut
+from prophet.convert.trials.elementwise import is_elementwise
 from prophet.engine.config import APART, why_not_apart
 from prophet.errors import ConversionError
 from prophet.experts.bank import Entry

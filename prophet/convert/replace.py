@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prophet.convert.cut import CutExperts, cut_bank
 from prophet.convert.find import Found
-from prophet.convert.listed import Listed, ListedExperts
-from prophet.convert.lora import LoraBlock
-from prophet.convert.lora_layer import lora_layer
-from prophet.convert.modules import RoutedModules, list_in, modules_bank
-from prophet.convert.routed import Origin, RoutedExperts, copied_rest
+from prophet.convert.layers.cut import CutExperts, cut_bank
+from prophet.convert.layers.listed import ListedExperts
+from prophet.convert.layers.lora import lora_layer
+from prophet.convert.layers.modules import RoutedModules, modules_bank
+from prophet.convert.layers.routed import Origin, RoutedExperts, copied_rest
+from prophet.convert.sources.listed import Listed
+from prophet.convert.sources.lists import list_in
+from prophet.convert.sources.lora import LoraBlock
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.choice import Impl
 from prophet.ranks.collective import Collective

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from prophet.convert.base import ExpertsSpec
-from prophet.convert.discover import LeftAlone
-from prophet.convert.routed import converted
+from prophet.convert.layers.routed import converted
+from prophet.convert.trials.discover import LeftAlone
 from prophet.spec import Bias
 from prophet.terminal import Column, FittedTable
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from prophet.convert.lora_layer import lora_layers, reading_adapters
-from prophet.convert.routed import converted, with_originals
+from prophet.convert.layers.lora import lora_layers, reading_adapters
+from prophet.convert.layers.routed import converted, with_originals
 from prophet.convert.state import load_original_state_dict, original_state_dict
 from prophet.errors import CheckpointError, ConversionError, PartialStateError, some
 from prophet.ranks.operation import Operation

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prophet.convert.routed import RoutedExperts, block_of
+from prophet.convert.layers.routed import RoutedExperts, block_of
 from prophet.errors import ConversionError, some
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import cut_like, roll_call

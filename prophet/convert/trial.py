@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from prophet.convert.copies import (
+from prophet.convert.find import Found
+from prophet.convert.layers.routed import with_rest
+from prophet.convert.replace import replace
+from prophet.convert.sources.listed import Listed
+from prophet.convert.trials.discover import Listing
+from prophet.convert.trials.module_copies import (
     ROUNDED,
     Rounding,
     device_of,
@@ -27,13 +32,8 @@ from prophet.convert.copies import (
     trying,
     twin_of,
 )
-from prophet.convert.discover import Listing
-from prophet.convert.find import Found
-from prophet.convert.listed import Listed
-from prophet.convert.replace import replace
-from prophet.convert.replay import Note, Passes, RandomState, Tape, with_stand_ins
-from prophet.convert.routed import with_rest
-from prophet.convert.verify import TOLERANCE, evaluating
+from prophet.convert.trials.replay import Note, Passes, RandomState, Tape, with_stand_ins
+from prophet.convert.trials.verify import TOLERANCE, evaluating
 from prophet.errors import ConversionError, ReplayError
 from prophet.ranks.threads import ThreadWorld
 

@@ -23,7 +23,7 @@ from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
 from prophet.engine.attach import attach
 from prophet.engine.config import EngineConfig
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.machine.presets import CLUSTERS
 from prophet.planner.base import Planner
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from prophet.engine.balanced_layer import BalancedLayer
+from prophet.engine.checkpoint.balancing import plan_state
 from prophet.engine.engine import Engine
 from prophet.engine.history import History
 from prophet.engine.replan import next_plan
-from prophet.engine.resume import plan_state
 
 Memory = Mapping[str, Any]
 """What one group remembers of one layer: its "ranks", "step", "plan" and "history", as `Engine.state_dict` has them."""

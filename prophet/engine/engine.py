@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
+from prophet.engine.checkpoint.balancing import engine_state, engine_state_from
 from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of, planner_of
-from prophet.engine.copies import check_not_copies
+from prophet.engine.identical_experts import check_not_copies
 from prophet.engine.overflow import Following
 from prophet.engine.parallel import clip_grad_norm_, update_biases
-from prophet.engine.report import StepReport
-from prophet.engine.resume import engine_state, engine_state_from
+from prophet.engine.step_report import StepReport
 from prophet.experts.replica import ReplicaPool
 from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.gradient_watch import GradientWatch

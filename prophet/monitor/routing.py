@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.traces import TraceWriter
 from prophet.traces.importers import ROUTING

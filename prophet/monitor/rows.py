@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.planner.base import Planner
 from prophet.planner.model.cost import step_cost
 from prophet.spec import IntArray, PlanContext, Split

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from prophet.engine.engine import Engine
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.errors import MonitorError
 from prophet.files import is_number, read_json
 from prophet.ranks.process_group import process_rank, processes

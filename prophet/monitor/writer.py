@@ -18,7 +18,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from prophet.engine.engine import Engine
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.monitor.routing import Routing
 from prophet.monitor.rows import detail_period, predicted_gains, step_row
 from prophet.monitor.sinks import JsonLines, Row, Sink, TensorBoard, WandB

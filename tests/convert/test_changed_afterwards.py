@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import prophet
 from prophet.convert import original_state_dict
-from prophet.convert.discover import discover
+from prophet.convert.trials.discover import discover
 from prophet.engine.config import Experiment
 from prophet.errors import ConfigMismatch, ConversionError, PlanMismatch
 from prophet.ranks.collective import Collective

@@ -24,9 +24,9 @@ from prophet.convert import (
     converted,
     load_original_state_dict,
     original_state_dict,
-    verify,
 )
 from prophet.convert.checks import check_no_optimizer
+from prophet.convert.trials import verify
 from prophet.errors import ConversionError, RoutingError
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.expert_lists import (

@@ -11,7 +11,7 @@ import torch
 
 import prophet
 from prophet.convert.optimizer import Carried
-from prophet.convert.verify import Trial
+from prophet.convert.trials.verify import Trial
 from prophet.errors import ConversionError, OutOfStep
 from prophet.ranks.collective import Collective
 from tests.helpers.expert_lists import DeepseekV3MoE, Net, net_loss

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import converted
-from prophet.convert.routed import with_originals
+from prophet.convert.layers.routed import with_originals
 from prophet.errors import ConversionError
 from tests.helpers.described import (
     DIM,

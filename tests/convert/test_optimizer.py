@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import converted
-from prophet.convert.elementwise import is_elementwise
-from prophet.convert.verify import Trial
+from prophet.convert.trials.elementwise import is_elementwise
+from prophet.convert.trials.verify import Trial
 from prophet.errors import ArgumentError, ConversionError
 from prophet.ranks.collective import Collective
 from tests.helpers.expert_lists import EXPERTS, DeepseekV3MoE, Net, net_loss

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import converted, load_original_state_dict, original_state_dict
-from prophet.convert.discover import discover
+from prophet.convert.trials.discover import discover
 from prophet.errors import ConversionError
 from prophet.ranks.process_group import collective_for
 from tests.helpers.hand_written import (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import prophet
 from prophet.convert import converted, original_state_dict
 from prophet.convert.checks import LORA_ADVICE
-from prophet.convert.lora import Piece
+from prophet.convert.sources.lora import Piece
 from prophet.errors import CheckpointError, ConversionError, PartialStateError
 from tests.helpers.moe_models import alone, batches, compare, hugging_face, layers_of, loss_of, together
 from tests.helpers.support import on_threads

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import RowOrder, original_state_dict
-from prophet.convert.probe import activation_of, gate_of, identify
+from prophet.convert.trials.probe import activation_of, gate_of, identify
 from prophet.errors import ConversionError, SpecError
 from prophet.kernels.grouped_ffn.naive import expert_ffn
 from prophet.spec import ACTIVATIONS, Activation, activation_named, bias_of, has_biases, parts_of

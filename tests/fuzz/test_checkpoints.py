@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 import prophet
-from prophet.engine import checkpoint
+from prophet.engine.checkpoint import training as checkpoint
 from prophet.errors import CheckpointError
 from prophet.state.tensor_index import TensorReader
 from tests.helpers.fuzzing import VALUES, Format, Payload, feed, mutated, replaced

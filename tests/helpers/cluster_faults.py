@@ -18,7 +18,7 @@ import prophet
 from benchmarks.cluster.calibrate import fit_experts, slowness_of
 from benchmarks.cluster.host import Host
 from prophet import EngineConfig, attach
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.kernels.grouped_ffn.naive import ExpertWeights, expert_ffn
 from prophet.ranks.collective import Channel, Collective, Pending
 from prophet.ranks.operation import Operation

@@ -17,7 +17,7 @@ from pipeline_balance.elastic.groups import Groups
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.layouts.boxes import layout_of
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
-from pipeline_balance.elastic.shards.holdings import held
+from pipeline_balance.elastic.shards.held_shards import held
 from pipeline_balance.elastic.shards.job_state import describe
 from pipeline_balance.pipeline.move import pipeline_state
 from pipeline_balance.pipeline.move.stage_map import Change

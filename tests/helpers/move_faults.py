@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic import own_loop
-from pipeline_balance.elastic.shards.live import Live
-from pipeline_balance.elastic.shards.target import Target
+from pipeline_balance.elastic.shards.new_model import Target
+from pipeline_balance.elastic.shards.user_model import Live
 from pipeline_balance.pipeline.model.ownership import local
 from pipeline_balance.pipeline.move import pipeline_state
 from pipeline_balance.pipeline.move import stage_map as rebuild

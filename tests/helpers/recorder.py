@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prophet.engine.copies import COMPARISON
+from prophet.engine.identical_experts import COMPARISON
 from prophet.ranks.collective import Channel, Collective, Done, Pending, check_rows
 from prophet.ranks.messages import HEAD
 from prophet.ranks.operation import Operation

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import prophet
 from prophet.engine.config import Experiment
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.kernels.choice import Impl
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective

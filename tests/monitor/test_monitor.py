@@ -19,7 +19,7 @@ import torch
 import prophet
 from prophet.cli import BAD_INPUT, OK, main
 from prophet.engine.config import EngineConfig
-from prophet.engine.report import StepReport
+from prophet.engine.step_report import StepReport
 from prophet.errors import MonitorError
 from prophet.monitor.read import Tail, read_steps
 from prophet.monitor.routing import Routing

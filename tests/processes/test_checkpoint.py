@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import prophet
-from prophet.engine import checkpoint
+from prophet.engine.checkpoint import training as checkpoint
 from prophet.engine.config import Experiment
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters

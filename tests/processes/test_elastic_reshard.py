@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic.groups import Groups
-from pipeline_balance.elastic.shards import target
+from pipeline_balance.elastic.shards import new_model as target
 from prophet.errors import CollectiveError, SpecError, TransitionError
 from tests.helpers.elastic_jobs import losing
 from tests.helpers.launch import run_gloo

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from prophet.engine import checkpoint
+from prophet.engine.checkpoint import training as checkpoint
 from prophet.errors import CheckpointError
 from prophet.ranks.process_group import collective_for
 from prophet.ranks.threads import ThreadWorld

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from prophet.errors import CheckpointError, SpecError
 from prophet.state.checkpoint_files import Boxes, Files, by_tensor, write
 from prophet.state.checkpoint_folder import DESCRIPTION, read_description, tensors_of
+from prophet.state.json_values import meant, said
 from prophet.state.layout import Piece, slice_box
 from prophet.state.space import Box, Space, TensorSpec
-from prophet.state.words import meant, said
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

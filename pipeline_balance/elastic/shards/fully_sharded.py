@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
-from pipeline_balance.elastic.shards.copies import sharded_of
+from pipeline_balance.elastic.shards.module_copies import sharded_of
 from prophet.engine.regroup import known_references
 from prophet.errors import SpecError
 

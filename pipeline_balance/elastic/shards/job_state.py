@@ -19,10 +19,10 @@ from pipeline_balance.elastic.groups import SHARDS, Groups
 from pipeline_balance.elastic.layouts.boxes import ModelDescription, Parameter, layout_of
 from pipeline_balance.elastic.layouts.describe import Rule
 from pipeline_balance.elastic.layouts.parallelism import Axis, Parallelism
-from pipeline_balance.elastic.shards.copies import Found, check_copyable, check_parameters, found_in, sharded_of
 from pipeline_balance.elastic.shards.experts import as_boxes, has_experts, stacks
 from pipeline_balance.elastic.shards.fully_sharded import check_weak, leaves_of, padded
-from pipeline_balance.elastic.shards.holdings import box_of, digests, refuse_apart
+from pipeline_balance.elastic.shards.held_shards import box_of, digests, refuse_apart
+from pipeline_balance.elastic.shards.module_copies import Found, check_copyable, check_parameters, found_in, sharded_of
 from pipeline_balance.elastic.shards.sharded import (
     ShardedModel,
     Shards,
@@ -32,7 +32,7 @@ from pipeline_balance.elastic.shards.sharded import (
     shard_like,
     sharded,
 )
-from pipeline_balance.elastic.shards.styles import styles_of
+from pipeline_balance.elastic.shards.tp_styles import styles_of
 from pipeline_balance.pipeline.model.layers import PipelineModel
 from pipeline_balance.pipeline.model.ownership import Ownership, attributes_of, check_free, like_meta
 from pipeline_balance.pipeline.model.registered import registered, settings
@@ -41,8 +41,8 @@ from pipeline_balance.pipeline.move.stage_map import Change
 from pipeline_balance.pipeline.move.state import Held, Item, base_name, refuse_odd, state_entries
 from pipeline_balance.pipeline.run.experts import StageExperts
 from pipeline_balance.pipeline.run.optimizers import Optimizers
-from pipeline_balance.pipeline.run.owners import Owners
 from pipeline_balance.pipeline.run.stages import Seats, alone
+from pipeline_balance.pipeline.run.zero1 import Owners
 from prophet.engine.regroup import regroup
 from prophet.errors import LayoutError, SpecError, TransitionError
 from prophet.state.layout import Layout, layout_from

@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from pipeline_balance.elastic.shards.copies import Copy, Found, sharded_of, without_memory
 from pipeline_balance.elastic.shards.fully_sharded import give_back
-from pipeline_balance.elastic.shards.styles import Style
+from pipeline_balance.elastic.shards.module_copies import Copy, Found, sharded_of, without_memory
+from pipeline_balance.elastic.shards.tp_styles import Style
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.expert_layers import collective_of
 from pipeline_balance.pipeline.model.layers import Activations, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of

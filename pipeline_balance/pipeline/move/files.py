@@ -32,10 +32,10 @@ from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work
 from prophet.state.checkpoint_files import Agree, Files, by_tensor, write
 from prophet.state.checkpoint_folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
+from prophet.state.json_values import meant, said
 from prophet.state.layout import Layout, Piece
 from prophet.state.space import Space, StateKind, TensorSpec
 from prophet.state.streams import torch_dtype
-from prophet.state.words import meant, said
 
 _MOST = 1 << 53  # of any whole number
 

@@ -27,10 +27,10 @@ from pipeline_balance.pipeline.move.state import (
 )
 from pipeline_balance.pipeline.move.transaction import Assignments
 from pipeline_balance.pipeline.run.agreement import from_all, refuse_where
-from pipeline_balance.pipeline.run.owners import Owners
 from pipeline_balance.pipeline.run.passes import Passes
 from pipeline_balance.pipeline.run.replicas import refuse_apart
 from pipeline_balance.pipeline.run.stages import PipelineConfig, Seats, StageBuilder, Stages
+from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.added_loss import AddedLosses, added_losses
 from pipeline_balance.pipeline.model.buffers import BufferPool
 from pipeline_balance.pipeline.model.halves import SecondHalf, first_half
@@ -21,7 +22,6 @@ from pipeline_balance.pipeline.model.layers import Activations, Microbatch, Modu
 from pipeline_balance.pipeline.model.lost_losses import LostLosses, is_loss, lost_loss
 from pipeline_balance.pipeline.run.failures import Failures
 from pipeline_balance.pipeline.run.generators import seeded, unit_seed
-from pipeline_balance.pipeline.run.meter import Meter
 from pipeline_balance.pipeline.run.wide_sums import WideSums
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.transfers import Message, Step, received_ahead

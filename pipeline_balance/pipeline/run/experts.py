@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.expert_layers import expert_layers
-from pipeline_balance.pipeline.run.meter import Meter
 from prophet.errors import SpecError
 from prophet.ranks.collective import Channel, Collective, Messages, Pending, Rows
 from prophet.ranks.messages import tell

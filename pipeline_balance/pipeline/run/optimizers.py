@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from pipeline_balance.pipeline.model.ownership import number_of
 from prophet.errors import SpecError
-from prophet.state.words import meant, said
+from prophet.state.json_values import meant, said
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], Optimizer | Sequence[Optimizer]]

@@ -18,13 +18,13 @@ from pipeline_balance.pipeline.run.agreement import Passing, actions_of, agree_o
 from pipeline_balance.pipeline.run.executor import Run
 from pipeline_balance.pipeline.run.experts import StageExperts
 from pipeline_balance.pipeline.run.optimizers import Optimizers
-from pipeline_balance.pipeline.run.owners import Owners
 from pipeline_balance.pipeline.run.progress import Progress
 from pipeline_balance.pipeline.run.replicas import start_alike
 from pipeline_balance.pipeline.run.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.run.stages import PipelineConfig, StageBuilder, Stages
 from pipeline_balance.pipeline.run.ties import share_tied_weights, ties_of
 from pipeline_balance.pipeline.run.update import Gradients
+from pipeline_balance.pipeline.run.zero1 import Owners
 from prophet.errors import SpecError
 from prophet.ranks.operation import Operation
 

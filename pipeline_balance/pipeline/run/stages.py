@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from pipeline_balance.maps.compare import dense_ranks
+from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.halves_tried import check_halves
 from pipeline_balance.pipeline.model.layers import PipelineModel
 from pipeline_balance.pipeline.model.ownership import number_of
 from pipeline_balance.pipeline.run.executor import Executor
 from pipeline_balance.pipeline.run.failures import Failures
-from pipeline_balance.pipeline.run.meter import Meter
 from pipeline_balance.pipeline.run.replicas import Grid
 from pipeline_balance.schedules.actions import Action, Schedule
 from pipeline_balance.schedules.named import FLEXIBLE, MakeSchedule, check_choice, schedule_for

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
+from pipeline_balance.pipeline.measure.meter import Meter, gather_costs
 from pipeline_balance.pipeline.model.layers import ModuleChain
 from pipeline_balance.pipeline.model.ownership import Ownership
-from pipeline_balance.pipeline.run.meter import Meter, gather_costs
 from pipeline_balance.pipeline.run.progress import Progress
 from pipeline_balance.pipeline.run.stages import PipelineConfig
 from pipeline_balance.spec import LayerCost, StageMap

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.run.meter import Meter, gather_costs, local_costs
+from pipeline_balance.pipeline.measure.meter import Meter, gather_costs, local_costs
 from pipeline_balance.spec import LayerCost
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld

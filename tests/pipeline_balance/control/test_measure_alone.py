@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.maps.partition import partition_by_time
-from pipeline_balance.pipeline.run.meter_alone import measure_alone
+from pipeline_balance.pipeline.measure.meter_alone import measure_alone
 from pipeline_balance.spec import RankLimits
 from prophet.errors import SpecError
 

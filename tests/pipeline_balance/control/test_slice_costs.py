@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline_balance.pipeline.run.meter import Meter, local_costs, slice_fit
-from pipeline_balance.pipeline.run.slice_costs import OfSlice, SliceFit, unit_costs
+from pipeline_balance.pipeline.measure.meter import Meter, local_costs, slice_fit
+from pipeline_balance.pipeline.measure.slice_costs import OfSlice, SliceFit, unit_costs
 from pipeline_balance.schedules.sliced import slice_starts
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap, rank_memory_bytes
 from tests.helpers import sliced_layers as own

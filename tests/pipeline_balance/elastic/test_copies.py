@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from pipeline_balance.elastic.shards.copies import Copy, check_copyable, found_in, without_memory
 from pipeline_balance.elastic.shards.fully_sharded import check_weak
+from pipeline_balance.elastic.shards.module_copies import Copy, check_copyable, found_in, without_memory
 from pipeline_balance.pipeline.model.ownership import check_free
 from prophet.errors import SpecError
 

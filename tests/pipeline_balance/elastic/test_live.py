@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
-from pipeline_balance.elastic.shards.live import Live
+from pipeline_balance.elastic.shards.user_model import Live
 from prophet.errors import SpecError
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.run.experts import StageExperts, TimedCollective
-from pipeline_balance.pipeline.run.meter import Meter
 from prophet.errors import SpecError
 from prophet.layer.moe import MoE
 from prophet.ranks.collective import Collective

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
-from prophet.convert.cut import check_cuttable
-from prophet.convert.probe import activation_of, check_row_wise
 from prophet.convert.seen import Seen, tokens_in
+from prophet.convert.sources.cut import check_cuttable
+from prophet.convert.trials.probe import activation_of, check_row_wise
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import Bias, bias_of, has_biases, parts_of

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, bare, check_shapes, integer
 from prophet.convert.checks import SPREAD
-from prophet.convert.copies import trying, twin_of
-from prophet.convert.probe import activation_of, gate_of
+from prophet.convert.trials.module_copies import trying, twin_of
+from prophet.convert.trials.probe import activation_of, gate_of
 from prophet.errors import ConversionError
 from prophet.experts.plain import RowOrder
 from prophet.kernels.grouped_ffn import ExpertWeights

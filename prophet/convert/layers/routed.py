@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.checks import check_adapters
-from prophet.convert.partial_state import mark_part
+from prophet.convert.layers.partial_state import mark_part
+from prophet.errors import ConversionError
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Router, Routing
 from prophet.kernels.choice import Impl
@@ -214,3 +215,14 @@ def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, RoutedExp
         for attribute, layer in module.named_children():
             if isinstance(layer, RoutedExperts):
                 yield (f"{name}.{attribute}" if name else attribute), module, attribute, layer
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise `ConversionError` for a model that is wrapped already, or that is converted already."""
+    from prophet.convert.layers.routed import converted
+
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConversionError("the model is wrapped in DistributedDataParallel: convert it first, wrap it afterwards")
+    already = [name for name, *_ in converted(model)]
+    if already:
+        raise ConversionError(f"{already[0]} has been converted already; prophet.revert(model) first")

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prophet.engine.checkpoint_experts import ExpertStates, counts_on_device, entries_of
-from prophet.engine.checkpoint_json import FORMAT, meant_by, misfit
-from prophet.engine.expert_state import banks_of, patterns, shares_of, split_state
+from prophet.engine.checkpoint.description import FORMAT, meant_by, misfit
+from prophet.engine.checkpoint.expert_state import banks_of, patterns, shares_of, split_state
+from prophet.engine.checkpoint.experts import ExpertStates, counts_on_device, entries_of
 from prophet.engine.shared_errors import limit_of, together
 from prophet.errors import CheckpointError, some
 from prophet.layer.moe import moe_layers
@@ -33,7 +33,7 @@ from prophet.ranks.process_group import at_work
 from prophet.spec import digest, odd_ones_out
 from prophet.state.checkpoint_files import Agree, Files, write
 from prophet.state.checkpoint_folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
-from prophet.state.words import said as words
+from prophet.state.json_values import said as words
 
 # how an optimizer computes is the reading one's own choice
 NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")

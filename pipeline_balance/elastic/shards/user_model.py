@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline_balance.elastic.groups import members_of
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.shards.fully_sharded import give_back
-from pipeline_balance.elastic.shards.holdings import cut_over, pieces_of
+from pipeline_balance.elastic.shards.held_shards import cut_over, pieces_of
 from pipeline_balance.elastic.shards.job_state import is_sharded
 from pipeline_balance.pipeline.model.ownership import local
 from pipeline_balance.pipeline.model.registered import registered

@@ -1,8 +1,8 @@
 """Hugging Face models before release 5 of transformers: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2, V3, GPT-OSS.
 
 There a block held a list of experts and looped over them itself: the one method with the loop is replaced. GPT-OSS
-stacked its experts already, and called them with weights for all. Since release 5 `prophet.convert.interface` knows
-the experts of all families.
+stacked its experts already, and called them with weights for all. Since release 5
+`prophet.convert.sources.interface` knows the experts of all families.
 
 Nothing of transformers is imported; classes are known by their name and module.
 
@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
-from prophet.convert.interface import Interface, Layout
-from prophet.convert.probe import calls_idle, identify
+from prophet.convert.sources.interface import Interface, Layout
+from prophet.convert.sources.lists import modules_spec, pack_modules
+from prophet.convert.trials.probe import calls_idle
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.kernels.grouped_ffn.naive import QUICK_SLOPE
-from prophet.spec import ActivationParts, activation_named, bias_of
+from prophet.spec import ActivationParts, activation_named
 
 # --- what replaces the loops of the old form ---
 
@@ -95,41 +96,6 @@ class GatedBlock(Adapter):
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
         return dict([self.loop])
-
-
-def modules_spec(experts: nn.ModuleList, *, num_experts: int, top_k: int, router: str) -> ExpertsSpec:
-    """The description of experts that are modules in a list; all of them must be alike."""
-    if not len(experts):
-        raise ConversionError("the list of experts is empty")
-    names, activation = identify(experts[0])
-    state = dict(experts[0].named_parameters())
-    first = names.unpack(state, "")
-    (out, hidden), dim = first.w_out.shape, first.w_in.shape[1]
-    check_shapes(
-        experts, {f"{e}.{name}": tuple(state[name].shape) for e in range(len(experts)) for name in names.all()}
-    )
-    kinds = {type(e).__name__ for e in experts}
-    if len(kinds) > 1:
-        raise ConversionError(f"experts of several kinds in one block: {', '.join(sorted(kinds))}")
-    return ExpertsSpec(
-        num_experts=num_experts,
-        held=len(experts),
-        top_k=top_k,
-        dim=dim,
-        hidden=hidden,
-        activation=activation,
-        bias=bias_of(first.b_in, first.b_out),
-        form="modules",
-        router=router,
-        names=names,
-        dim_out=out,
-    )
-
-
-def pack_modules(spec: ExpertsSpec, experts: Sequence[ExpertWeights], prefix: str) -> dict[str, Tensor]:
-    """The parameters of a list of expert modules."""
-    names: Any = spec.names
-    return {n: t for e, weights in enumerate(experts) for n, t in names.pack(weights, f"{prefix}{e}.").items()}
 
 
 class GptOssBlock(Adapter):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prophet.engine.expert_state import Share, empty_state, fill_numbers, is_number, split_state
+from prophet.engine.checkpoint.expert_state import Share, empty_state, fill_numbers, is_number, split_state
 from prophet.errors import CheckpointError
 
 _NUMBER = "number"  # in the name of an entry whose value was no tensor

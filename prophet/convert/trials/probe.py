@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
-from prophet.convert.copies import Rounding, device_of, scramble, trying, twin_of
-from prophet.convert.replay import Tape, with_stand_ins
+from prophet.convert.trials.module_copies import Rounding, device_of, scramble, trying, twin_of
+from prophet.convert.trials.replay import Tape, with_stand_ins
 from prophet.errors import ConversionError
 from prophet.experts.plain import FfnNames, RowOrder
 from prophet.kernels.grouped_ffn.naive import FUNCTIONS, bounded, expert_ffn

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.run.meter import Meter, local_costs
+from pipeline_balance.pipeline.measure.meter import Meter, local_costs
 from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
 

@@ -1,72 +1,23 @@
-"""Experts in a list that nobody announced: an adapter for what `discover` found, and the layer in the list's place.
+"""The layer in the place of a list of experts that nobody announced.
 
 Shape legend: N noted rows, E experts, D model dim, O output dim of an expert.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.base import RUNS_TWICE, Adapter, ExpertsSpec
-from prophet.convert.discover import Listing
-from prophet.convert.huggingface import pack_modules
-from prophet.convert.modules import RoutedModules, list_spec
-from prophet.convert.replay import Note, Passes, Tape, with_stand_ins
-from prophet.convert.routed import Origin
-from prophet.errors import ConversionError
+from prophet.convert.layers.modules import RoutedModules
+from prophet.convert.layers.routed import Origin
+from prophet.convert.trials.discover import Listing
+from prophet.convert.trials.replay import Note, Passes, Tape, with_stand_ins
 from prophet.experts.modules import ModulesBank
 from prophet.kernels.choice import Impl
-from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.ranks.collective import Collective
-
-
-class Listed(Adapter):
-    """Experts in a `ModuleList`, behind whatever code calls them."""
-
-    family = "own code"
-
-    def __init__(self, listing: Listing, rank: int, ranks: int) -> None:
-        self.listing, self._first = listing, rank * (listing.experts // ranks)
-        self.holder, _, self.experts_name = listing.name.rpartition(".")
-        block = listing.block
-        self.path = listing.name.removeprefix(f"{block}." if block else "")  # of the list in the block
-
-    def matches(self, block: nn.Module) -> bool:
-        return False  # they are not asked for, they are found
-
-    def describe(self, block: nn.Module) -> ExpertsSpec:
-        experts: Any = block.get_submodule(self.experts_name)
-        return list_spec(
-            experts, total=len(experts), top_k=0, dim=self.listing.dim, router=RUNS_TWICE, first=self._first
-        )
-
-    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        names: Any = spec.names
-        return names.unpack(state, f"{expert}.")  # type: ignore[no-any-return]
-
-    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        return pack_modules(spec, experts, "")
-
-    def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        """The forward of a converted block, which was of class `kind`."""
-        path, own = self.path, kind.forward
-
-        @functools.wraps(own)
-        def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
-            layer = block.get_submodule(path)
-            if not isinstance(layer, ListedExperts):
-                raise ConversionError(
-                    f"{path} of a converted {kind.__name__} is a {type(layer).__name__} now: prophet.revert(model) "
-                    f"first, then change the list, then prophet.convert(model)"
-                )
-            return layer.run_block(block, functools.partial(own, block), args, named)
-
-        return forward
 
 
 class ListedExperts(RoutedModules):

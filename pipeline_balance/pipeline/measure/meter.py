@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.run.slice_costs import OfSlice, SliceFit
+from pipeline_balance.pipeline.measure.slice_costs import OfSlice, SliceFit
 from pipeline_balance.spec import LayerCost
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation

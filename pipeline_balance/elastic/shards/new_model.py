@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.shards.copies import Copy, found_in, gone, retire, without_memory
-from pipeline_balance.elastic.shards.holdings import box_of
-from pipeline_balance.elastic.shards.live import Live
+from pipeline_balance.elastic.shards.held_shards import box_of
+from pipeline_balance.elastic.shards.module_copies import Copy, found_in, gone, retire, without_memory
 from pipeline_balance.elastic.shards.sharded import (
     Shards,
     add_empty,
@@ -19,6 +18,7 @@ from pipeline_balance.elastic.shards.sharded import (
     shard_like,
     sharing,
 )
+from pipeline_balance.elastic.shards.user_model import Live
 from pipeline_balance.pipeline.model.ownership import attributes_of, take_hooks
 from pipeline_balance.pipeline.model.registered import Settings, settings
 from pipeline_balance.pipeline.move.state import state_entries

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from prophet.convert.replay import same
+from prophet.convert.trials.replay import same
 from prophet.experts.hooks import KINDS
 
 _ALONE = threading.RLock()  # the generators belong to all threads

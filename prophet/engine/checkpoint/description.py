@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from prophet.state.words import meant
+from prophet.state.json_values import meant
 
 FORMAT = 3
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.copies import ROUNDED, Rounding
-from prophet.convert.replay import Buffers
+from prophet.convert.trials.module_copies import ROUNDED, Rounding
+from prophet.convert.trials.replay import Buffers
 from prophet.errors import CollectiveError, PlanMismatch
 from prophet.experts.hooks import without_hooks
 from prophet.ranks.collective import Collective

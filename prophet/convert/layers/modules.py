@@ -13,16 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
-from prophet.convert.checks import check_one_kind
-from prophet.convert.copies import trying
-from prophet.convert.huggingface import modules_spec
-from prophet.convert.probe import check_computes
-from prophet.convert.routed import Origin, RoutedExperts
+from prophet.convert.layers.routed import Origin, RoutedExperts
+from prophet.convert.sources.lists import list_in
+from prophet.convert.trials.module_copies import trying
 from prophet.errors import ConversionError
-from prophet.experts.likeness import check_alike, parts_of
+from prophet.experts.likeness import parts_of
 from prophet.experts.modules import ModulesBank
 from prophet.experts.plain import Network
-from prophet.experts.trial import Trial
 from prophet.kernels.choice import Impl
 from prophet.layer.moe import MoE
 from prophet.ranks.collective import Collective
@@ -176,55 +173,6 @@ class RoutedModules(RoutedExperts):
 def _lay_out_again(layer: RoutedModules, _: Any) -> None:
     """After `load_state_dict(assign=True)` the experts have other parameters."""
     layer.experts.adopt()
-
-
-def list_in(experts: nn.Module, prefix: str) -> nn.ModuleList:
-    """The experts in the module that holds them; prefix: as `Adapter.list_prefix`."""
-    path, _, key = prefix.rpartition(".")
-    found = experts.get_submodule(path)
-    if isinstance(found, nn.ModuleDict) and list(found) == [f"{key}{e}" for e in range(len(found))]:
-        return nn.ModuleList(found.values())
-    if not isinstance(found, nn.ModuleList):
-        raise ConversionError(f"form 'modules': expected a ModuleList of experts, got {type(found).__name__}")
-    return found
-
-
-def list_spec(experts: nn.ModuleList, *, total: int, top_k: int, dim: int, router: str, first: int = 0) -> ExpertsSpec:
-    """The description of experts in a list: as feed-forward networks if all are, else as modules one by one.
-
-    first: which of them is tried as a module.
-    """
-    try:
-        check_one_kind(experts)
-        spec = modules_spec(experts, num_experts=total, top_k=top_k, router=router)
-        names: Any = spec.names
-        for expert in list(experts)[1:]:
-            check_computes(expert, names, spec.activation)
-        return spec
-    except ConversionError as no:
-        return one_by_one(experts, first, total=total, top_k=top_k, dim=dim, router=router, why=str(no))
-
-
-def one_by_one(
-    experts: nn.ModuleList, first: int, *, total: int, top_k: int, dim: int, router: str, why: str
-) -> ExpertsSpec:
-    """The description of experts that no kernel computes, for the reason `why`.
-
-    first: which of the list is tried. Raises ValueError for experts that no bank can hold.
-    """
-    check_alike(dict(enumerate(experts)))
-    with trying():
-        Trial(experts[first], dim)
-    return ExpertsSpec(
-        num_experts=total,
-        held=len(experts),
-        top_k=top_k,
-        dim=dim,
-        form="modules",
-        router=router,
-        bank="modules",
-        why=why,
-    )
 
 
 def modules_bank(experts: nn.ModuleList, spec: ExpertsSpec, rank: int, ranks: int) -> ModulesBank:

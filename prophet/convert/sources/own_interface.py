@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
-from prophet.convert.huggingface import pack_modules
-from prophet.convert.interface import Layout
-from prophet.convert.modules import list_in, list_spec
-from prophet.convert.probe import activation_of
 from prophet.convert.seen import Seen, tokens_in
+from prophet.convert.sources.interface import Layout
+from prophet.convert.sources.lists import list_in, list_spec, pack_modules
+from prophet.convert.trials.probe import activation_of
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 

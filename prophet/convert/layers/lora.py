@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.copies import trying
-from prophet.convert.lora import LoraBlock, Piece
-from prophet.convert.routed import Origin, RoutedExperts, converted, with_originals
+from prophet.convert.layers.routed import Origin, RoutedExperts, converted, with_originals
+from prophet.convert.sources.lora import LoraBlock, Piece
+from prophet.convert.trials.module_copies import trying
 from prophet.errors import CheckpointError, ConversionError
 from prophet.experts.lora import LoraMatrix
 from prophet.experts.modules import ModulesBank

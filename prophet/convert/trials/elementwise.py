@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.copies import trying
+from prophet.convert.trials.module_copies import trying
 
 STEPS = 2
 LR = 0.01  # whatever the scheduler says now: a warm-up may be at 0

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline_balance.elastic.layouts.describe import How, Rule
 from pipeline_balance.elastic.layouts.parallelism import check_cut
-from pipeline_balance.elastic.shards.copies import sharded_of
+from pipeline_balance.elastic.shards.module_copies import sharded_of
 from prophet.errors import SpecError
 
 # transformers' words: how the module is cut, whether its output is gathered, whether its gradients are parts of a sum

@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, child, class_named, integer
-from prophet.convert.huggingface import pack_modules
-from prophet.convert.modules import list_spec
 from prophet.convert.seen import Seen, tokens_in
+from prophet.convert.sources.lists import list_spec, pack_modules
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 

@@ -1,0 +1,1 @@
+"""Seconds of every layer, stage and slice, as the run itself shows them."""

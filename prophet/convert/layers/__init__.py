@@ -1,0 +1,1 @@
+"""What stands in the experts' place in a converted block."""

@@ -1,0 +1,73 @@
+"""The layer for experts that one module computed all at once: each is a module by itself.
+
+Shape legend: m experts of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from prophet.convert.base import ExpertsSpec
+from prophet.convert.layers.routed import RoutedExperts
+from prophet.convert.sources.cut import Context, OneExpert, cut
+from prophet.convert.trials.module_copies import trying
+from prophet.experts.modules import ModulesBank
+from prophet.ranks.operation import Operation
+
+
+class CutExperts(RoutedExperts):
+    """A converted block's experts where they were cut."""
+
+    experts: ModulesBank  # type: ignore[assignment]
+
+    def pieces(self) -> Iterator[tuple[str, nn.Parameter, str, int]]:
+        """Every parameter of the bank: its name there, itself, whose piece it is, and of which of the m experts."""
+        bank = self.experts
+        for local, home in enumerate(bank.home_experts()):
+            for name, p in home.named_parameters():
+                yield f"{bank.first_expert + local}.{name}", p, name.removeprefix("module."), local
+
+    def here(self) -> dict[str, Tensor]:
+        found: dict[str, list[Tensor]] = {}
+        for _, p, name, _ in self.pieces():
+            found.setdefault(name, []).append(p.detach())
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def originals(self) -> dict[str, Tensor]:
+        if not self.spread:
+            return self.here()
+        return {
+            name: self.collective.all_gather(mine, op=Operation(f"gathering of the experts' {name}")).flatten(0, 1)
+            for name, mine in self.here().items()
+        }
+
+    def entries_of(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        spec, bank = self.origin.spec, self.experts
+        first = bank.first_expert if self.spread else 0
+        return {key: cut(given[name], first + local, spec.held) for key, _, name, local in self.pieces()}
+
+    @torch.no_grad()
+    def take(self, state: dict[str, Tensor]) -> None:
+        for key, value in self.entries_of(state).items():
+            self.experts.get_parameter(key).copy_(value)
+
+
+def cut_bank(whole: nn.Module, layer: nn.Module, spec: ExpertsSpec, rank: int, ranks: int) -> ModulesBank:
+    """A bank of this rank's share of the experts that `whole` computes. Raises ValueError where no bank holds them."""
+    m = spec.num_experts // ranks
+    home = range(rank * m, rank * m + m)
+    offset = 0 if spec.held == spec.num_experts else home.start
+    context = Context(layer)
+    given = {
+        e: OneExpert(whole, context, e - offset if e in home else None, spec.held, spec.places)
+        for e in range(spec.num_experts)
+    }
+    with trying():  # it runs an expert
+        bank = ModulesBank(
+            given, dim=spec.dim, first_expert=home.start, held=m, total_experts=len(given), ep_size=ranks
+        )
+    bank.called = range(len(given))  # the module that held all of them called all
+    return bank

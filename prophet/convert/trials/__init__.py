@@ -1,0 +1,1 @@
+"""Finding out what a user's module does, by running a copy of it."""

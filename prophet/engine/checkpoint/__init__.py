@@ -1,0 +1,1 @@
+"""Checkpoints of model, optimizer and what balancing remembers, for any number of ranks."""
