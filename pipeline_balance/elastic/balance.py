@@ -15,11 +15,11 @@ from prophet.engine.carry import carry, memories
 from prophet.engine.config import EngineConfig
 from prophet.engine.engine import Engine
 from prophet.errors import SpecError
-from prophet.ranks.json_messages import gather_json, in_words
+from prophet.ranks.json_messages import gather_json, reasons_text
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import process_rank
 from prophet.spec import Topology
-from prophet.state.json_values import meant, said
+from prophet.state.json_values import from_json, to_json
 
 _MOST_BYTES = 1 << 28  # of one tensor that is told
 _MEMORY = {"ranks", "step", "plan", "history"}
@@ -57,29 +57,31 @@ class Balance:
         if self.config is not None and layout.ep > 1:
             self.config_for(layout, 1)
 
-    def told(self, layout: Parallelism) -> dict[str, Any]:
+    def export_memory(self, layout: Parallelism) -> dict[str, Any]:
         """What this process tells all others of its group's memory, where it is the first of it; between two steps."""
         place = layout.place(process_rank())
         if self.engine is None or place is None or place.ep:
             return {}
         every = zip(self._layers, memories(self.engine), strict=True)
-        return {name: [place.edp, said(memory, name, most_bytes=_MOST_BYTES)] for name, memory in every}
+        return {name: [place.edp, to_json(memory, name, most_bytes=_MOST_BYTES)] for name, memory in every}
 
     def learn(self, every: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what all processes have `told`."""
+        """Keep what all processes have `export_memory`."""
         found: dict[str, dict[int, Any]] = {}
         for row in every:
             for name, (group, memory) in row.items():
-                found.setdefault(name, {})[group] = meant(memory)
+                found.setdefault(name, {})[group] = from_json(memory)
         self._known |= {name: [groups[g] for g in sorted(groups)] for name, groups in found.items()}
 
     def kept(self) -> dict[str, Any]:
         """All that is known, as a checkpoint says it."""
-        return {name: [said(m, name, most_bytes=_MOST_BYTES) for m in every] for name, every in self._known.items()}
+        return {name: [to_json(m, name, most_bytes=_MOST_BYTES) for m in every] for name, every in self._known.items()}
 
     def keep(self, kept: Mapping[str, Any]) -> None:
         """Know this and nothing else. Raises `SpecError`, nothing changed, for what `kept` did not say."""
-        known = {name: [meant(memory) for memory in every] for name, every in kept.items() if isinstance(every, list)}
+        known = {
+            name: [from_json(memory) for memory in every] for name, every in kept.items() if isinstance(every, list)
+        }
         for name, every in known.items():
             if not all(isinstance(m, dict) and set(m) == _MEMORY and type(m["step"]) is int for m in every):
                 raise SpecError(f"what balancing remembers of {name}: expected {sorted(_MEMORY)} of every group")
@@ -114,4 +116,4 @@ class Balance:
         if any(every):
             pipeline.experts.release()
             self.engine = None
-            raise SpecError(f"the job is in {layout}, but its experts are not balanced: {in_words(every)}")
+            raise SpecError(f"the job is in {layout}, but its experts are not balanced: {reasons_text(every)}")

@@ -142,10 +142,12 @@ def _fit(found: Prediction) -> str:
             f"Fits: {_size(found.safe_peak_bytes)} of {memory} on the fullest rank, before gradients and activations."
         )
     in_place = found.in_place_peak_bytes
-    way = "save, and load in the other layout"
+    instead = "save, and load in the other layout"
     if in_place is not None and in_place <= found.memory_bytes:
-        way = f'switch(mode="in-place") needs {_size(in_place)}'
-    return f"Does not fit while both are whole: {_size(found.safe_peak_bytes)} of {memory} on the fullest rank; {way}."
+        instead = f'switch(mode="in-place") needs {_size(in_place)}'
+    return (
+        f"Does not fit while both are whole: {_size(found.safe_peak_bytes)} of {memory} on the fullest rank; {instead}."
+    )
 
 
 def _print(found: Prediction, assumed: list[str], *, measured: bool) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pipeline_balance.pipeline.run.stages import alone
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
-from prophet.ranks.json_messages import in_words
+from prophet.ranks.json_messages import reasons_text
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective, meet
 from prophet.ranks.waiting import Waiter, joined
@@ -61,9 +61,9 @@ def met(what: str, attempt: Callable[[], str], timeout_s: float = DEFAULT_TIMEOU
         problem = attempt()
     except Exception as error:
         failed, problem = error, f"{type(error).__name__}: {error}"
-    said = meet(Operation(what), problem, timeout_s=timeout_s)
-    if any(said):
-        raise SpecError(f"{what}: {in_words(said)}") from failed
+    problems = meet(Operation(what), problem, timeout_s=timeout_s)
+    if any(problems):
+        raise SpecError(f"{what}: {reasons_text(problems)}") from failed
 
 
 class Groups:

@@ -133,12 +133,12 @@ class Job:
             layout, Groups(timeout_s), adapters[0], experts, lambda: self.data.position, microbatches, nodes, at
         )
         to.groups.together(to.wanted(layout))
-        seats, stage_map = to.seats(layout), layout.stage_map(len(plain.units))
+        rank_assignment, stage_map = to.rank_assignment(layout), layout.stage_map(len(plain.units))
 
         def filled() -> PipelineModel:
-            share_out(plain.root, seats)
+            share_out(plain.root, rank_assignment)
             if weights is None:
-                mine = stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank()))
+                mine = stage_map.layers_on(rank_assignment.grid.pipeline_rank_of(process_rank()))
                 materialize(plain, mine, seed, at)
             return first[0]
 
@@ -151,7 +151,7 @@ class Job:
             device=at,
             timeout_s=timeout_s,
             budget_bytes=budget_bytes,
-            seats=seats,
+            rank_assignment=rank_assignment,
             zero=layout.zero,
             split_backward=split_backward,
             meter=meter,

@@ -20,17 +20,17 @@ from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Paralleli
 from pipeline_balance.elastic.shards.fully_sharded import (
     check_weak,
     leaves_of,
-    options_from,
-    options_in_words,
+    options_from_json,
+    options_to_json,
     policies_of,
 )
 from pipeline_balance.elastic.shards.held_shards import digests, refuse_apart
 from pipeline_balance.elastic.shards.job_state import is_sharded, mesh_axes, shards_in
 from pipeline_balance.elastic.shards.module_copies import check_copyable, check_parameters
-from pipeline_balance.elastic.shards.new_model import Target
+from pipeline_balance.elastic.shards.new_model import NewModel
 from pipeline_balance.elastic.shards.sharded import check_parts
 from pipeline_balance.elastic.shards.tp_styles import styles_of
-from pipeline_balance.elastic.shards.user_model import Live
+from pipeline_balance.elastic.shards.user_model import UserModel
 from pipeline_balance.pipeline.model.ownership import check_free
 from pipeline_balance.pipeline.move.state import base_name, refuse_odd
 from pipeline_balance.pipeline.move.transaction import Assignments, Move, run
@@ -40,9 +40,9 @@ from prophet.errors import CollectiveError, SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet, process_rank, processes
-from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece, layout_from
 from prophet.state.route import route
+from prophet.state.route_schedule import RouteSchedule
 from prophet.state.space import Box, Space
 from prophet.state.transition import Moved, State, empty
 
@@ -105,7 +105,7 @@ class _Own(Move):
     device: torch.device
     timeout_s: float
     budget_bytes: int
-    live: Live = field(init=False)
+    user_model: UserModel = field(init=False)
     built: nn.Module = field(init=False)
     options: dict[str, Any] = field(init=False)
     groups: Groups = field(init=False)
@@ -116,31 +116,31 @@ class _Own(Move):
         self.groups = groups_of_world(self.timeout_s)
         for name, layout in (("before", self.before), ("after", self.after)):
             _check_layout(name, layout)
-        self.live = live = Live(self.model, self.optimizer, self.device)
-        self.device, self.allocate = live.device, empty
-        live.compare(self.before, rank)
+        self.user_model = user_model = UserModel(self.model, self.optimizer, self.device)
+        self.device, self.allocate = user_model.device, empty
+        user_model.compare(self.before, rank)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             self.built = built = self.build()
         if not isinstance(built, nn.Module):
             raise SpecError(f"build() must return the whole model, got a {type(built).__name__}")
-        live.match(built)
+        user_model.match(built)
         if self.before.tp > 1 and self.before.tp != self.after.tp:
-            live.match_numbers(built)
-        check_copyable(live.root, None)
-        check_weak(live.root, live.parameters)
-        if live.wrapper is None:  # DDP holds parameters as a graph does
-            check_free(leaves_of(live.root, live.parameters))
+            user_model.match_numbers(built)
+        check_copyable(user_model.root, None)
+        check_weak(user_model.root, user_model.parameters)
+        if user_model.wrapper is None:  # DDP holds parameters as a graph does
+            check_free(leaves_of(user_model.root, user_model.parameters))
         if is_sharded(self.before) or is_sharded(self.after):
-            check_parameters(live.parameters)
+            check_parameters(user_model.parameters)
         if is_sharded(self.after):
-            _check_shardable(live)
+            _check_shardable(user_model)
         if self.after.tp > 1:
             styles_of(built, self.after.tp)
         self.options = self._options()
 
     def _options(self) -> dict[str, Any]:
         """Options of FSDP2 or DDP that go over; `SpecError` for those that cannot."""
-        policies, options = policies_of(self.live.root), dict(self.live.ddp_options())
+        policies, options = policies_of(self.user_model.root), dict(self.user_model.ddp_options())
         over_dp = "dp" in mesh_axes(self.after)
         if over_dp and len(policies) <= 1:
             return {"mp_policy": policies[0]} if policies else {}
@@ -171,29 +171,31 @@ class _Own(Move):
         They go over to the processes that it comes to, too.
         """
         rank = process_rank()
-        mine = options_in_words(self.options) if self.before.place(rank) is not None else None
-        words = json.dumps([str(self.before), str(self.after), mine])
-        said = meet(Operation("agreeing on layouts and options"), words, timeout_s=self.timeout_s)
-        every = list(map(json.loads, said))
+        mine = options_to_json(self.options) if self.before.place(rank) is not None else None
+        mine_text = json.dumps([str(self.before), str(self.after), mine])
+        texts = meet(Operation("agreeing on layouts and options"), mine_text, timeout_s=self.timeout_s)
+        every = list(map(json.loads, texts))
         refuse_where([row[:2] for row in every], "were given other layouts")
         first = every[self.before.rank_of_place[0]][2]
         refuse_where([first if row[2] is None else row[2] for row in every], "have other options of FSDP2 or DDP")
-        self.options = options_from(first)
+        self.options = options_from_json(first)
 
     def vote(self) -> Vote:
-        live = self.live
-        self._held, pieces = live.held(), live.pieces()
-        self._target = self._new_model()
+        user_model = self.user_model
+        self._held, pieces = user_model.held(), user_model.pieces()
+        self._made = self._new_model()
         return Vote.of(
             self._held,
             alike={
-                "have other parameters in the optimizer's groups": live.groups(),
-                "train (requires_grad) other parameters": [n for n, p in live.parameters.items() if p.requires_grad],
+                "have other parameters in the optimizer's groups": user_model.groups(),
+                "train (requires_grad) other parameters": [
+                    n for n, p in user_model.parameters.items() if p.requires_grad
+                ],
             },
-            copies=digests({n: t for n, t in live.tensors().items() if n not in live.buffers}),
+            copies=digests({n: t for n, t in user_model.tensors().items() if n not in user_model.buffers}),
             more={
                 "held": {name: box for name, box in pieces.items() if name in self._held.tensors},
-                "boxes": {name: [box.start, box.stop] for name, box in self._target.boxes().items()},
+                "boxes": {name: [box.start, box.stop] for name, box in self._made.boxes().items()},
             },
         )
 
@@ -203,7 +205,7 @@ class _Own(Move):
         self._space, self._numbers = union(votes, self.whole)
         self._boxes = [(vote.more["held"], vote.more["boxes"]) for vote in votes]
 
-    def way(self, carrier: Collective) -> Itinerary:
+    def route_schedule(self, carrier: Collective) -> RouteSchedule:
         space, first, world = self._space, self.before.rank_of_place[0], len(self._boxes)
         before = {
             r: [(n, _box(b)) for n, b in held.items() if space[n].kind != "buffer" or r == first]
@@ -214,7 +216,7 @@ class _Own(Move):
         }
         layout = layout_from(space, world, before)
         layout.check_complete()
-        return Itinerary(route(layout, layout_from(space, world, after)), carrier.rank)
+        return RouteSchedule(route(layout, layout_from(space, world, after)), carrier.rank)
 
     def state(self, pieces: Sequence[Piece]) -> State:
         return {piece: self._held.tensors[piece.name] for piece in pieces}
@@ -222,19 +224,19 @@ class _Own(Move):
     def assemble(self, moved: Moved) -> Assignments:
         values = {piece.name: tensor for piece, tensor in moved.state.items()}
         numbers = self._numbers if self.after.place(process_rank()) is not None else {}
-        self.returned = self._target.filled(values, self._space, numbers)
-        return [self._target.make]
+        self.returned = self._made.filled(values, self._space, numbers)
+        return [self._made.make]
 
-    def _new_model(self) -> Target:
+    def _new_model(self) -> NewModel:
         """The model in its new layout on this rank, on `meta`."""
-        rank, after, live = process_rank(), self.after, self.live
+        rank, after, user_model = process_rank(), self.after, self.user_model
         runs, wrap = after.place(rank) is not None, None
-        shards = shards_in(after, self.built, self.groups, rank, live.device)
+        shards = shards_in(after, self.built, self.groups, rank, user_model.device)
         if runs and after.dp > 1 and not is_sharded(after):
             group = self.groups.process_group(after.group("dp", rank), SHARDS)
             wrap = partial(nn.parallel.DistributedDataParallel, process_group=group, init_sync=False)
             wrap = partial(wrap, **self.options)
-        return Target(live, runs=runs, shards=shards, wrap=wrap, options=self.options)
+        return NewModel(user_model, runs=runs, shards=shards, wrap=wrap, options=self.options)
 
 
 def _afterwards(space: Space, boxes: Mapping[str, Box]) -> list[tuple[str, Box]]:
@@ -249,8 +251,8 @@ def _afterwards(space: Space, boxes: Mapping[str, Box]) -> list[tuple[str, Box]]
     return found
 
 
-def _box(said: list[list[int]]) -> Box:
-    return Box(tuple(said[0]), tuple(said[1]))
+def _box(bounds: list[list[int]]) -> Box:
+    return Box(tuple(bounds[0]), tuple(bounds[1]))
 
 
 def _check_layout(name: str, layout: Parallelism) -> None:
@@ -269,10 +271,10 @@ def _check_layout(name: str, layout: Parallelism) -> None:
         raise SpecError(f"{name} = {layout} needs rank {max(layout.rank_of_place)}, the world has {processes()} ranks")
 
 
-def _check_shardable(live: Live) -> None:
+def _check_shardable(user_model: UserModel) -> None:
     """Raise `SpecError` or `LayoutError` for what torch cannot shard."""
-    check_parts(live.root)
-    for name, p in live.parameters.items():
-        for entry, value in live.optimizers.state().get(id(p), {}).items():
+    check_parts(user_model.root)
+    for name, p in user_model.parameters.items():
+        for entry, value in user_model.optimizers.state().get(id(p), {}).items():
             if isinstance(value, Tensor):
                 refuse_odd(f"{name}@{entry}", value.shape, p.shape)

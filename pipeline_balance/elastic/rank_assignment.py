@@ -10,7 +10,7 @@ from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.shards.experts import nobody
 from pipeline_balance.elastic.shards.job_state import mesh_axes
 from pipeline_balance.pipeline.run.replicas import Grid
-from pipeline_balance.pipeline.run.stages import Seats, alone
+from pipeline_balance.pipeline.run.stages import RankAssignment, alone
 from prophet.ranks.process_group import process_rank
 
 
@@ -34,7 +34,7 @@ def _shares(layout: Parallelism) -> bool:
     return layout.ep > 1 or layout.tp > 1
 
 
-def seats_of(layout: Parallelism, groups: Groups, *, experts: bool) -> Seats:
+def rank_assignment_of(layout: Parallelism, groups: Groups, *, experts: bool) -> RankAssignment:
     """The places of a layout whose groups were made; `experts`: the model has some."""
     here = process_rank()
     place = layout.place(here)
@@ -55,9 +55,9 @@ def seats_of(layout: Parallelism, groups: Groups, *, experts: bool) -> Seats:
         group = layout.group("tp", here)
         shares["alike"] = groups.get(group, "the same tokens") if group else nobody(layout.tp)
     if grid.replica_of(here) == grid.replicas:
-        return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone(), **shares)
+        return RankAssignment(grid=grid, collective=alone(grid.pipeline_ranks), column=alone(), **shares)
     row, column = grid.replica(grid.replica_of(here)), grid.column(grid.pipeline_rank_of(here))
     stages = groups.get(row, "stages")
     replicas = groups.get(column, "replicas") if layout.zero < 2 else alone()
     shards = tuple(groups.get(layout.group(axis, here), SHARDS) for axis in mesh_axes(layout))
-    return Seats(grid=grid, collective=stages, column=replicas, shards=shards, **shares)
+    return RankAssignment(grid=grid, collective=stages, column=replicas, shards=shards, **shares)

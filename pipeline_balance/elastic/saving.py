@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline_balance.elastic.balance import Balance
 from pipeline_balance.elastic.data import GlobalBatches
-from pipeline_balance.elastic.shards.job_state import ShardedArrangement
+from pipeline_balance.elastic.shards.job_state import ShardedLayout
 from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.pipeline.move.files import Also, Checkpoint, load_state, save_state
 from pipeline_balance.pipeline.run.agreement import from_all
@@ -25,10 +25,10 @@ POSITION, SEED, MEMORIES = "position", "seed", "balancing"
 def save_job(switching: Switching, folder: str | Path, position: int, also: Also) -> None:
     """See `Job.save`; `position` is the data's."""
     pipe, experts = switching.pipeline, switching.experts
-    told = experts.told(switching.layout)
+    memory = experts.export_memory(switching.layout)
     with pipe.failures.during(f"saving before step {pipe.progress.updates}", pipe.stage_map):
         op = Operation("collecting what balancing remembers")
-        experts.learn(from_all(lambda: told, pipe.collective, pipe.config.device, op))
+        experts.learn(from_all(lambda: memory, pipe.collective, pipe.config.device, op))
     run = {POSITION: position, SEED: pipe.config.seed, MEMORIES: experts.kept()}
     how = switching.state(switching.layout)
     save_state(how, folder, step=pipe.progress.updates, stage_map=pipe.stage_map, also=also, run=run)
@@ -42,7 +42,7 @@ def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also
     pipe, layout, plain = switching.pipeline, switching.layout, switching.adapters.plain
     how = switching.state(layout)
     model = pipe.model if switching.shards is None else plain
-    target = switching.arrangement(layout, layout.stage_map(len(pipe.model.units)), switching.rules, model, how)
+    target = switching.training_layout(layout, layout.stage_map(len(pipe.model.units)), switching.rules, model, how)
     ready: list[Callable[[], None]] = []
 
     def check(saved: Checkpoint) -> None:
@@ -54,7 +54,7 @@ def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also
 
     def put() -> None:
         ready[0]()
-        switching.shards = target if isinstance(target, ShardedArrangement) else None
+        switching.shards = target if isinstance(target, ShardedLayout) else None
 
     saved = load_state(how, target, folder, also=also, check=check, seed=lambda saved: saved.run[SEED], then=[put])
     switching.experts.keep(saved.run[MEMORIES])

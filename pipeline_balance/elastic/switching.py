@@ -19,13 +19,13 @@ from pipeline_balance.elastic.layouts.boxes import layout_of
 from pipeline_balance.elastic.layouts.describe import Rule
 from pipeline_balance.elastic.layouts.order import ordered
 from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.rank_assignment import groups_of, seats_of
+from pipeline_balance.elastic.rank_assignment import groups_of, rank_assignment_of
 from pipeline_balance.elastic.shards.experts import has_experts
 from pipeline_balance.elastic.shards.job_state import (
     Ahead,
-    JobArrangement,
+    JobLayout,
     JobState,
-    ShardedArrangement,
+    ShardedLayout,
     describe,
     is_sharded,
     shards_in,
@@ -34,19 +34,19 @@ from pipeline_balance.elastic.stages import JobStages
 from pipeline_balance.elastic.trainable import check, check_mode
 from pipeline_balance.pipeline.model.layers import PipelineModel
 from pipeline_balance.pipeline.model.ownership import Ownership
-from pipeline_balance.pipeline.move.arrangement import ArrangementMove
-from pipeline_balance.pipeline.move.arrangement import switch as move_to
-from pipeline_balance.pipeline.move.pipeline_state import Arrangement
+from pipeline_balance.pipeline.move.layout_move import LayoutMove
+from pipeline_balance.pipeline.move.layout_move import switch as move_to
+from pipeline_balance.pipeline.move.pipeline_state import TrainingLayout
 from pipeline_balance.pipeline.move.state import spec_rows, specs_of
 from pipeline_balance.pipeline.move.transaction import Prepared, Switched
 from pipeline_balance.pipeline.run.agreement import alike, refuse_where
-from pipeline_balance.pipeline.run.stages import Seats
+from pipeline_balance.pipeline.run.stages import RankAssignment
 from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, StageFailed, TransitionError
-from prophet.ranks.json_messages import gather_json, in_words
+from prophet.ranks.json_messages import gather_json, reasons_text
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work, process_rank, processes
 from prophet.ranks.waiting import joined
@@ -80,9 +80,9 @@ class Switching:
     ) -> None:
         self.layout, self.groups, self.adapters, self.experts = layout, groups, adapters, experts
         self.position, self.microbatches, self.nodes, self.device = position, microbatches, nodes, device
-        self.shards: ShardedArrangement | None = None
+        self.shards: ShardedLayout | None = None
         self._carrier: tuple[Members, str] = (tuple(range(processes())), "state")  # carries it
-        self._words: tuple[Members, str] = (tuple(range(processes())), "words")  # of the thread that prepares
+        self._preparers: tuple[Members, str] = (tuple(range(processes())), "preparation")  # of the thread that prepares
         self.preparing: Future[Prepared] | None = None
 
     def prepare(self, layout: Parallelism, *, mode: Mode = "safe") -> None:
@@ -90,7 +90,7 @@ class Switching:
         pipe, broken = self.pipeline, self.prepared().broken
         runs, rules = self.adapters.plain, dict[str, Rule]()
 
-        def said() -> str:
+        def description() -> str:
             nonlocal layout, runs, rules
             check_mode(mode)
             rules = check(layout, self.adapters.plain, processes())
@@ -100,8 +100,8 @@ class Switching:
             return json.dumps([str(layout), broken])
 
         with pipe.failures.during(f"preparing a switch before step {pipe.progress.updates}", pipe.stage_map):
-            told = alike(said, pipe.collective, pipe.config.device, Operation("comparing layouts"))
-            every = [json.loads(text) for text in told]
+            descriptions = alike(description, pipe.collective, pipe.config.device, Operation("comparing layouts"))
+            every = [json.loads(text) for text in descriptions]
             self.preparing = None
             self._give_up([lost for _, lost in every])
             differ = [r for r, (text, _) in enumerate(every) if text != every[0][0]]
@@ -123,16 +123,18 @@ class Switching:
                 now = layout_of(describe(read, rules_now), present, ranks=world)
                 chosen = ordered(describe(read, rules), now, layout, nodes=self.nodes)
             problem = self.groups.make(self.wanted(chosen)) or (held if isinstance(held, str) else "")
-            words = self.groups.get(*self._words)
-            every = gather_json([problem, spec_rows(specs)], words, pipe.config.device, Operation("preparing a layout"))
-            if any(said for said, _ in every):
+            preparers = self.groups.get(*self._preparers)
+            every = gather_json(
+                [problem, spec_rows(specs)], preparers, pipe.config.device, Operation("preparing a layout")
+            )
+            if any(theirs for theirs, _ in every):
                 self.groups.undo()
-                problem = f"{chosen} could not be prepared ({in_words([said for said, _ in every])})"
+                problem = f"{chosen} could not be prepared ({reasons_text([theirs for theirs, _ in every])})"
                 return Prepared(problem=problem)
-            target = self.arrangement(chosen, stage_map, rules, runs, how, ahead)
-            way = how.way([rows for _, rows in every], target, words.rank)
-            way.foresee(pipe.mover.budget_bytes, in_place=mode == "in-place")
-            return Prepared(target=target, specs=specs, route=way)
+            target = self.training_layout(chosen, stage_map, rules, runs, how, ahead)
+            route_schedule = how.route_schedule([rows for _, rows in every], target, preparers.rank)
+            route_schedule.precompute(pipe.mover.budget_bytes, in_place=mode == "in-place")
+            return Prepared(target=target, specs=specs, route=route_schedule)
 
         self.preparing = self.groups.beside(made)
 
@@ -153,7 +155,7 @@ class Switching:
         """Make groups anew the next time where a preparation has `broken` off on any process; on all alike."""
         if any(broken):
             self.groups.undo()
-            self.groups.drop([self._carrier, self._words])
+            self.groups.drop([self._carrier, self._preparers])
 
     def change_stages(self, layout: Parallelism, durations: Durations) -> Switched:
         """Go to a layout that a controller asks for; what a user has prepared meanwhile stays so."""
@@ -174,34 +176,34 @@ class Switching:
     def go(self, mode: Mode, durations: Durations | None = None) -> Switched:
         """Go to the prepared layout, whose stages are expected to take `durations`; see `switch`."""
         pipe, ready = self.pipeline, self.prepared()
-        target: JobArrangement | None = ready.target
+        target: JobLayout | None = ready.target
         layout = target.layout if target is not None else None
         remembered = list[Any]()
         if target is not None and durations is not None:
             target = replace(target, durations=durations)
 
-        def told() -> list[Any]:
-            return [ready.problem, ready.broken, mode, self.experts.told(self.layout)]
+        def extra_vote() -> list[Any]:
+            return [ready.problem, ready.broken, mode, self.experts.export_memory(self.layout)]
 
-        def heard(every: list[Any]) -> None:
+        def on_votes(every: list[Any]) -> None:
             refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
             check_mode(mode)
             self.preparing = None
-            failed = in_words([problem for problem, *_ in every])
+            failed = reasons_text([problem for problem, *_ in every])
             self._give_up([broken for _, broken, *_ in every])
             if failed:
                 raise TransitionError(f"{failed}; {_WHOLE}")
-            remembered.extend(told for *_, told in every)
+            remembered.extend(memory for *_, memory in every)
 
         def put() -> None:
             assert layout is not None
-            self.layout, self.shards = layout, _arranged(target)
+            self.layout, self.shards = layout, _job_layout(target)
 
-        words = {"have another layout": str(layout), "have another data position": self.position()}
+        compared = {"have another layout": str(layout), "have another data position": self.position()}
         carrier = self.groups.get(*self._carrier) if target is not None else pipe.collective
         how = self.state(layout or self.layout)
         try:
-            done = move_to(ArrangementMove(how, target, words, ready, told, heard, mode), carrier, [put])
+            done = move_to(LayoutMove(how, target, compared, ready, extra_vote, on_votes, mode), carrier, [put])
         except TransitionError:
             if remembered:  # the state's group may be of no more use: another one is made the next time
                 self.groups.drop([self._carrier])
@@ -211,7 +213,7 @@ class Switching:
 
     def wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""
-        return [self._words, self._carrier, *groups_of(layout, experts=self._has_experts)]
+        return [self._preparers, self._carrier, *groups_of(layout, experts=self._has_experts)]
 
     @property
     def _has_experts(self) -> bool:
@@ -229,7 +231,7 @@ class Switching:
         remakes = self.shards is not None or is_sharded(layout)
         return JobState(mover, plain.passes, self.adapters.plain, self.layout, self.shards, remakes)
 
-    def arrangement(
+    def training_layout(
         self,
         layout: Parallelism,
         stage_map: StageMap,
@@ -237,25 +239,25 @@ class Switching:
         model: PipelineModel,
         how: JobState,
         ahead: Ahead | None = None,
-    ) -> JobArrangement:
+    ) -> JobLayout:
         """The layout as a pipeline takes it, once its groups were made; `ahead` makes its modules."""
-        seats, owned, read = self.seats(layout), self.pipeline.owned, how.mover.owned
-        given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "model": model, "nodes": self.nodes}
+        rank_assignment, owned, read = self.rank_assignment(layout), self.pipeline.owned, how.mover.owned
+        given: dict[str, Any] = {"seats": rank_assignment, "stage_map": stage_map, "model": model, "nodes": self.nodes}
         given |= {"microbatches": microbatches_of(self.microbatches, layout.dp), "layout": layout, "rules": rules}
         cut = {p.name: layout.tp for p in describe(read, rules).parameters if p.dim is not None}
         shards = cut if is_sharded(layout) else None
         given["owners"] = Owners(
-            owned, seats.grid, stage_map, layout.zero, shards=shards, shapes=how.shapes(), read=read
+            owned, rank_assignment.grid, stage_map, layout.zero, shards=shards, shapes=how.shapes(), read=read
         )
         if not is_sharded(layout):
-            return JobArrangement(**given)
+            return JobLayout(**given)
         mine = shards_in(layout, self.adapters.plain.root, self.groups, process_rank(), self.device)
         made = ahead(mine) if ahead is not None and mine is not None else None
-        return ShardedArrangement(shards=mine, ahead=made, **given)
+        return ShardedLayout(shards=mine, ahead=made, **given)
 
-    def seats(self, layout: Parallelism) -> Seats:
+    def rank_assignment(self, layout: Parallelism) -> RankAssignment:
         """Which process runs which stages in it, once its groups were made."""
-        return seats_of(layout, self.groups, experts=self._has_experts)
+        return rank_assignment_of(layout, self.groups, experts=self._has_experts)
 
     def renew(self) -> None:
         """Make all communicators anew: those from before a failure are of no use. Collective."""
@@ -283,8 +285,8 @@ class Switching:
         except BaseException:
             pipe.failures.error = lost  # the next load makes them
             raise
-        pipe.groups.sit(self.seats(self.layout))
+        pipe.groups.assign(self.rank_assignment(self.layout))
 
 
-def _arranged(target: Arrangement | None) -> ShardedArrangement | None:
-    return replace(target, ahead=None) if isinstance(target, ShardedArrangement) else None
+def _job_layout(target: TrainingLayout | None) -> ShardedLayout | None:
+    return replace(target, ahead=None) if isinstance(target, ShardedLayout) else None

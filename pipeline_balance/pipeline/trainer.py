@@ -39,7 +39,7 @@ from pipeline_balance.pipeline.run.passes import Passes
 from pipeline_balance.pipeline.run.progress import Progress
 from pipeline_balance.pipeline.run.replicas import check_units
 from pipeline_balance.pipeline.run.scaler import PipelineScaler
-from pipeline_balance.pipeline.run.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder, Stages
+from pipeline_balance.pipeline.run.stages import PipelineConfig, PipelineGroups, RankAssignment, StageBuilder, Stages
 from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.schedules.simulate import Durations
@@ -66,9 +66,9 @@ class ElasticPipeline:
     as it was then, unless it was `make_optimizer` that failed.
 
     `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
-    map, rates and counters from them. `seats` has other processes run the stages than the first ones in a row, and
-    spare ones none. `zero` 1 has one replica alone update each tensor and keep its optimizer state. `schedule` is a
-    name or a function, asked on every rank for every stage map: see `pipeline_balance.schedules.named`.
+    map, rates and counters from them. `rank_assignment` has other processes run the stages than the first ones in a
+    row, and spare ones none. `zero` 1 has one replica alone update each tensor and keep its optimizer state. `schedule`
+    is a name or a function, asked on every rank for every stage map: see `pipeline_balance.schedules.named`.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class ElasticPipeline:
         group: ProcessGroup | None = None,
         meter: Meter | None = None,
         joins: bool = False,
-        seats: Seats | None = None,
+        rank_assignment: RankAssignment | None = None,
         zero: int = 0,
         schedule: str | MakeSchedule | None = None,
     ) -> None:
-        self.groups, self.in_job = PipelineGroups(group, timeout_s), seats is not None
+        self.groups, self.in_job = PipelineGroups(group, timeout_s), rank_assignment is not None
         self.meter = meter if meter is not None else Meter()
         at = device if device is not None else torch.device("cpu")
 
@@ -107,7 +107,7 @@ class ElasticPipeline:
                 timeout_s=timeout_s,
                 schedule=schedule,
             )
-            self.groups.arrange(replicas, seats)
+            self.groups.arrange(replicas, rank_assignment)
             made = model if isinstance(model, PipelineModel) else model()
             check_units(made.units, made.root)
             self.owned = Ownership(made)
@@ -121,11 +121,11 @@ class ElasticPipeline:
             return self._description(None if joins else built[0], Progress(first_ranks=self.ranks))
 
         agreed, progress = agree_on_model(check, self.groups.world, at)
-        if seats is None:
+        if rank_assignment is None:
             self.groups.divide()
 
         def make() -> Optimizers:
-            column = self.groups.grid.column(self.rank) if seats is None else ()
+            column = self.groups.grid.column(self.rank) if rank_assignment is None else ()
             self.experts = StageExperts(self.model.units, self.groups.world.rank, column, self.meter)
             if not built:
                 built.append(self.builder.build(agreed))

@@ -29,8 +29,8 @@ class Message:
     peer: int
 
     def __str__(self) -> str:
-        way = ">" if self.forward else "<"
-        return f"{self.what} {self.boundary - 1}{way}{self.boundary} of {self.microbatch}"
+        arrow = ">" if self.forward else "<"
+        return f"{self.what} {self.boundary - 1}{arrow}{self.boundary} of {self.microbatch}"
 
 
 Step = Action | Message

@@ -14,7 +14,7 @@ from torch import nn
 from prophet.convert.base import Adapter, ExpertsSpec, child
 from prophet.errors import CollectiveError, ConversionError, PlanMismatch
 from prophet.ranks.collective import Collective
-from prophet.ranks.messages import tell
+from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
 from prophet.sharing import held_by_several, places_of
 from prophet.spec import check_experts_per_rank, odd_ones_out
@@ -258,7 +258,7 @@ def agree(collective: Collective, device: torch.device, error: Exception | None,
     digests: of the blocks, of the experts' parameters, and of what the optimizer holds of them.
     """
     row = [int(error is not None), *digests]
-    table = tell(collective, row, op=Operation("comparison of models to convert"), device=device)
+    table = gather_numbers(collective, row, op=Operation("comparison of models to convert"), device=device)
     if error is not None:
         raise error
     failed = table[:, 0].nonzero()[0].tolist()

@@ -100,7 +100,7 @@ class BalancedLayer:
         if forward is Pass.TRAINING:
             self._engine.ensure_step()
 
-    def tell(self) -> Row:
+    def header(self) -> Row:
         engine, replicas = self._engine, self._replicas
         training = self._pass is not Pass.EVALUATION
         layers = engine.balanced if engine.compared else []
@@ -121,7 +121,7 @@ class BalancedLayer:
             gradients=engine.used_gradients() if self._pass is Pass.TRAINING else None,
         )
 
-    def told(self, counts: Counts) -> None:
+    def agreed(self, counts: Counts) -> None:
         engine, replicas = self._engine, self._replicas
         if self._pass is Pass.TRAINING:
             if engine.compared:

@@ -23,7 +23,7 @@ from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES, core, get_planner, planner_with
 from prophet.planner.base import EFFORT, Planner
 from prophet.ranks.collective import Collective
-from prophet.ranks.messages import tell
+from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
@@ -236,7 +236,7 @@ def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment,
     digests = [digest(np.frombuffer(part.encode(), np.uint8)) for part in parts]
     said = [len(parts), digests[0], digest(np.array(digests[1:]))]
     device = layers[0].experts.device
-    table = tell(collective, said, op=Operation("comparison of configurations"), device=device)
+    table = gather_numbers(collective, said, op=Operation("comparison of configurations"), device=device)
     for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
         differ = odd_ones_out(table[:, column])
         if differ:
@@ -248,11 +248,11 @@ def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment,
 
 def agree_on_training(layers: list[MoE], collective: Collective) -> None:
     """Have replicas the gradients of what trains on one rank at least; collective where experts are modules."""
-    own = [layer.experts.trains() for layer in layers]
+    own = [layer.experts.requires_grad() for layer in layers]
     flags = [int(on) for one in own for on in one]
     if not flags:
         return
-    table = tell(collective, flags, op=Operation("what trains in experts"), device=layers[0].experts.device)
+    table = gather_numbers(collective, flags, op=Operation("what trains in experts"), device=layers[0].experts.device)
     anywhere = [bool(column.any()) for column in table.T]
     for layer, one in zip(layers, own, strict=True):
         layer.experts.settle(anywhere[: len(one)])

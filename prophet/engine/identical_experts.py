@@ -15,7 +15,7 @@ from prophet.errors import ConfigMismatch
 from prophet.experts.bank import Bank
 from prophet.layer.moe import MoE
 from prophet.ranks.collective import Collective
-from prophet.ranks.messages import tell
+from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
 
 COMPARISON = "comparison of experts"
@@ -33,7 +33,7 @@ def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
     if collective.size == 1 or not layers:
         return
     said = [_digest(layer.experts, local) for layer in layers for local in range(layer.experts.experts)]
-    table = tell(collective, said, op=Operation(COMPARISON), device=layers[0].experts.device).tolist()
+    table = gather_numbers(collective, said, op=Operation(COMPARISON), device=layers[0].experts.device).tolist()
     at = 0
     for layer in layers:
         m = layer.experts.experts

@@ -54,7 +54,7 @@ def share_overflows(layers: Sequence[MoE]) -> None:
     Call it on all ranks, in the same order of layers; again is harmless.
     """
     with _lock:
-        known = {id(layer) for layer in _live()}
+        known = {id(layer) for layer in _layers_alive()}
         _layers[:] = [ref for ref in _layers if ref() is not None]
         _layers.extend(weakref.ref(layer) for layer in layers if id(layer) not in known)
         _replace_methods()
@@ -73,7 +73,7 @@ class Following:
             _followers[optimizer].remove(self._follower)
 
 
-def _live() -> Iterator[MoE]:
+def _layers_alive() -> Iterator[MoE]:
     return (layer for ref in list(_layers) if (layer := ref()) is not None)
 
 
@@ -85,7 +85,7 @@ def _layers_of(optimizer: Any) -> list[MoE]:
     """The layers that a scaler's decision about `optimizer` is about, the same on all ranks."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     followed = {id(layer) for follower in _followers_of(optimizer) for layer in follower.layers}
-    return [x for x in _live() if id(x) in followed or any(id(p) in held for p in x.experts.parameters())]
+    return [x for x in _layers_alive() if id(x) in followed or any(id(p) in held for p in x.experts.parameters())]
 
 
 # --- what the ranks tell each other ---

@@ -130,18 +130,18 @@ class Bank(nn.Module):
     @property
     def grad_numel(self) -> int:
         """G: those of them that train."""
-        return sum(n for n, trains in self._sizes() if trains)
+        return sum(n for n, requires_grad in self._sizes() if requires_grad)
 
     @abstractmethod
     def _sizes(self) -> list[tuple[int, bool]]:
         """Elements of each of an expert's parameters, in the order of its flat vector, and whether it trains."""
 
-    def trains(self) -> list[bool]:
+    def requires_grad(self) -> list[bool]:
         """Which parameters of an expert train in one of the home experts at least; empty where they are stacked."""
         return []
 
-    def settle(self, trains: Sequence[bool]) -> None:
-        """Of what replicas have gradients: what `trains` on one rank at least."""
+    def settle(self, requires_grad: Sequence[bool]) -> None:
+        """Of what replicas have gradients: what `requires_grad` on one rank at least."""
 
     def structure_digest(self) -> int:
         """What must be equal on all ranks for a replica to compute as its expert does; 56 bits."""

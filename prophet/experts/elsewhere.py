@@ -123,7 +123,7 @@ def _of(source: Any, made: Tensor) -> Tensor:
     return found  # type: ignore[no-any-return]
 
 
-def _made(shape: tuple[int, ...], dtype: torch.dtype, trains: bool, home: torch.device) -> Elsewhere:
-    made = Elsewhere.like(nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), trains))
+def _made(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, home: torch.device) -> Elsewhere:
+    made = Elsewhere.like(nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad))
     made.home = home
     return made

@@ -26,7 +26,7 @@ class Part:
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    trains: bool
+    requires_grad: bool
     places: tuple[tuple[str, str], ...]
 
     def numel(self) -> int:

@@ -54,7 +54,9 @@ class _ModuleReplica(Replica):
         if not self.entered:
             self.entered = True
             with torch.inference_mode(False):
-                self.leaves = leaves_in(self.params, self.grads, {p.name: (p.shape, p.dtype, p.trains) for p in parts})
+                self.leaves = leaves_in(
+                    self.params, self.grads, {p.name: (p.shape, p.dtype, p.requires_grad) for p in parts}
+                )
             for part in parts:
                 for where, attribute in part.places:
                     setattr(self.module.get_submodule(where), attribute, self.leaves[part.name])
@@ -272,7 +274,7 @@ class ModulesBank(Bank):
         Must be equal on all ranks where there are replicas. Experts elsewhere are looked at where a home one changed.
         """
         changed = () if self._as_made else self._structures.values()
-        return digest(changed, [part.trains for part in self._parts])
+        return digest(changed, [part.requires_grad for part in self._parts])
 
     # --- an expert as a flat vector ---
 
@@ -286,17 +288,17 @@ class ModulesBank(Bank):
     def grad_dtype(self) -> torch.dtype:
         """That of the parameters that train; the one that holds all where they have several."""
         found = self.dtype
-        for at, dtype in enumerate(p.dtype for p in self._parts if p.trains):
+        for at, dtype in enumerate(p.dtype for p in self._parts if p.requires_grad):
             found = torch.promote_types(found, dtype) if at else dtype
         return found
 
     def _sizes(self) -> list[tuple[int, bool]]:
         flat = self.flat_dtype
-        return [(p.numel() * p.dtype.itemsize // flat.itemsize, p.trains) for p in self._parts]
+        return [(p.numel() * p.dtype.itemsize // flat.itemsize, p.requires_grad) for p in self._parts]
 
     @property
     def grad_numel(self) -> int:
-        return sum(p.numel() for p in self._parts if p.trains)
+        return sum(p.numel() for p in self._parts if p.requires_grad)
 
     def replica(self, expert: int, pool: ReplicaPool) -> Replica:
         self._follow_frozen()
@@ -317,7 +319,7 @@ class ModulesBank(Bank):
         found = {}
         for field, names in self.network.names.by_field().items():
             first = parts[names[0]]
-            found[field] = ([len(names) * first.shape[0], *first.shape[1:]], first.dtype, first.trains)
+            found[field] = ([len(names) * first.shape[0], *first.shape[1:]], first.dtype, first.requires_grad)
         return found
 
     def _of(self, local: int) -> list[tuple[Part, nn.Parameter]]:
@@ -333,7 +335,7 @@ class ModulesBank(Bank):
     @torch.no_grad()
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
         offset = 0
-        trained = [p for part, p in self._of(local) if part.trains]
+        trained = [p for part, p in self._of(local) if part.requires_grad]
         for p, a, b in overlaps(trained, start, stop):
             if p.requires_grad:  # its replicas train as long as any expert's does
                 gradient_of(p).view(-1)[a:b].add_(piece[offset : offset + b - a], alpha=self.grad_scale)
@@ -401,7 +403,7 @@ class ModulesBank(Bank):
         self._on_kernels = self.network is not None and self._as_made and alike and not watched
         self._follow_frozen()
 
-    def trains(self) -> list[bool]:
+    def requires_grad(self) -> list[bool]:
         found = [any(q.requires_grad for q in self._held(part)) for part in self._parts]
         if self.network is not None:
             fields = {n: field for field, names in self.network.names.by_field().items() for n in names}
@@ -409,8 +411,8 @@ class ModulesBank(Bank):
             found = [fields[part.name] in alive for part in self._parts]
         return found
 
-    def settle(self, trains: Sequence[bool]) -> None:
-        self._parts = [replace(part, trains=on) for part, on in zip(self._parts, trains, strict=True)]
+    def settle(self, requires_grad: Sequence[bool]) -> None:
+        self._parts = [replace(part, requires_grad=on) for part, on in zip(self._parts, requires_grad, strict=True)]
 
     def _follow_frozen(self) -> None:
         """Somebody may have frozen or thawed something. What trains in one expert trains in all replicas.
@@ -419,9 +421,10 @@ class ModulesBank(Bank):
         exchanged. At home those of frozen parameters are left out.
         """
         stays = self.ep_size > 1
-        trains = [on or (stays and part.trains) for part, on in zip(self._parts, self.trains(), strict=True)]
-        if trains != [part.trains for part in self._parts]:
-            self.settle(trains)
+        now = zip(self._parts, self.requires_grad(), strict=True)
+        requires_grad = [on or (stays and part.requires_grad) for part, on in now]
+        if requires_grad != [part.requires_grad for part in self._parts]:
+            self.settle(requires_grad)
 
     def _held(self, part: Part) -> list[nn.Parameter]:
         """The home experts' parameters of this name that are still there, by expert."""

@@ -65,12 +65,12 @@ def leaves_in(
     """
     leaves: dict[str, Tensor] = {}
     base = grad_base = 0
-    for name, (shape, dtype, trains) in shapes.items():
+    for name, (shape, dtype, requires_grad) in shapes.items():
         n = math.prod(shape)
         size = n * dtype.itemsize // params.dtype.itemsize
-        leaf = nn.Parameter(params[base : base + size].view(dtype).view(shape), trains)
+        leaf = nn.Parameter(params[base : base + size].view(dtype).view(shape), requires_grad)
         base += size
-        if trains:
+        if requires_grad:
             if dtype == grads.dtype:
                 leaf.grad = grads[grad_base : grad_base + n].view(shape)
             grad_base += n

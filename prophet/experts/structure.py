@@ -105,9 +105,9 @@ def _said(value: Any, depth: int) -> str:
     return said
 
 
-def digest(structures: Iterable[Structure], trains: Iterable[bool]) -> int:
+def digest(structures: Iterable[Structure], requires_grad: Iterable[bool]) -> int:
     """56 bits of what experts are like now, in order, and of which of their parameters train."""
-    found = hashlib.blake2b(bytes(trains), digest_size=7)
+    found = hashlib.blake2b(bytes(requires_grad), digest_size=7)
     for one in structures:
         found.update(one.text().encode())
     return int.from_bytes(found.digest(), "little")

@@ -91,7 +91,7 @@ class Trial:
         leaves: dict[str, nn.Parameter] = {}
         values = dict(home.named_parameters())
         for part in parts_of(home):
-            leaf = leaves[part.name] = nn.Parameter(values[part.name].detach().clone(), part.trains)
+            leaf = leaves[part.name] = nn.Parameter(values[part.name].detach().clone(), part.requires_grad)
             for where, attribute in part.places:
                 setattr(replica.get_submodule(where), attribute, leaf)
         got, found = self._run(replica)

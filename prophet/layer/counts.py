@@ -24,7 +24,7 @@ from torch import Tensor
 from prophet.errors import OutOfStep, PlanMismatch, RoutingError
 from prophet.experts.gate import Routing
 from prophet.ranks.collective import Collective
-from prophet.ranks.messages import COUNTS, PASSES, tell
+from prophet.ranks.messages import COUNTS, PASSES, gather_numbers
 from prophet.ranks.operation import Operation
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, odd_ones_out
@@ -184,7 +184,7 @@ def exchange_counts(
     numbers = [int(number) for values in said.values() for number in values]
     op, device = Operation(COUNTS, layer), routing.ids.device
     with stopwatch("counts"):
-        table = tell(collective, numbers, tuple(known.values()), op=op, device=device, place=place)
+        table = gather_numbers(collective, numbers, tuple(known.values()), op=op, device=device, place=place)
     widths = {name: len(values) for name, values in said.items()} | {n: t.numel() for n, t in known.items()}
     found: dict[str, Any] = {"extra": None, "gradients": None, "experts": None}
     start = 0
@@ -201,7 +201,7 @@ def compare_placements(digests: Sequence[int], step: int, collective: Collective
     It has to happen before the first Trans, as what that brings is as long as the placements say. A rank that does not
     begin a step is found out as well: it tells something else instead.
     """
-    found = tell(collective, digests, op=Operation("comparison of placements"), device=device)
+    found = gather_numbers(collective, digests, op=Operation("comparison of placements"), device=device)
     check_placements(found, step)
 
 
@@ -213,7 +213,7 @@ def check_placements(digests_RL: IntArray, step: int) -> None:
 
 def compare_splits(digest: int, layer: int, step: int, collective: Collective, device: torch.device) -> None:
     """Raise `PlanMismatch` unless all ranks split a layer's tokens the same way; collective."""
-    found = tell(collective, [digest], op=Operation("comparison of splits", layer), device=device)
+    found = gather_numbers(collective, [digest], op=Operation("comparison of splits", layer), device=device)
     _check_equal(f"MoE layer {layer}, step {step}", "split", found[:, 0])
 
 

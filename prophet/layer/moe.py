@@ -237,7 +237,7 @@ class MoE(nn.Module):
         if self.alike is not None:  # the router has seen all tokens, and the experts see a part
             tokens, routing = take(tokens, self.alike, "tokens' part"), self._part(routing)
         counts = self._exchange_counts(routing, tokens.shape[0], forward)
-        port.told(counts)
+        port.agreed(counts)
         placement, split = port.split(counts)
         if counts.experts is not None:
             step = self.expert_watch.updates if port.index is None else int(counts.step[self.collective.rank])
@@ -301,7 +301,7 @@ class MoE(nn.Module):
             if self._number is None:
                 self._number = self.collective.frames.next_layer()
             place = self._number
-        row = port.tell()
+        row = port.header()
         if forward is Pass.TRAINING and self.collective.size > 1:
             row = replace(row, experts=self.expert_watch.say(routing.ids.device, plain=port.index is None))
         counts = exchange_counts(

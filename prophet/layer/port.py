@@ -5,7 +5,7 @@ In one forward and backward pass a layer makes at most nine calls:
 | call | when |
 |---|---|
 | `begin` | a forward pass has reached the layer |
-| `tell`, `told` | before and after the exchange of counts |
+| `header`, `agreed` | before and after the exchange of counts |
 | `split` | the counts are known |
 | `replicas` | the experts are about to run |
 | `window` | four times: FEC, FNEC in the forward pass, BEC, BNEC in the backward pass |
@@ -83,10 +83,10 @@ class Port(Protocol):
     def begin(self, forward: Pass) -> None:
         """A forward pass has reached the layer: all calls up to the next `begin` belong to it."""
 
-    def tell(self) -> Row:
+    def header(self) -> Row:
         """What this rank says with its counts."""
 
-    def told(self, counts: Counts) -> None:
+    def agreed(self, counts: Counts) -> None:
         """What all ranks have said with theirs; their agreement is checked already."""
 
     def split(self, counts: Counts) -> tuple[Placement, Split]:
@@ -116,7 +116,7 @@ class PlainPort:
     def begin(self, forward: Pass) -> None:
         self._pass = forward
 
-    def tell(self) -> Row:
+    def header(self) -> Row:
         forward = self._pass
         watch = self._watch if forward is Pass.TRAINING else None
         return Row(
@@ -126,7 +126,7 @@ class PlainPort:
             gradients=None if watch is None else watch.say_shared(watch.device),
         )
 
-    def told(self, counts: Counts) -> None:
+    def agreed(self, counts: Counts) -> None:
         if self._watch is not None and counts.gradients is not None:
             self._watch.compare_shared(counts.gradients)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from prophet.ranks.messages import Frames, tell
+from prophet.ranks.messages import Frames, gather_numbers
 from prophet.ranks.operation import Operation
 
 Channel = Literal["tokens", "weights"]
@@ -149,7 +149,7 @@ class Collective(ABC):
         The time limit stands still while a rank that is missing is at work; see `process_group.at_work`. Raises
         `PeerLost` soon where one that is missing has ended.
         """
-        said = tell(self, [int(failed)], op=op, device=torch.device("cpu"))
+        said = gather_numbers(self, [int(failed)], op=op, device=torch.device("cpu"))
         return [rank for rank, (number,) in enumerate(said.tolist()) if number]
 
     def decide(self, op: Operation, name: str, *, ready: bool, device: torch.device) -> Decision:

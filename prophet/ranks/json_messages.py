@@ -50,7 +50,7 @@ def _as_tensor(message: bytearray, device: torch.device) -> Tensor:
     return torch.frombuffer(message, dtype=torch.uint8).to(device)
 
 
-def in_words(said: Sequence[str], most: int = 3) -> str:
+def reasons_text(said: Sequence[str], most: int = 3) -> str:
     """What ranks say is wrong, each reason once with the first rank that gives it; nothing where none says anything."""
     first = {words: r for r, words in reversed(list(enumerate(said))) if words}
     ordered = sorted(first.items(), key=lambda item: item[1])

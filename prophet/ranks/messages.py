@@ -67,7 +67,7 @@ def _pass_text(forward: int, kind: int) -> str:
 
 
 @cache
-def _words(name: str) -> tuple[int, ...]:
+def _encoded_name(name: str) -> tuple[int, ...]:
     text = name.encode()[: 8 * _NAME_WORDS].ljust(8 * _NAME_WORDS, b"\0")
     return tuple(np.frombuffer(text, dtype=np.int64).tolist())
 
@@ -81,7 +81,7 @@ class Frames:
 
     def __init__(self) -> None:
         self.width = _LEAST_WIDTH
-        self.forward = self.kind = self.told = 0
+        self.forward = self.kind = self.begun = 0
         self._layers = 0
         self._padding: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -95,7 +95,7 @@ class Frames:
 
     def head(self, op: Operation, numbers: int, place: int | None = None) -> list[int]:
         where = place if place is not None else -1 if op.layer is None else op.layer
-        return [numbers, where, self.forward, self.kind, *_words(op.name)]
+        return [numbers, where, self.forward, self.kind, *_encoded_name(op.name)]
 
     def padding(self, numbers: int, device: torch.device) -> Tensor:
         key = (numbers, device)
@@ -105,7 +105,7 @@ class Frames:
         return self._padding[key]
 
 
-def tell(
+def gather_numbers(
     collective: Collective,
     numbers: Sequence[int],
     tensors: Sequence[Tensor] = (),
@@ -126,25 +126,25 @@ def tell(
     if HEAD + extent > width:
         width = 1 << (HEAD + extent - 1).bit_length()
         if collective.size > 1:
-            _told(collective, _frame(frames, head, (), frames.width, device), op)
+            _gather(collective, _frame(frames, head, (), frames.width, device), op)
         if width <= _MOST_WIDTH:
             frames.width = width
-    table = _told(collective, _frame(frames, [*head, *numbers], tensors, width, device), op)
+    table = _gather(collective, _frame(frames, [*head, *numbers], tensors, width, device), op)
     return table[:, HEAD : HEAD + extent]
 
 
 def share(collective: Collective, x: Tensor, *, op: Operation) -> Tensor:
     """All ranks' `x`, a few float64 [N]: [R, N] on its device, and on no device does the host wait; collective.
 
-    Raises `OutOfStep` as `tell` does. On a device that computes behind the host's back it cannot: what a rank has said
-    in another operation counts as NaN there, and the next message of `tell` raises.
+    Raises `OutOfStep` as `gather_numbers` does. On a device that computes behind the host's back it cannot: what a rank
+    has said in another operation counts as NaN there, and the next message of `gather_numbers` raises.
     """
     if collective.size == 1:
         return x.unsqueeze(0)
     frames = collective.frames
     head = frames.head(op, x.numel())
     frame = _frame(frames, head, (x.view(torch.int64),), frames.width, x.device)
-    frames.told += 1
+    frames.begun += 1
     table = collective.gather_messages(frame, op=op)
     found = table[:, HEAD : HEAD + x.numel()].contiguous().view(torch.float64)
     if table.device.type == "cpu":
@@ -162,8 +162,8 @@ def _frame(
     return torch.cat([first, *tensors, frames.padding(left, device)])
 
 
-def _told(collective: Collective, frame: Tensor, op: Operation) -> IntArray:
-    collective.frames.told += 1
+def _gather(collective: Collective, frame: Tensor, op: Operation) -> IntArray:
+    collective.frames.begun += 1
     table: IntArray = collective.gather_messages(frame, op=op).cpu().numpy()
     _check(table, collective.rank)
     return table

@@ -48,13 +48,13 @@ class Store(Protocol):
 class Counter(Protocol):
     """Counts the messages that this process has begun."""
 
-    told: int
+    begun: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
     """What a process has said last. machine, process, started: which process it is. at: where it is. work: what others
-    may have to wait for, empty where it is nothing. failed: whether a collective of it has failed. told: how many
+    may have to wait for, empty where it is nothing. failed: whether a collective of it has failed. begun: how many
     messages it has begun, by the name of the group that they are for. blocked: in which call of the user's it waits for
     other processes, empty where it does not, and by: which ones. accounted: whether it knows what it asks of others
     once a collective has failed.
@@ -67,7 +67,7 @@ class Pulse:
     at: str
     work: str
     failed: bool
-    told: dict[str, int]
+    begun: dict[str, int]
     blocked: str
     by: list[int]
     accounted: bool
@@ -137,11 +137,11 @@ class Presence:
                 self._work[-1] if self._work else "",
             ]
             blocked = self.find_blocked() if threading.current_thread() is self._thread else ("", [])
-            said += [self._failed, self._told(), *blocked, self._accounted]
+            said += [self._failed, self._begun_messages(), *blocked, self._accounted]
             self.store.set(_pulse_key(self.rank), json.dumps(said))
 
-    def _told(self) -> dict[str, int]:
-        return {name: counter.told for name, counter in list(self.counters.items())}
+    def _begun_messages(self) -> dict[str, int]:
+        return {name: counter.begun for name, counter in list(self.counters.items())}
 
     def close(self) -> None:
         """Fall silent."""
@@ -235,11 +235,11 @@ class Presence:
         """Those of `ranks` that have not begun this process's last message of the group `name`, by their pulses, where
         each of them waits, in a call of the user's, for this process among others; nothing otherwise.
         """
-        mine = self._told()[name]
+        mine = self._begun_messages()[name]
         found: dict[int, Pulse] = {}
         for r in ranks:
             pulse = self.pulse(r) if r != self.rank else None
-            if pulse is None or pulse.told.get(name, 0) >= mine:
+            if pulse is None or pulse.begun.get(name, 0) >= mine:
                 if pulse is None and r != self.rank:
                     return {}
                 continue
@@ -250,7 +250,7 @@ class Presence:
 
     # --- the first failure ---
 
-    def tell(self, key: str, words: str) -> str:
+    def report_failure(self, key: str, words: str) -> str:
         """Say under `key` what has failed, and what is said there: that of the first who has."""
         self._failed = True
         said = self.settle(key, words)
@@ -261,7 +261,7 @@ class Presence:
         """The words of the first process that has said any under `key`; these, if this is the one."""
         return self.store.compare_set(key, "", words).decode()
 
-    def told(self, key: str) -> str | None:
+    def first_failure(self, key: str) -> str | None:
         """What was said first under `key`; None where nothing was."""
         return self.store.get(key).decode() if self.store.check([key]) else None
 
@@ -333,8 +333,8 @@ class Presence:
 
     def _is_ahead(self, pulse: Pulse) -> bool:
         """Whether a process that is missing from a meeting cannot come to it any more: it waits for this one's word."""
-        mine = self._told()
-        return any(told > mine[name] for name, told in pulse.told.items() if name in mine)
+        mine = self._begun_messages()
+        return any(begun > mine[name] for name, begun in pulse.begun.items() if name in mine)
 
 
 def explained(account: Account, ranks: Sequence[int], *, late: bool) -> str:

@@ -25,7 +25,7 @@ SILENT_S = 2.5 * PULSE_S
 ASK_S = 1.0  # how long the store may take to answer
 
 
-def _words(failure: StageFailed) -> str:
+def _to_json(failure: StageFailed) -> str:
     return json.dumps([failure.rank, failure.stages, failure.action, failure.cause])
 
 
@@ -44,7 +44,7 @@ class Watch:
         self.stages_of = stages_of
         self._key = f"prophet first failure of {name}"
         self._asker = Waiter(f"asks for news of {name}")
-        self._heard: dict[int, tuple[Pulse, float]] = {}  # a rank's last pulse, and since when it is that one
+        self._last_pulses: dict[int, tuple[Pulse, float]] = {}  # a rank's last pulse, and since when it is that one
         self._ended: set[int] = set()
         self._looked = -math.inf  # when the store has answered last
         self._store_is_gone = False
@@ -54,7 +54,7 @@ class Watch:
 
     def begin(self) -> None:
         """Learn beside what follows which processes the ranks are, to know of their end even without the store."""
-        if self._acquainted is None or (self._acquainted.done() and len(self._heard) < len(self.ranks) - 1):
+        if self._acquainted is None or (self._acquainted.done() and len(self._last_pulses) < len(self.ranks) - 1):
             self._acquainted = self._asker.submit(self._look)
 
     def turns(self, limit_s: float) -> Callable[[], None]:
@@ -85,13 +85,13 @@ class Watch:
 
     def _look(self) -> StageFailed | None:
         """The first failure, if there was one by now. A process that was found gone in two looks counts as one."""
-        told = self._ask_store()
-        if told is not None:
-            return told
-        for number, (pulse, _) in sorted(self._heard.items()):
+        known = self._ask_store()
+        if known is not None:
+            return known
+        for number, (pulse, _) in sorted(self._last_pulses.items()):
             if pulse.at.startswith(LEFT_AFTER):
                 return self._first(self._lost(number, pulse.at.removeprefix(LEFT_AFTER)))
-        ended = {n for n, (p, _) in self._heard.items() if p.at != LEFT and self.presence.has_ended(p)}
+        ended = {n for n, (p, _) in self._last_pulses.items() if p.at != LEFT and self.presence.has_ended(p)}
         gone, self._ended = ended & self._ended, ended
         return self._first(self._lost(min(gone), "its process has ended")) if gone else None
 
@@ -100,21 +100,23 @@ class Watch:
         if self._store_is_gone:
             return None
         try:
-            told = self.presence.told(self._key)
-            if told is not None:
-                return StageFailed(*json.loads(told))
+            known = self.presence.first_failure(self._key)
+            if known is not None:
+                return StageFailed(*json.loads(known))
             now = time.monotonic()
             for number, rank in enumerate(self.ranks):
                 pulse = self.presence.pulse(rank) if rank != self.presence.rank else None
-                if pulse is not None and (number not in self._heard or self._heard[number][0].count != pulse.count):
-                    self._heard[number] = pulse, now
+                if pulse is not None and (
+                    number not in self._last_pulses or self._last_pulses[number][0].count != pulse.count
+                ):
+                    self._last_pulses[number] = pulse, now
             self._looked = now
         except RuntimeError:  # the process that keeps it may be the one that is gone
             self._store_is_gone = True
         return None
 
     def _lost(self, number: int, cause: str) -> StageFailed:
-        at = self._heard[number][0].at if number in self._heard else ""
+        at = self._last_pulses[number][0].at if number in self._last_pulses else ""
         if at.startswith(LEFT):
             return StageFailed(number, tuple(self.stages_of(number)), "its program, outside the pipeline", cause)
         place = f"its program, {at}" if at.startswith("after ") else at.removeprefix("in ")
@@ -124,12 +126,12 @@ class Watch:
     def _first(self, failure: StageFailed) -> StageFailed:
         if not self._store_is_gone:
             try:
-                return StageFailed(*json.loads(self.presence.tell(self._key, _words(failure))))
+                return StageFailed(*json.loads(self.presence.report_failure(self._key, _to_json(failure))))
             except RuntimeError:
                 self._store_is_gone = True
         return failure
 
-    def tell(self, failure: StageFailed) -> StageFailed:
+    def report(self, failure: StageFailed) -> StageFailed:
         """Tell all ranks of `failure`, unless another one came first; which of them did."""
         return self._asked(lambda: self._first(failure)) or failure
 
@@ -146,21 +148,24 @@ class Watch:
             if found is not None:
                 return found
             now = time.monotonic()
-            known = self._heard.items() if self._looked >= asked else ()
+            known = self._last_pulses.items() if self._looked >= asked else ()
             for cause, ranks in (
-                ("its process is stopped", [n for n, (p, _) in self._heard.items() if self.presence.is_stopped(p)]),
+                (
+                    "its process is stopped",
+                    [n for n, (p, _) in self._last_pulses.items() if self.presence.is_stopped(p)],
+                ),
                 ("its program has ended", [n for n, (pulse, _) in known if pulse.at == LEFT]),
                 (f"no sign of life for {SILENT_S:g} s or more", [n for n, (_, t) in known if now - t > SILENT_S]),
             ):
                 if ranks:
-                    return self.tell(self._lost(min(ranks), cause))
+                    return self.report(self._lost(min(ranks), cause))
             if now >= deadline:
-                return self.tell(fallback)
+                return self.report(fallback)
             time.sleep(TURN_S)
 
     def places(self) -> str:
         """Where the other ranks were when they were last heard of."""
-        return "; ".join(f"rank {n} {pulse.at}" for n, (pulse, _) in sorted(self._heard.items()) if pulse.at)
+        return "; ".join(f"rank {n} {pulse.at}" for n, (pulse, _) in sorted(self._last_pulses.items()) if pulse.at)
 
     def _asked(self, call: Callable[[], T]) -> T | None:
         """What the store says; None where it does not answer in time."""

@@ -59,7 +59,7 @@ def _checking(call: Callable[..., Any], title: str, annotated: Any, words: Mappi
         hints = hints_of()
         for name, value in given.items():
             if name in hints and not fits(value, hints[name]):
-                expected = words.get(name) or in_words(hints[name])
+                expected = words.get(name) or reasons_text(hints[name])
                 more = _hint(name, value, {n: (v, hints[n]) for n, v in given.items() if n in hints})
                 raise ArgumentError(f"{title}{name} must be {expected}, got {_shown(value)}{more}")
         return call(*args, **options)
@@ -93,11 +93,11 @@ def fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def in_words(hint: Any) -> str:
+def reasons_text(hint: Any) -> str:
     """What an annotation allows; None is not mentioned beside something else."""
     kind, inside = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return _or([in_words(one) for one in inside if one is not NoneType])
+        return _or([reasons_text(one) for one in inside if one is not NoneType])
     if kind is Literal:
         return _or([repr(one) for one in inside])
     if kind in _WORDS:
@@ -109,7 +109,7 @@ def in_words(hint: Any) -> str:
     if not isinstance(kind, type):
         return str(kind)
     if inside and issubclass(kind, Sequence):
-        return f"a sequence of {_SEVERAL.get(inside[0]) or in_words(inside[0]).split(' ', 1)[-1]}"
+        return f"a sequence of {_SEVERAL.get(inside[0]) or reasons_text(inside[0]).split(' ', 1)[-1]}"
     name = _name(kind)
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 

@@ -115,16 +115,16 @@ class TransferSeconds(NamedTuple):
             return min(self.first, cover.first) + min(self.second, cover.second)
         return min(self.direct, cover.first + cover.second)
 
-    def felt(self, cover: Cover, overlap_cost: float) -> float:
+    def exposed_seconds(self, cover: Cover, overlap_cost: float) -> float:
         """By how many seconds it lengthens the step (Eq. 8 takes the hidden part for free)."""
-        return min(self._felt(cover, overlap_cost, False), self._felt(cover, overlap_cost, True))
+        return min(self._exposed_seconds(cover, overlap_cost, False), self._exposed_seconds(cover, overlap_cost, True))
 
     def two_phase(self, cover: Cover, overlap_cost: float) -> bool:
         """Whether it takes the two-phase form."""
-        phases_s, direct_s = (self._felt(cover, overlap_cost, form) for form in (True, False))
+        phases_s, direct_s = (self._exposed_seconds(cover, overlap_cost, form) for form in (True, False))
         return (phases_s, self.first + self.second) < (direct_s, self.direct)
 
-    def _felt(self, cover: Cover, overlap_cost: float, two_phase: bool) -> float:
+    def _exposed_seconds(self, cover: Cover, overlap_cost: float, two_phase: bool) -> float:
         return self.exposed(cover, two_phase) + overlap_cost * self.hidden(cover, two_phase)
 
 

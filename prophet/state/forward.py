@@ -33,7 +33,7 @@ def spread(missing: Rows, direct: Chosen, nodes: IntArray, members: IntArray, it
     chosen = _scarce(missing, direct, nodes)[missing.atom] if len(missing) else np.zeros(0, dtype=bool)
     if not chosen.any():
         return direct
-    goal = np.repeat([goals(missing, ranks)[0], _enters(missing, nodes)], ranks)
+    goal = np.repeat([goals(missing, ranks)[0], _incoming_bytes(missing, nodes)], ranks)
     some, rest = missing.taken(np.flatnonzero(chosen)), missing.taken(np.flatnonzero(~chosen))
     parts = _parts(some, goal[some.outside * ranks] / (PARTS * _FINER))
     if int(parts.sum()) > _MOST_ROWS:
@@ -101,7 +101,7 @@ def _together(chosen: Chosen, part: IntArray) -> Chosen:
     return chosen
 
 
-def _enters(missing: Rows, nodes: IntArray) -> float:
+def _incoming_bytes(missing: Rows, nodes: IntArray) -> float:
     """Bytes that the ports of the busiest node take in on average if all comes from outside once."""
     far = missing.taken(np.flatnonzero(missing.outside))
     node = nodes[far.destination]

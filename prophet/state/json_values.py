@@ -1,6 +1,6 @@
 """Numbers, words, small tensors, and lists, tuples and dictionaries of them, as what JSON can hold; and back.
 
-`meant` makes such values and nothing else, so a text from outside runs nothing.
+`from_json` makes such values and nothing else, so a text from outside runs nothing.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _DTYPES = {f"torch.{name}": name for name in (*_NUMPY, "bfloat16")}
 _KEYS = str | int | float | bool | None
 
 
-def said(value: Any, what: str, *, most_bytes: int = MOST_BYTES) -> Any:
-    """`value` in a form that JSON can hold; `meant` is the inverse. `SpecError`, with `what`, where there is none.
+def to_json(value: Any, what: str, *, most_bytes: int = MOST_BYTES) -> Any:
+    """`value` in a form that JSON can hold; `from_json` is the inverse. `SpecError`, with `what`, where there is none.
 
     `most_bytes` is of one tensor.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [said(v, what, most_bytes=most_bytes) for v in value]
+        return [to_json(v, what, most_bytes=most_bytes) for v in value]
     if isinstance(value, tuple):
-        return {_TUPLE: [said(v, what, most_bytes=most_bytes) for v in value]}
+        return {_TUPLE: [to_json(v, what, most_bytes=most_bytes) for v in value]}
     if isinstance(value, Mapping) and all(isinstance(k, _KEYS) for k in value):
         if all(isinstance(k, str) for k in value) and value.keys().isdisjoint(_OURS):
-            return {k: said(v, f"{what}[{k!r}]", most_bytes=most_bytes) for k, v in value.items()}
+            return {k: to_json(v, f"{what}[{k!r}]", most_bytes=most_bytes) for k, v in value.items()}
         # JSON's keys are strings
-        return {_ENTRIES: [[k, said(v, f"{what}[{k!r}]", most_bytes=most_bytes)] for k, v in value.items()]}
+        return {_ENTRIES: [[k, to_json(v, f"{what}[{k!r}]", most_bytes=most_bytes)] for k, v in value.items()]}
     if not isinstance(value, Tensor) and hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return said(value.item(), what)  # a number of numpy's
+        return to_json(value.item(), what)  # a number of numpy's
     if not isinstance(value, Tensor) or value.is_meta:
         raise SpecError(
             f"{what} is a {type(value).__name__}; expected numbers, strings, small tensors, and lists and dictionaries "
@@ -60,25 +60,25 @@ def said(value: Any, what: str, *, most_bytes: int = MOST_BYTES) -> Any:
     return {_TENSOR: [str(value.dtype), list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]}
 
 
-def meant(value: Any) -> Any:
-    """Reverse of `said`. `SpecError` for what `said` does not say."""
+def from_json(value: Any) -> Any:
+    """Reverse of `to_json`. `SpecError` for what `to_json` does not say."""
     try:
-        return _meant(value)
+        return _from_json(value)
     except (TypeError, KeyError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: also of depth
         raise SpecError(f"expected a value as it is saved ({type(error).__name__}: {error!s:.200})") from error
 
 
-def _meant(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, list):
-        return [_meant(v) for v in value]
+        return [_from_json(v) for v in value]
     if not isinstance(value, dict):
         return value
     if value.keys().isdisjoint(_OURS):
-        return {k: _meant(v) for k, v in value.items()}
+        return {k: _from_json(v) for k, v in value.items()}
     ((kind, content),) = value.items()
     if kind == _TUPLE:
-        return tuple(_meant(v) for v in content)
-    return {k: _meant(v) for k, v in content} if kind == _ENTRIES else _tensor(*content)
+        return tuple(_from_json(v) for v in content)
+    return {k: _from_json(v) for k, v in content} if kind == _ENTRIES else _tensor(*content)
 
 
 def _tensor(dtype: str, shape: list[int], text: str) -> Tensor:

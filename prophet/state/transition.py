@@ -31,9 +31,9 @@ from prophet.ranks.collective import Collective, Pending
 from prophet.ranks.operation import Operation
 from prophet.spec import IntArray
 from prophet.state.in_place import Replacing
-from prophet.state.itinerary import Itinerary, Rounds
 from prophet.state.layout import Layout, Piece
 from prophet.state.route import Route
+from prophet.state.route_schedule import Rounds, RouteSchedule
 from prophet.state.streams import (
     CHUNK_BYTES,
     DEPTH,
@@ -100,7 +100,7 @@ def transition(
     problem: str = "",
     begin: Callable[[], None] = lambda: None,
     votes: bool = True,
-    ahead: Itinerary | None = None,
+    ahead: RouteSchedule | None = None,
 ) -> Moved:
     """Move this rank from `route.before` to `route.after`; collective over `route.ranks` ranks.
 
@@ -131,7 +131,7 @@ def transition(
     device = device or next((t.device for t in state.values()), torch.device("cpu"))
     rank, after = collective.rank, _WHOLE
     in_place = mode == "in-place"
-    plan = ahead if ahead is not None else Itinerary(route, rank)
+    plan = ahead if ahead is not None else RouteSchedule(route, rank)
     waves, streams, measures = plan.waves(in_place=in_place), plan.streams, plan.measures(in_place=in_place)
     mover = _Mover(route, plan.kept, state, collective, device, allocate)
     # all on the side, before ranks agree: what the others wish for can only make the buffer smaller

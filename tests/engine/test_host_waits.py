@@ -21,7 +21,7 @@ from prophet.engine.parallel import clip_grad_norm_, update_biases
 from prophet.errors import OutOfStep
 from prophet.kernels.choice import triton_available
 from prophet.ranks.collective import Collective
-from prophet.ranks.messages import share, tell
+from prophet.ranks.messages import gather_numbers, share
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.paths import INTERPRETED, one_kernel_at_a_time
@@ -128,7 +128,7 @@ def test_what_a_rank_says_in_another_operation_is_no_norm() -> None:
         with on_pretended_device() as watch:
             if group.rank == 1:
                 with pytest.raises(OutOfStep, match=r"rank\(s\) \[0\] at gradient norm"):
-                    tell(group, [1], op=Operation("exchange of counts", 0), device=torch.device(NAME))
+                    gather_numbers(group, [1], op=Operation("exchange of counts", 0), device=torch.device(NAME))
                 return []
             mine = torch.ones(2, dtype=torch.float64).to(NAME)
             watch.waits.clear()

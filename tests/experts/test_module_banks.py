@@ -259,10 +259,10 @@ def test_one_frozen_expert_takes_no_gradient_of_its_replicas() -> None:
         made.add_flat_grad(local, 0, before, torch.ones(before))
     grads = {name: p.grad for name, p in made.named_parameters()}
     assert all((grad is None) == name.startswith("3.base.") for name, grad in grads.items())
-    made.settle(made.trains())
+    made.settle(made.requires_grad())
     assert made.grad_numel == before  # one of the two trains still
     made.home_experts()[0].base.requires_grad_(False)  # type: ignore[union-attr, operator]
-    made.settle(made.trains())
+    made.settle(made.requires_grad())
     assert made.grad_numel == before - D * D - D
 
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic import own_loop
-from pipeline_balance.elastic.shards.new_model import Target
-from pipeline_balance.elastic.shards.user_model import Live
+from pipeline_balance.elastic.shards.new_model import NewModel
+from pipeline_balance.elastic.shards.user_model import UserModel
 from pipeline_balance.pipeline.model.ownership import local
 from pipeline_balance.pipeline.move import pipeline_state
 from pipeline_balance.pipeline.move import stage_map as rebuild
@@ -75,12 +75,12 @@ SEAMS = {
     "layout": _LAYOUT,
     "in_place": _LAYOUT,
     "own": {
-        "agreeing": Seam(Live, "held"),
+        "agreeing": Seam(UserModel, "held"),
         "preparing": Seam(own_loop, "route"),
         "moving": Seam(transition._Mover, "_pack"),
-        "building": Seam(Target, "filled"),
+        "building": Seam(NewModel, "filled"),
         "deciding": Seam(Collective, "decide"),
-        "decided": Seam(Target, "make", after=True),
+        "decided": Seam(NewModel, "make", after=True),
     },
 }
 ALLOCATE = {

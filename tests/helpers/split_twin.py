@@ -136,7 +136,7 @@ class Twin:
         exposed_s = max(0.0, t.first - cover[0]) + max(0.0, t.second - cover[1])
         return direct_s, exposed_s + c * (min(t.first, cover[0]) + min(t.second, cover[1]))
 
-    def felt(self, forward_s: float) -> tuple[float, float]:
+    def exposed_seconds(self, forward_s: float) -> tuple[float, float]:
         there, back = self.covers(forward_s)
         return min(self.felt_by_form(self.trans, there)), min(self.felt_by_form(self.agg, back))
 
@@ -147,7 +147,7 @@ class Twin:
         forward_s = max(0.0, *(n * rate + groups * self.f.overhead_s for n, rate, groups in products))
         near, far = max(busy[OUT_NEAR] + busy[IN_NEAR]), max(busy[OUT_FAR] + busy[IN_FAR])
         a2a_s = 4.0 * self.exchange_s(near, far, self.f.token_bytes)
-        trans_s, agg_s = self.felt(forward_s)
+        trans_s, agg_s = self.exposed_seconds(forward_s)
         return a2a_s + 3.0 * forward_s + trans_s + agg_s, a2a_s
 
     def exchange_floor_s(self) -> float:
@@ -272,7 +272,7 @@ class Twin:
 
     def guide(self, busy: Table, q: int) -> float:
         _, longest, forward_s, forward_q, _ = self.norms(busy, q)
-        trans_s, agg_s = self.felt(forward_s)
+        trans_s, agg_s = self.exposed_seconds(forward_s)
         return 4.0 * longest + 3.0 * forward_q + trans_s + agg_s
 
     def shorten(self, tokens: IntArray, sweeps: int, far: bool) -> IntArray:

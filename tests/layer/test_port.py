@@ -27,12 +27,12 @@ class Listening(PlainPort):
     def begin(self, forward: Pass) -> None:
         self.calls.append(f"begin {forward.value}")
 
-    def tell(self) -> Row:
-        self.calls.append("tell")
-        return super().tell()
+    def header(self) -> Row:
+        self.calls.append("header")
+        return super().header()
 
-    def told(self, counts: Counts) -> None:
-        self.calls.append("told")
+    def agreed(self, counts: Counts) -> None:
+        self.calls.append("agreed")
 
     def split(self, counts: Counts) -> tuple[Placement, Split]:
         self.calls.append("split")
@@ -53,7 +53,7 @@ def listening() -> tuple[prophet.MoE, Listening]:
 
 
 def forward(what: Pass) -> list[str]:
-    return [f"begin {what.value}", "tell", "told", "split", "replicas", "FEC", "FNEC"]
+    return [f"begin {what.value}", "header", "agreed", "split", "replicas", "FEC", "FNEC"]
 
 
 def test_a_training_step_makes_nine_calls() -> None:
@@ -87,6 +87,6 @@ def test_a_recomputed_pass_has_the_number_of_the_pass_that_it_repeats() -> None:
     said = []
     for what in (Pass.TRAINING, Pass.TRAINING, Pass.AGAIN, Pass.AGAIN, Pass.EVALUATION):
         port.begin(what)
-        row = port.tell()
+        row = port.header()
         said.append((row.forward, row.kind))
     assert said == [(1, "training"), (2, "training"), (2, "recomputed"), (2, "recomputed"), (3, "evaluation")]

@@ -103,7 +103,7 @@ def test_a_form_that_takes_less_but_shows_more_is_not_taken() -> None:
         (Cover(20.0, 0.0), 0.0, 0.0, False),
     ):
         assert transfer.two_phase(cover, overlap_cost) == two_phase
-        assert transfer.felt(cover, overlap_cost) == felt_s
+        assert transfer.exposed_seconds(cover, overlap_cost) == felt_s
 
 
 def test_step_cost_counts_groups_windows_and_slow_ranks() -> None:

@@ -15,7 +15,7 @@ from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.pipeline.move.state import Held
 from prophet.errors import SpecError, TransitionError
 from prophet.ranks.process_group import ProcessGroupCollective, collective_for
-from prophet.state import itinerary
+from prophet.state import route_schedule
 from prophet.state.route import Route
 from prophet.state.streams import Streams, Timetable
 from tests.helpers.elastic_jobs import check_held, plain_losses, same, start, train, whole
@@ -31,7 +31,7 @@ def _ahead(rank: int, size: int) -> None:
     job = start("pp2,dp2")
     train(job, 1)
     for text, mode in (("pp4", "safe"), ("dp4,zero1", "in-place"), ("dp2,zero3", "safe"), ("pp2", "safe")):
-        with noted(*described, *routes, (itinerary, "in_place")) as found:
+        with noted(*described, *routes, (route_schedule, "in_place")) as found:
             job.prepare(Parallelism.parse(f"{text},orderfewest-bytes"), mode=mode)  # type: ignore[arg-type]
             job._switching.prepared()
         assert not [name for name, main in found if main]
@@ -39,7 +39,7 @@ def _ahead(rank: int, size: int) -> None:
         assert ("in_place" in {name for name, _ in found}) == (mode == "in-place")
         train(job, 1)
         before = whole(job)
-        with noted(*routes, (itinerary, "in_place")) as found:
+        with noted(*routes, (route_schedule, "in_place")) as found:
             job.switch(mode=mode)  # type: ignore[arg-type]
         assert not found, text
         assert same(whole(job), before)
@@ -94,7 +94,7 @@ def _frozen(rank: int, size: int, back: bool) -> tuple[list[float], list[float]]
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Switching, "arrangement", arrange)
+        patch.setattr(Switching, "training_layout", arrange)
         job.prepare(Parallelism.parse("dp2,zero1"))
         if rank == 0:
             assert arranged.wait(LIMIT_S)

@@ -84,7 +84,7 @@ def test_a_job_that_changes_ep_loses_nothing(layouts: tuple[str, ...], every: in
 def _remembered(job: Job) -> dict[str, Any]:
     """What all engines remember, by layer and group."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, job._switching.experts.told(job.layout))
+    dist.all_gather_object(every, job._switching.experts.export_memory(job.layout))
     return {f"{name} {group}": memory for said in every for name, (group, memory) in said.items()}
 
 

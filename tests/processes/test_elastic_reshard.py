@@ -204,7 +204,7 @@ def _refused(rank: int, size: int) -> tuple[list[str], list[float]]:
         told(dp4, parse("dp2,tp2,zero3"))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
-            patch.setattr(target.Target, "_buffers", _no_memory)
+            patch.setattr(target.NewModel, "_buffers", _no_memory)
         told(dp4, parse("dp2,tp2,zero3"), error=TransitionError)
     model = elastic.reshard(model, optimizer, dp4, parse("dp4,zero3"), build, timeout_s=60.0)
     losses.append(train_step(model, optimizer, parse("dp4,zero3"), 2))

@@ -87,13 +87,13 @@ def test_one_that_does_not_come_is_named(there: Callable[..., Presence]) -> None
 def test_one_that_has_gone_on_is_not_waited_for(there: Callable[..., Presence]) -> None:
     """It has begun a message that this one has to answer; messages of other groups say nothing."""
     here, away = there(0), there(1)
-    here.counters = {"both": SimpleNamespace(told=3), "others": SimpleNamespace(told=0)}
-    ours, theirs = SimpleNamespace(told=3), SimpleNamespace(told=9)
+    here.counters = {"both": SimpleNamespace(begun=3), "others": SimpleNamespace(begun=0)}
+    ours, theirs = SimpleNamespace(begun=3), SimpleNamespace(begun=9)
     away.counters, away.where = {"both": ours, "elsewhere": theirs}, "gradient norm"
     away.beat()
     with pytest.raises(Lost, match=r"rank 0 waited 0\.5 s for"):
         here.meet("test", [0, 1], "", limit_s=0.5)
-    ours.told += 1
+    ours.begun += 1
     with pytest.raises(
         Lost, match=r"rank\(s\) \[1\] went on without this call, while rank 0 waited; rank 1 was gradient norm; hint"
     ) as caught:

@@ -95,8 +95,8 @@ def said(failure: StageFailed) -> tuple[Any, ...]:
 
 def test_a_wait_hears_of_the_first_failure(ranks: Ranks) -> None:
     second = StageFailed(1, (1,), "step 7", "lost rank 2")
-    assert said(ranks.watches[2].tell(OWN)) == said(OWN)
-    assert said(ranks.watches[1].tell(second)) == said(OWN)
+    assert said(ranks.watches[2].report(OWN)) == said(OWN)
+    assert said(ranks.watches[1].report(second)) == said(OWN)
     for rank in (0, 1, 3):
         assert said(ranks.heard(rank)) == said(OWN)
         assert said(ranks.watches[rank].explain(second, 5.0)) == said(OWN)
@@ -104,7 +104,7 @@ def test_a_wait_hears_of_the_first_failure(ranks: Ranks) -> None:
 
 
 def test_a_failure_is_heard_of_in_the_middle_of_a_wait(ranks: Ranks) -> None:
-    threading.Timer(0.3, ranks.watches[2].tell, [OWN]).start()
+    threading.Timer(0.3, ranks.watches[2].report, [OWN]).start()
     began = time.monotonic()
     assert said(ranks.heard(0)) == said(OWN)
     assert 0.3 <= time.monotonic() - began < 3
@@ -251,7 +251,7 @@ def test_without_a_store_the_fallback_holds(ranks: Ranks, kind: Any) -> None:
     ranks.stores[0] = kind()
     began = time.monotonic()
     assert said(ranks.watches[0].explain(OWN, 0.5)) == said(OWN)
-    assert said(ranks.watches[0].tell(OWN)) == said(OWN)
+    assert said(ranks.watches[0].report(OWN)) == said(OWN)
     assert time.monotonic() - began < 3
     if kind is Silent:
         ranks.stores[0].over.set()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from prophet.errors import CheckpointError, SpecError
 from prophet.state.checkpoint_files import Boxes, Files, by_tensor, write
 from prophet.state.checkpoint_folder import DESCRIPTION, read_description, tensors_of
-from prophet.state.json_values import meant, said
+from prophet.state.json_values import from_json, to_json
 from prophet.state.layout import Piece, slice_box
 from prophet.state.space import Box, Space, TensorSpec
 
@@ -129,7 +129,7 @@ VALUE = {
 
 
 def test_values_come_back_from_words_as_they_were() -> None:
-    found = meant(json.loads(json.dumps(said(VALUE, "it"))))
+    found = from_json(json.loads(json.dumps(to_json(VALUE, "it"))))
     plain = dict(VALUE)
     tensors, back = plain.pop("tensors"), found.pop("tensors")
     assert found == plain
@@ -154,7 +154,7 @@ def test_values_come_back_from_words_as_they_were() -> None:
 )
 def test_words_that_nobody_said_are_refused(words: Any) -> None:
     with pytest.raises(SpecError, match="expected a value as it is saved"):
-        meant({"a": [words]})
+        from_json({"a": [words]})
 
 
 LARGE = torch.zeros(3)
@@ -174,4 +174,4 @@ LARGE = torch.zeros(3)
 )
 def test_what_has_no_words_is_named(value: Any, text: str) -> None:
     with pytest.raises(SpecError, match=text):
-        said(value, "it", most_bytes=8)
+        to_json(value, "it", most_bytes=8)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from prophet.ranks.threads import ThreadWorld
 from prophet.spec import IntArray
-from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece, layout_from
 from prophet.state.route import Route, route
+from prophet.state.route_schedule import RouteSchedule
 from prophet.state.sources import Rows, _least_loaded, balanced
 from prophet.state.space import Box, Space, TensorSpec
 from prophet.state.streams import Measures, window_of
@@ -49,7 +49,7 @@ def test_what_is_passed_on_goes_while_more_comes(longer: int) -> None:
     window = window_of(1 << 20, 64, 2, Measures.of(way, None))
 
     def numbers(source: int, peer: int) -> list[int]:
-        going = Itinerary(way, source).rounds(window, in_place=False).going
+        going = RouteSchedule(way, source).rounds(window, in_place=False).going
         return [number for number, row in sorted(going.items()) for to, _ in row if to == peer]
 
     direct, passed_on = numbers(0, 1), numbers(1, 2)

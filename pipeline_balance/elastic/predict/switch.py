@@ -117,14 +117,14 @@ def plan_switch(
     times.append(time.perf_counter())
     new = layout_of(model, chosen, ranks=world, flat=flat)
     times.append(time.perf_counter())
-    way = route(old, new, nodes=nodes)
+    planned_route = route(old, new, nodes=nodes)
     times.append(time.perf_counter())
     old_s, order_s, new_s, routes_s = np.diff(times).tolist()
     return Plan(
         before=old,
         after=new,
         parallelism=chosen,
-        route=way,
+        route=planned_route,
         layouts_s=old_s + new_s,
         order_s=order_s,
         routes_s=routes_s,
@@ -149,28 +149,28 @@ def predict(
     """What the switch takes on this machine; `ranks` is the world (None: as many as both layouts need)."""
     rates = machine.rates
     planned = plan_switch(model, before, after, ranks_per_node=machine.ranks_per_node, ranks=ranks, flat=flat)
-    way = planned.route
-    given = way.wire_bytes
+    planned_route = planned.route
+    given = planned_route.wire_bytes
     if after.order == FEWEST_BYTES:
-        as_given = layout_of(model, replace(after, order=None), ranks=way.ranks, flat=flat)
-        given = route(planned.before, as_given, nodes=way.nodes.tolist()).wire_bytes
-    demand = demand_of(way.atoms, model.space.item_bytes)
+        as_given = layout_of(model, replace(after, order=None), ranks=planned_route.ranks, flat=flat)
+        given = route(planned.before, as_given, nodes=planned_route.nodes.tolist()).wire_bytes
+    demand = demand_of(planned_route.atoms, model.space.item_bytes)
     memory = memory_of(planned.before, planned.after)
     peak = None
-    if len(model.space.tensors) * way.ranks <= MOST_CELLS:
+    if len(model.space.tensors) * planned_route.ranks <= MOST_CELLS:
         peak = int(in_place(planned.before, planned.after)[1].max())
     return Prediction(
         model=model.name,
         before=str(before),
         after=str(replace(after, order=None)),
         machine=machine.name,
-        ranks=way.ranks,
-        nodes=int(way.nodes.max()) + 1,
-        wire_bytes=way.wire_bytes,
+        ranks=planned_route.ranks,
+        nodes=int(planned_route.nodes.max()) + 1,
+        wire_bytes=planned_route.wire_bytes,
         given_bytes=given,
-        simulated=simulate(way, rates),
-        least_s=least_s(demand, way.nodes, rates),
-        least_direct_s=least_direct_s(demand, way.nodes, rates),
+        simulated=simulate(planned_route, rates),
+        least_s=least_s(demand, planned_route.nodes, rates),
+        least_direct_s=least_direct_s(demand, planned_route.nodes, rates),
         before_bytes=int(memory.before.max()),
         after_bytes=int(memory.after.max()),
         safe_peak_bytes=int(memory.safe_peak.max()),

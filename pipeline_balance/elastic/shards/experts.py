@@ -18,7 +18,7 @@ from pipeline_balance.elastic.layouts.boxes import Block
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.pipeline.model.ownership import Ownership, put
 from pipeline_balance.pipeline.move.state import Held, base_name, refuse_odd
-from pipeline_balance.pipeline.run.stages import Seats, alone
+from pipeline_balance.pipeline.run.stages import RankAssignment, alone
 from prophet.engine.regroup import check_regroupable, check_unsplit, has_experts, regroup, stacked_experts
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
@@ -88,17 +88,17 @@ def stacks(model: nn.Module) -> dict[str, Stack]:
     return found
 
 
-def share_out(model: nn.Module, seats: Seats) -> None:
+def share_out(model: nn.Module, rank_assignment: RankAssignment) -> None:
     """Leave of a whole model's experts what this process has with these seats."""
-    if seats.experts is None:
+    if rank_assignment.experts is None:
         return
-    ranks, rank = seats.experts.size, seats.experts.rank
+    ranks, rank = rank_assignment.experts.size, rank_assignment.experts.rank
     named = dict(model.named_parameters())
     for name in stacked_experts(model):
         whole = named[name].detach()
         part = whole.tensor_split(ranks)[rank].clone()
         put(named[name], nn.Parameter(part, requires_grad=named[name].requires_grad))
-    regroup(model, seats.experts, seats.copies, seats.alike)
+    regroup(model, rank_assignment.experts, rank_assignment.copies, rank_assignment.alike)
 
 
 def nobody(ep: int) -> Collective:

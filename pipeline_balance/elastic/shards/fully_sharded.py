@@ -79,22 +79,22 @@ def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
     return found
 
 
-def options_in_words(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `fully_shard` or DDP as JSON can say them; `options_from` is the inverse."""
-    return {name: _in_words(option) for name, option in options.items()}
+def options_to_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `fully_shard` or DDP as JSON can say them; `options_from_json` is the inverse."""
+    return {name: _option_to_json(option) for name, option in options.items()}
 
 
-def _in_words(option: Any) -> Any:
+def _option_to_json(option: Any) -> Any:
     if isinstance(option, MixedPrecisionPolicy):
-        return {name: _in_words(value) for name, value in asdict(option).items()}
+        return {name: _option_to_json(value) for name, value in asdict(option).items()}
     return str(option).removeprefix("torch.") if isinstance(option, torch.dtype) else option
 
 
-def options_from(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Reverse of `options_in_words`."""
-    return {name: _policy(option) if isinstance(option, dict) else option for name, option in words.items()}
+def options_from_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Reverse of `options_to_json`."""
+    return {name: _policy(option) if isinstance(option, dict) else option for name, option in fields.items()}
 
 
-def _policy(words: Mapping[str, Any]) -> MixedPrecisionPolicy:
-    given = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in words.items()}
+def _policy(fields: Mapping[str, Any]) -> MixedPrecisionPolicy:
+    given = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in fields.items()}
     return MixedPrecisionPolicy(**given)

@@ -76,8 +76,8 @@ def digests(named: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 def refuse_apart(every: Sequence[Mapping[str, Sequence[Any]]]) -> None:
     """Raise `SpecError` where two ranks have the same part of a tensor with other bits, by what all `digests` say."""
     first: dict[tuple[str, str], tuple[int, int]] = {}
-    for rank, said in enumerate(every):
-        for name, (box, bits) in said.items():
+    for rank, parts in enumerate(every):
+        for name, (box, bits) in parts.items():
             other, theirs = first.setdefault((name, box), (rank, bits))
             if bits != theirs:
                 raise SpecError(f"ranks {other} and {rank} have copies of {name} that differ")

@@ -36,12 +36,12 @@ from pipeline_balance.elastic.shards.tp_styles import styles_of
 from pipeline_balance.pipeline.model.layers import PipelineModel
 from pipeline_balance.pipeline.model.ownership import Ownership, attributes_of, check_free, like_meta
 from pipeline_balance.pipeline.model.registered import registered, settings
-from pipeline_balance.pipeline.move.pipeline_state import Arrangement, Built, Going, PipelineState
+from pipeline_balance.pipeline.move.pipeline_state import Built, Going, PipelineState, TrainingLayout
 from pipeline_balance.pipeline.move.stage_map import Change
 from pipeline_balance.pipeline.move.state import Held, Item, base_name, refuse_odd, state_entries
 from pipeline_balance.pipeline.run.experts import StageExperts
 from pipeline_balance.pipeline.run.optimizers import Optimizers
-from pipeline_balance.pipeline.run.stages import Seats, alone
+from pipeline_balance.pipeline.run.stages import RankAssignment, alone
 from pipeline_balance.pipeline.run.zero1 import Owners
 from prophet.engine.regroup import regroup
 from prophet.errors import LayoutError, SpecError, TransitionError
@@ -54,7 +54,7 @@ Ahead = Callable[[Shards], ShardedModel | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobArrangement(Arrangement):
+class JobLayout(TrainingLayout):
     """A layout. `rules` say how tp cuts."""
 
     layout: Parallelism
@@ -62,7 +62,7 @@ class JobArrangement(Arrangement):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedArrangement(JobArrangement):
+class ShardedLayout(JobLayout):
     """A layout of shards, which are None on a process without a place.
 
     `ahead` is the model in it, without memory, where that was made before the switch.
@@ -127,31 +127,31 @@ class Remodel(Change):
 
     root: nn.Module | None = None
     shared: StageExperts | None = None
-    seats: Seats | None = None
-    leaves: ShardedModel | None = None
-    enters: ShardedModel | None = None
+    rank_assignment: RankAssignment | None = None
+    old_model: ShardedModel | None = None
+    new_model: ShardedModel | None = None
     optimizers: Optimizers | None = None
-    becomes: dict[int, nn.Parameter] = field(default_factory=dict)
+    new_owner: dict[int, nn.Parameter] = field(default_factory=dict)
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)
-    trains: list[tuple[nn.Parameter, bool, dict[str, Any]]] = field(default_factory=list)
+    requires_grad: list[tuple[nn.Parameter, bool, dict[str, Any]]] = field(default_factory=list)
 
     def make(self) -> None:
-        if self.leaves is not None:
-            self.leaves.leave()
-        if self.enters is not None:
-            self.enters.copy.make()
+        if self.old_model is not None:
+            self.old_model.leave()
+        if self.new_model is not None:
+            self.new_model.copy.make()
         super().make()
-        for parameter, flag, attributes in self.trains:
+        for parameter, flag, attributes in self.requires_grad:
             parameter.requires_grad_(flag)
             parameter.__dict__.update(attributes)
         if self.optimizers is not None:
-            self.optimizers.exchange(self.becomes, self.entries)
+            self.optimizers.exchange(self.new_owner, self.entries)
         assert self.root is not None
         assert self.shared is not None
-        assert self.seats is not None
+        assert self.rank_assignment is not None
         self.shared.release()
-        group = self.seats.experts if self.seats.experts is not None else alone()
-        regroup(self.root, group, self.seats.copies, self.seats.alike)
+        group = self.rank_assignment.experts if self.rank_assignment.experts is not None else alone()
+        regroup(self.root, group, self.rank_assignment.copies, self.rank_assignment.alike)
 
 
 @dataclass
@@ -164,7 +164,7 @@ class JobState(PipelineState):
 
     plain: PipelineModel
     present: Parallelism
-    before: ShardedArrangement | None
+    before: ShardedLayout | None
     remakes: bool
 
     moves_experts = True
@@ -172,10 +172,10 @@ class JobState(PipelineState):
     def __post_init__(self) -> None:
         self.stacked = stacks(self.mover.owned.model.root)
 
-    def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
+    def layout(self, space: Space, target: TrainingLayout | None, processes: int) -> Layout:
         owned = self.mover.owned
         if target is not None:
-            assert isinstance(target, JobArrangement)
+            assert isinstance(target, JobLayout)
             model = describe(owned, target.rules)
             return layout_in(target.layout, space, model, target.owners, processes, first=False)
         model = describe(owned, self.before.rules if self.before is not None else {})
@@ -246,13 +246,13 @@ class JobState(PipelineState):
         if not self.remakes:
             return super().build(to, boxes)
         target = to.target
-        shards = target.shards if isinstance(target, ShardedArrangement) else None
+        shards = target.shards if isinstance(target, ShardedLayout) else None
         now, mover = self.now_sharded, self.mover
-        owned = to.becomes or Ownership(self.plain)
+        owned = to.new_owner or Ownership(self.plain)
         mover.check_put(owned.parameters)
         model = target.model or self.plain
         if shards is not None:
-            assert isinstance(target, ShardedArrangement)
+            assert isinstance(target, ShardedLayout)
             made = target.ahead
             if made is None or not made.copy.stands():
                 made = self._modules(shards, self._found())
@@ -316,14 +316,18 @@ class JobState(PipelineState):
             change = self._remodelled(to, built, values, numbers)
         else:
             change = Remodel(**vars(super().change(to, built, state, numbers)))
-        change.root, change.shared, change.seats = self.plain.root, self.passes.experts, to.target.seats
+        change.root, change.shared, change.rank_assignment = (
+            self.plain.root,
+            self.passes.experts,
+            to.target.rank_assignment,
+        )
         self._share(change, to.target, values)
         change.check()
         return change
 
-    def _share(self, change: Remodel, target: Arrangement, values: Mapping[str, Tensor]) -> None:
+    def _share(self, change: Remodel, target: TrainingLayout, values: Mapping[str, Tensor]) -> None:
         """Have experts in parts of the size that processes have of them in `target`, also where there are none."""
-        assert isinstance(target, JobArrangement)
+        assert isinstance(target, JobLayout)
         contents = {id(parameter): k for k, (parameter, _) in enumerate(change.contents)}
         for name, stack in self.stacked.items():
             parameter, part = self.mover.owned.parameters[name], stack.part(0, target.layout.ep).shape
@@ -344,18 +348,20 @@ class JobState(PipelineState):
     def _remodelled(self, to: Going, built: Built, values: dict[str, Tensor], numbers: Mapping[str, Any]) -> Remodel:
         """The change to other modules; whose parameters are none of theirs gets other contents."""
         now, mover, plain = self.now_sharded, self.mover, built.owned
-        enters = built.model if isinstance(built.model, ShardedModel) else None
+        new_model = built.model if isinstance(built.model, ShardedModel) else None
         assert plain is not None
-        change = Remodel(optimizers=mover.optimizers, leaves=now, enters=enters)
+        change = Remodel(optimizers=mover.optimizers, old_model=now, new_model=new_model)
         own = plain.parameters
         here_too = {name: own[name] for name in plain.of(to.layers)}
-        twins = self._filled(enters, here_too, values, to.space) if enters is not None else {}  # and empty moments
-        change.owned = Ownership(enters) if enters is not None else plain
+        twins = (
+            self._filled(new_model, here_too, values, to.space) if new_model is not None else {}
+        )  # and empty moments
+        change.owned = Ownership(new_model) if new_model is not None else plain
         entries = state_entries(values, to.updates(numbers, mover.groups.world.rank))
         for name, before in mover.owned.parameters.items():
             original = own[name]
             after = twins.get(id(original), original)
-            change.becomes[id(before)] = after
+            change.new_owner[id(before)] = after
             if entries.get(name):
                 mine = entries[name]
                 cut = id(original) in twins
@@ -367,7 +373,7 @@ class JobState(PipelineState):
             elif not original.is_meta:
                 change.contents.append((original, like_meta(original)))
             kept, both = attributes_of(before), {id(original): original, id(after): after}
-            change.trains += [(p, before.requires_grad, kept) for p in both.values()]
+            change.requires_grad += [(p, before.requires_grad, kept) for p in both.values()]
         self._buffers(change, plain, values)
         change.settings = settings(
             mover.owned.parameters,
@@ -425,6 +431,6 @@ def shards_in(layout: Parallelism, root: nn.Module, groups: Groups, rank: int, d
     if not axes or layout.place(rank) is None:
         return None
     along = [groups.process_group(layout.group(axis, rank), SHARDS) for axis in axes]
-    styles = styles_of(root, layout.tp) if layout.tp > 1 else {}
+    tp_styles = styles_of(root, layout.tp) if layout.tp > 1 else {}
     mesh = mesh_of(along, axes, layout.grid[0], device)
-    return Shards(mesh=mesh, styles=styles, reshard=layout.zero == 3)
+    return Shards(mesh=mesh, tp_styles=tp_styles, reshard=layout.zero == 3)

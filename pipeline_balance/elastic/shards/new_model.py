@@ -1,4 +1,4 @@
-"""The model that a resharded loop goes on with, made beside the one in force: see `Target`."""
+"""The model that a resharded loop goes on with, made beside the one in force: see `NewModel`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline_balance.elastic.shards.sharded import (
     shard_like,
     sharing,
 )
-from pipeline_balance.elastic.shards.user_model import Live
+from pipeline_balance.elastic.shards.user_model import UserModel
 from pipeline_balance.pipeline.model.ownership import attributes_of, take_hooks
 from pipeline_balance.pipeline.model.registered import Settings, settings
 from pipeline_balance.pipeline.move.state import state_entries
@@ -27,8 +27,8 @@ from prophet.state.space import Box, Space
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-class Target:
-    """Modules made anew from those of `live`, on `meta`: as `shards`, or plain and then wrapped by `wrap`.
+class NewModel:
+    """Modules made anew from those of `user_model`, on `meta`: as `shards`, or plain and then wrapped by `wrap`.
 
     A process that does not run it (`runs`) keeps it there. `options` are more of `fully_shard`. After `filled`, `make`
     puts it in force.
@@ -36,15 +36,15 @@ class Target:
 
     def __init__(
         self,
-        live: Live,
+        user_model: UserModel,
         *,
         runs: bool,
         shards: Shards | None,
         wrap: Callable[[nn.Module], nn.Module] | None,
         options: Mapping[str, Any],
     ) -> None:
-        self.live, self.runs, self.shards, self.wrap = live, runs, shards, wrap
-        self.copy = copy = Copy(found_in(live.root, None), without_memory)
+        self.user_model, self.runs, self.shards, self.wrap = user_model, runs, shards, wrap
+        self.copy = copy = Copy(found_in(user_model.root, None), without_memory)
         for original, module in copy.pairs():
             module.__dict__["_buffers"] = dict(original._buffers)
         if shards is not None:
@@ -58,7 +58,7 @@ class Target:
 
     def twins(self) -> dict[str, nn.Parameter]:
         """What stands for every parameter, by name."""
-        return {self.live.names[key]: twin for key, twin in self.copy.twins().items()}
+        return {self.user_model.names[key]: twin for key, twin in self.copy.twins().items()}
 
     def boxes(self) -> dict[str, Box]:
         """The part of every parameter that this process is to have."""
@@ -69,14 +69,14 @@ class Target:
 
         Raises what torch raises where it cannot be made, and `LayoutError` for registered tensors that are missing.
         """
-        add_empty(values, self.boxes(), space, self.live.device)
+        add_empty(values, self.boxes(), space, self.user_model.device)
         made = self._made = self._parameters(values)
         self._buffers(values)
 
         def like(name: str, value: Tensor) -> Tensor:
             return shard_like(made[name], value) if self.shards is not None else value
 
-        self._settings = settings(self.live.parameters, values, like, lambda name: made[name])
+        self._settings = settings(self.user_model.parameters, values, like, lambda name: made[name])
         self._entries = state_entries(values, scalars)
         if self.shards is not None:
             self._entries = {n: entries_like(made[n], e, n, space) for n, e in self._entries.items()}
@@ -86,18 +86,18 @@ class Target:
         """The parameters with their values, put in their places; on `meta` where this process does not run them."""
         made: dict[str, nn.Parameter] = {}
         for name, twin in self.twins().items():
-            before = self.live.parameters[name]
+            before = self.user_model.parameters[name]
             content = twin.detach()
             if self.runs:
                 content = shard_like(twin, values[name]) if self.shards is not None else values[name]
             made[name] = nn.Parameter(content, requires_grad=before.requires_grad)
             made[name].__dict__.update(attributes_of(before))
             take_hooks(made[name], before)
-        self.copy.put({id(p): made[name] for name, p in self.live.parameters.items()})
+        self.copy.put({id(p): made[name] for name, p in self.user_model.parameters.items()})
         return made
 
     def _buffers(self, values: Mapping[str, Tensor]) -> None:
-        names = {id(buffer): name for name, buffer in self.live.buffers.items()}
+        names = {id(buffer): name for name, buffer in self.user_model.buffers.items()}
         for _, module in self.copy.pairs():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -105,15 +105,15 @@ class Target:
 
     def make(self) -> None:
         """Put it in force: the optimizers train it, and the model from before refuses to run. Cannot fail."""
-        live, made = self.live, self._made
+        user_model, made = self.user_model, self._made
         self.copy.make()
-        ids = {name: key for key, name in live.names.items()}
+        ids = {name: key for key, name in user_model.names.items()}
         entries = {ids[name]: kept for name, kept in self._entries.items()}
-        live.optimizers.exchange({ids[name]: p for name, p in made.items()}, entries)
+        user_model.optimizers.exchange({ids[name]: p for name, p in made.items()}, entries)
         for handle, tensor in self._settings:
             handle.tensor = tensor
-        if live.wrapper is not None:
-            live.wrapper.__dict__["forward"] = gone
+        if user_model.wrapper is not None:
+            user_model.wrapper.__dict__["forward"] = gone
         retire(self.copy)
 
 

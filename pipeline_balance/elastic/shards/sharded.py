@@ -52,7 +52,7 @@ class Shards:
     """
 
     mesh: DeviceMesh
-    styles: Mapping[str, Style]
+    tp_styles: Mapping[str, Style]
     reshard: bool
 
     @property
@@ -123,7 +123,7 @@ def cut_over_tp(copy: Copy, shards: Shards) -> None:
     """Have tp cut a copy without memory, each module in its style."""
     if shards.tp is None:
         return
-    for name, style in shards.styles.items():
+    for name, style in shards.tp_styles.items():
         parallelize_module(copy.root.get_submodule(name), shards.tp, _style(style), src_data_rank=None)
     first: dict[int, nn.Parameter] = {}
     for original, module, name in copy.slots():  # tied ones are cut alike, and one again

@@ -65,9 +65,9 @@ def styles_of(root: nn.Module, tp: int) -> dict[str, Style]:
     return found
 
 
-def rules_for(styles: Mapping[str, Style]) -> dict[str, Rule]:
+def rules_for(tp_styles: Mapping[str, Style]) -> dict[str, Rule]:
     """The same for `describe`."""
-    return {name: Rule(how=style.how) for name, style in styles.items() if style.how != "whole"}
+    return {name: Rule(how=style.how) for name, style in tp_styles.items() if style.how != "whole"}
 
 
 def _style(word: str) -> Style:
@@ -91,17 +91,17 @@ def _checked(name: str, module: nn.Module, style: Style, tp: int) -> Style:
     return style
 
 
-def _tie(root: nn.Module, styles: dict[str, Style], tp: int) -> None:
+def _tie(root: nn.Module, tp_styles: dict[str, Style], tp: int) -> None:
     """Modules that share a weight cut it alike: whole where one of them has it whole and the other gathers."""
     sharing: dict[int, list[str]] = {}
-    for name in styles:
+    for name in tp_styles:
         for parameter in root.get_submodule(name)._parameters.values():
             if parameter is not None:
                 sharing.setdefault(id(parameter), []).append(name)
     for names in sharing.values():
-        hows = {styles[name].how for name in names}
+        hows = {tp_styles[name].how for name in names}
         if hows <= {"column", "vocabulary"} or len(hows) == 1:
             continue
-        if not all(styles[name].gathered or styles[name].how == "whole" for name in names):
+        if not all(tp_styles[name].gathered or tp_styles[name].how == "whole" for name in names):
             raise SpecError(f"tp{tp}: {' and '.join(names)} share a weight, but are cut in different ways")
-        styles.update({name: Style() for name in names})
+        tp_styles.update({name: Style() for name in names})

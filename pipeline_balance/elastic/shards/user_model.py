@@ -42,7 +42,7 @@ _OPTIONS = (
 )
 
 
-class Live:
+class UserModel:
     """A model with its optimizer. `root` is without its DDP `wrapper`; tied parameters have the first of their names.
 
     `device` is where a process works that has nothing of the model. Raises `SpecError` for a kind of model that cannot
@@ -119,7 +119,7 @@ class Live:
     def compare(self, layout: Parallelism, rank: int) -> None:
         """Raise `SpecError`, with names, where `rank` does not hold what it holds in this layout."""
         place = layout.place(rank)
-        wrong = [f"{n}: {words}" for n, p in self.parameters.items() if (words := _differs(p, layout, rank))]
+        wrong = [f"{n}: {difference}" for n, p in self.parameters.items() if (difference := _differs(p, layout, rank))]
         if not wrong and place is not None and layout.tp > 1:
             tp = set(layout.group("tp", rank))
             if not any(set(ranks) == tp for p in self.parameters.values() for ranks in cut_over(p)):

@@ -53,7 +53,7 @@ class _Call:
 class Recorded:
     """What the model's own forward does with its layers in one microbatch."""
 
-    enters: tuple[Tensor, ...] = ()  # what layer 0 gets from the front, on `meta`
+    first_inputs: tuple[Tensor, ...] = ()  # what layer 0 gets from the front, on `meta`
     calls: list[_Call] = field(default_factory=list)
     outputs: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)  # leaves on `meta`, structure
     stands: list[Any] = field(default_factory=list)  # [n - 1] what stands for a layer's output, as it is structured
@@ -143,7 +143,7 @@ class TransformersModel(PipelineModel):
             found = self._run_behind(activations, microbatch)
         else:
             found = self._run_layer(unit - 1, activations, microbatch)
-        if torch.is_grad_enabled() and (any(t.requires_grad for t in activations) or _trains(self.units[unit])):
+        if torch.is_grad_enabled() and (any(t.requires_grad for t in activations) or _requires_grad(self.units[unit])):
             # as `activations` says, even where no gradient will come of it
             return tuple(_requiring_grad(t) for t in found)
         return found
@@ -259,7 +259,7 @@ class TransformersModel(PipelineModel):
                 recorded.gives.append(gives)
             else:
                 takes = _from_parameters(leaves)
-                recorded.enters = tuple(shapes.on_meta(leaves[i]) for i in takes)
+                recorded.first_inputs = tuple(shapes.on_meta(leaves[i]) for i in takes)
             plain = [None if i in takes else leaf for i, leaf in enumerate(leaves)]
             recorded.calls.append(_Call(plain, structure, takes))
             output = self._output_of(layer, leaves, structure)
@@ -317,24 +317,25 @@ class TransformersModel(PipelineModel):
     # --- activations -------------------------------------------------------------------------------------------
 
     def activations(self, microbatch: Microbatch) -> list[Activations]:
-        trains = tuple(_trains(unit) for unit in self.units)
-        key = (microbatch.shapes(), trains, self._mode(), torch.is_grad_enabled())
+        requires_grad = tuple(_requires_grad(unit) for unit in self.units)
+        key = (microbatch.shapes(), requires_grad, self._mode(), torch.is_grad_enabled())
         if key not in self._known:
-            self._known[key] = self._activations(self.recorded(microbatch), trains)
+            self._known[key] = self._activations(self.recorded(microbatch), requires_grad)
         return self._known[key]
 
-    def _activations(self, recorded: Recorded, trains: tuple[bool, ...]) -> list[Activations]:
-        said: list[Activations] = [(), recorded.enters]
+    def _activations(self, recorded: Recorded, requires_grad: tuple[bool, ...]) -> list[Activations]:
+        found: list[Activations] = [(), recorded.first_inputs]
         for layer, ((leaves, _), gives) in enumerate(zip(recorded.outputs, recorded.gives, strict=True)):
             carried = tuple(leaves[place] for place in gives)
             if self.router_loss is not None and layer >= self.router_loss.first():
                 carried += (torch.empty(self.router_loss.numbers, dtype=torch.float32, device="meta"),)
-            said.append(carried)
-        said.append((torch.empty((), device="meta"),))
-        below = [False, *(torch.is_grad_enabled() and any(trains[: unit + 1]) for unit in range(len(self.units)))]
+            found.append(carried)
+        found.append((torch.empty((), device="meta"),))
+        grad = torch.is_grad_enabled()
+        below = [False, *(grad and any(requires_grad[: unit + 1]) for unit in range(len(self.units)))]
         return [
-            tuple(t.detach().requires_grad_(grad and t.is_floating_point()) for t in activations)
-            for grad, activations in zip(below, said, strict=True)
+            tuple(t.detach().requires_grad_(passes and t.is_floating_point()) for t in activations)
+            for passes, activations in zip(below, found, strict=True)
         ]
 
     # --- construction ------------------------------------------------------------------------------------------
@@ -456,7 +457,7 @@ def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
     return modules, tuple((name, shapes.shape_of(p)) for name, p in layer.named_parameters())
 
 
-def _trains(unit: nn.Module) -> bool:
+def _requires_grad(unit: nn.Module) -> bool:
     return any(p.requires_grad for p in unit.parameters())
 
 

@@ -262,10 +262,10 @@ class ModuleChain(PipelineModel):
     def _mode(self) -> tuple[Any, ...]:
         """What the activations depend on beside the inputs: which modules there are, who trains, in which precision."""
         parts = tuple(id(part) for module in self.units for part in module.modules())
-        trains = tuple((m.training, any(p.requires_grad for p in m.parameters())) for m in self.units)
+        requires_grad = tuple((m.training, any(p.requires_grad for p in m.parameters())) for m in self.units)
         kind = self.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return parts, trains, cast, torch.is_grad_enabled()
+        return parts, requires_grad, cast, torch.is_grad_enabled()
 
     def _trace(self, microbatch: Microbatch) -> tuple[list[Activations], tuple[TreeSpec, ...]]:
         """All units' outputs without data, and how they are nested; a unit's gradient may pass if one below trains."""

@@ -67,13 +67,13 @@ def settings(
     parameters: Mapping[str, nn.Parameter],
     values: Mapping[str, Tensor],
     like: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
-    becomes: Callable[[str], Tensor] | None = None,
+    new_owner: Callable[[str], Tensor] | None = None,
 ) -> Settings:
     """What all handles become, from the parameters and registered tensors that have come, by their names in the state.
 
     A handle whose parameter has not come is of one that lives elsewhere: its tensor goes to `meta`, and lies there as
-    the parameter does, which is then `becomes(name)`. `like(name, value)` makes a parameter's tensor of a value. Raises
-    `LayoutError` where one is not registered here, or has not come.
+    the parameter does, which is then `new_owner(name)`. `like(name, value)` makes a parameter's tensor of a value.
+    Raises `LayoutError` where one is not registered here, or has not come.
     """
     found: Settings = []
     known: set[str] = set()
@@ -85,7 +85,7 @@ def settings(
             elif name in values:
                 raise LayoutError(f"{key} is registered, but has not come with its parameter")
             else:
-                after = becomes(name) if becomes is not None else parameter
+                after = new_owner(name) if new_owner is not None else parameter
                 device = None if after.is_meta else "meta"
                 found.append((handle, torch.empty_like(after.detach(), dtype=handle.tensor.dtype, device=device)))
     strange = sorted(key for key in values if MARK in key and key not in known)

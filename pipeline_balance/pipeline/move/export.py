@@ -20,12 +20,12 @@ def root_state(
     owned: Ownership,
     found: Mapping[str, Tensor],
     prepare: Callable[[nn.Module], None] = lambda root: None,
-    said: Callable[[nn.Module], dict[str, Any]] = nn.Module.state_dict,
+    state_dict_of: Callable[[nn.Module], dict[str, Any]] = nn.Module.state_dict,
 ) -> dict[str, Tensor]:
     """The root's `state_dict`, in the host's memory, with `found` for its parameters and buffers by their names.
 
-    A copy of the root has `said` it, which `prepare` may change first: modules may save parameters under other names,
-    or in parts. Raises `SpecError` for an entry that has no memory.
+    A copy of the root has `state_dict_of` it, which `prepare` may change first: modules may save parameters under other
+    names, or in parts. Raises `SpecError` for an entry that has no memory.
     """
     root, names = owned.model.root, {id(p): n for n, p in owned.parameters.items()}
     values = {name: tensor.detach().cpu() for name, tensor in found.items()}
@@ -38,7 +38,7 @@ def root_state(
     for (path, _), part in zip(root.named_modules(), copy.modules(), strict=True):
         part._buffers.update({k: values.get(f"{path}.{k}" if path else k, b) for k, b in part._buffers.items()})
     prepare(copy)
-    state = {name: t.detach().cpu() if isinstance(t, Tensor) else t for name, t in said(copy).items()}
+    state = {name: t.detach().cpu() if isinstance(t, Tensor) else t for name, t in state_dict_of(copy).items()}
     lacking = [name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta]
     if lacking:
         raise SpecError(

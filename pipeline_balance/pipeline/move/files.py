@@ -20,7 +20,13 @@ from torch import Tensor
 
 from pipeline_balance.pipeline.model.ownership import number_of
 from pipeline_balance.pipeline.model.registered import MARK
-from pipeline_balance.pipeline.move.pipeline_state import Arrangement, Built, PipelineState, copies, refuse_copies_apart
+from pipeline_balance.pipeline.move.pipeline_state import (
+    Built,
+    PipelineState,
+    TrainingLayout,
+    copies,
+    refuse_copies_apart,
+)
 from pipeline_balance.pipeline.move.stage_map import Change
 from pipeline_balance.pipeline.move.state import Held, base_name, spec_rows
 from pipeline_balance.pipeline.move.transaction import Assignments, apply
@@ -32,7 +38,7 @@ from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work
 from prophet.state.checkpoint_files import Agree, Files, by_tensor, write
 from prophet.state.checkpoint_folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
-from prophet.state.json_values import meant, said
+from prophet.state.json_values import from_json, to_json
 from prophet.state.layout import Layout, Piece
 from prophet.state.space import Space, StateKind, TensorSpec
 from prophet.state.streams import torch_dtype
@@ -73,8 +79,8 @@ class Checkpoint:
 
     def digest(self) -> int:
         """A number for all that it says, equal on processes that have read the same."""
-        said = [getattr(self, f.name) for f in fields(self) if f.name not in ("tensors", "frozen")]
-        return number_of(repr([said, sorted(self.frozen)]))
+        values = [getattr(self, f.name) for f in fields(self) if f.name not in ("tensors", "frozen")]
+        return number_of(repr([values, sorted(self.frozen)]))
 
 
 # --- what a checkpoint says ---
@@ -211,17 +217,19 @@ def _save(
             optimizers=[type(o).__name__ for o in mover.optimizers.all],
             options=mover.optimizers.options(mover.owned.parameters),
             progress=how.passes.progress.to_json(),
-            also={name: said(it.state_dict(), name) for name, it in (also or {}).items()},
+            also={name: to_json(it.state_dict(), name) for name, it in (also or {}).items()},
             run=dict(run or {}),
         )
         alike = [str(folder), step, parts["boundaries"], parts["ranks"], sorted(parts["also"])]
-        words = number_of(json.dumps([parts[n] for n in ("frozen", "options", "progress", "run")], sort_keys=True))
-        state = {"tensors": spec_rows(held.specs), "scalars": how.told_numbers(held)}
-        return {"alike": alike, "words": words, "number": secrets.randbits(48), **state}
+        settings_digest = number_of(
+            json.dumps([parts[n] for n in ("frozen", "options", "progress", "run")], sort_keys=True)
+        )
+        state = {"tensors": spec_rows(held.specs), "scalars": how.numbers_to_vote(held)}
+        return {"alike": alike, "settings": settings_digest, "number": secrets.randbits(48), **state}
 
     every = agree("collecting a checkpoint", describe)
     refuse_where([row["alike"] for row in every], "save to another folder, or another step, map or `also`,")
-    refuse_where([row["words"] for row in every], "have other options, counters or frozen parameters")
+    refuse_where([row["settings"] for row in every], "have other options, counters or frozen parameters")
     layouts: list[tuple[Space, Layout]] = []
 
     def compare() -> dict[str, int]:
@@ -256,7 +264,7 @@ def _agreement(how: PipelineState) -> Agree:
 
 def load_state(
     how: PipelineState,
-    target: Arrangement,
+    target: TrainingLayout,
     folder: str | Path,
     *,
     also: Also,
@@ -276,7 +284,7 @@ def load_state(
 
 def _load(
     how: PipelineState,
-    target: Arrangement,
+    target: TrainingLayout,
     folder: Path,
     also: Also,
     check: Callable[[Checkpoint], None],
@@ -314,7 +322,7 @@ def _load(
         made.append((built, how.change(to, built, state, saved.scalars)))
         for name, it in (also or {}).items():
             before.append((it, copy.deepcopy(it.state_dict())))
-            it.load_state_dict(meant(saved.also[name]))
+            it.load_state_dict(from_json(saved.also[name]))
 
     try:
         agree("loading a checkpoint", assemble)

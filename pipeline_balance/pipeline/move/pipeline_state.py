@@ -29,29 +29,29 @@ from pipeline_balance.pipeline.move.transaction import Assignments
 from pipeline_balance.pipeline.run.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.run.passes import Passes
 from pipeline_balance.pipeline.run.replicas import refuse_apart
-from pipeline_balance.pipeline.run.stages import PipelineConfig, Seats, StageBuilder, Stages
+from pipeline_balance.pipeline.run.stages import PipelineConfig, RankAssignment, StageBuilder, Stages
 from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, TransitionError
 from prophet.ranks.operation import Operation
-from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Layout, Piece, layout_from, whole_tensors
 from prophet.state.route import route
+from prophet.state.route_schedule import RouteSchedule
 from prophet.state.space import Box, Space
 from prophet.state.transition import State, transition
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrangement:
+class TrainingLayout:
     """Who runs what: places of processes, the stage map, who updates which tensor, microbatches of a replica.
 
     `model` runs the units; it is of the same modules as the one in force, which None leaves as it is. `nodes` [N] are
     the processes' nodes, as routes take them. `durations` are the stages' expected seconds, None where nobody knows.
     """
 
-    seats: Seats
+    rank_assignment: RankAssignment
     stage_map: StageMap
     owners: Owners
     microbatches: int
@@ -64,15 +64,15 @@ class Arrangement:
 class Going:
     """A way from what is in force to `target`, with the `space` of the state, on one process.
 
-    `place` is its pipeline rank in the target, `config` how the pipeline trains there. `becomes` is what the mover owns
-    there, where another model runs the units. `schedule` is what ranks have agreed to run; None asks for it.
+    `place` is its pipeline rank in the target, `config` how the pipeline trains there. `new_owner` is what the mover
+    owns there, where another model runs the units. `schedule` is what ranks have agreed to run; None asks for it.
     """
 
-    target: Arrangement
+    target: TrainingLayout
     space: Space
     place: int
     config: PipelineConfig
-    becomes: Ownership | None = None
+    new_owner: Ownership | None = None
     schedule: Schedule | None = None
 
     @property
@@ -112,10 +112,10 @@ class PipelineState:
         """The stages in force."""
         return self.passes.now
 
-    def in_force(self) -> Arrangement:
+    def in_force(self) -> TrainingLayout:
         """Who runs what now."""
-        given: dict[str, Any] = {"seats": self.mover.groups.seats, "stage_map": self.now.stage_map}
-        return Arrangement(owners=self.passes.owners, microbatches=self.mover.builder.config.microbatches, **given)
+        given: dict[str, Any] = {"seats": self.mover.groups.rank_assignment, "stage_map": self.now.stage_map}
+        return TrainingLayout(owners=self.passes.owners, microbatches=self.mover.builder.config.microbatches, **given)
 
     def during(self, what: str) -> AbstractContextManager[None]:
         """What all processes do together before the next step: see `Failures.during`."""
@@ -143,10 +143,10 @@ class PipelineState:
         """This process's state without gradients, or in words why it cannot be moved."""
         return self.described(self.items())
 
-    def way(self, every: Sequence[Sequence[Any]], target: Arrangement, rank: int) -> Itinerary:
+    def route_schedule(self, every: Sequence[Sequence[Any]], target: TrainingLayout, rank: int) -> RouteSchedule:
         """The route from what `every` process says it holds (`spec_rows`) to `target`; in any thread."""
         space, before = self.held_by(every)
-        return Itinerary(route(before, self.layout(space, target, len(every)), nodes=target.nodes), rank)
+        return RouteSchedule(route(before, self.layout(space, target, len(every)), nodes=target.nodes), rank)
 
     def held_by(self, every: Sequence[Sequence[Any]]) -> tuple[Space, Layout]:
         """The space of what all processes say they hold (`spec_rows`), and who holds what in force.
@@ -163,11 +163,13 @@ class PipelineState:
                 )
         return space, before
 
-    def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
+    def layout(self, space: Space, target: TrainingLayout | None, processes: int) -> Layout:
         """Who holds what in `target`; with None, what is in force."""
         tied = self.mover.owned.tied()
         if target is not None:
-            return layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, processes)
+            return layout_over(
+                space, target.rank_assignment.grid.rows, target.stage_map, target.owners, tied, processes
+            )
         grid = self.mover.groups.grid
         return layout_over(space, grid.rows, self.now.stage_map, self.passes.owners, tied, processes, first=True)
 
@@ -198,12 +200,12 @@ class PipelineState:
             change.make,
             model,
             train,
-            lambda: mover.groups.sit(to.target.seats),
-            lambda: passes.reseat(to.target.owners),
+            lambda: mover.groups.assign(to.target.rank_assignment),
+            lambda: passes.switch(to.target.owners),
             lambda: passes.go_on(built.stages),
         ]
 
-    def told_numbers(self, held: Held) -> dict[str, Any]:
+    def numbers_to_vote(self, held: Held) -> dict[str, Any]:
         """The plain numbers that this process tells all others: those of parameters that it updates."""
         groups, owners = self.mover.groups, self.passes.owners
         here, rank = groups.world.rank, groups.rank
@@ -215,10 +217,10 @@ class PipelineState:
         found = {name: tuple(p.shape) for name, p in owned.parameters.items()}
         return found | {name: tuple(b.tensor.shape) for name, b in owned.buffers.items()}
 
-    def going(self, target: Arrangement, space: Space, **more: Any) -> Going:
+    def going(self, target: TrainingLayout, space: Space, **more: Any) -> Going:
         """The way to `target` on this process; `more` is the rest of `Going`."""
         config = replace(self.mover.builder.config, microbatches=target.microbatches)
-        place = target.seats.grid.pipeline_rank_of(self.mover.groups.world.rank)
+        place = target.rank_assignment.grid.pipeline_rank_of(self.mover.groups.world.rank)
         return Going(**{"target": target, "space": space, "place": place, "config": config, **more})
 
     def build(self, to: Going, boxes: Mapping[str, Box]) -> Built:
@@ -228,7 +230,7 @@ class PipelineState:
         """
         mover = self.mover
         mover.check_put(mover.owned.parameters)
-        builder = mover.builder if to.becomes is None else replace(mover.builder, model=to.becomes.model)
+        builder = mover.builder if to.new_owner is None else replace(mover.builder, model=to.new_owner.model)
         return Built(stages=self._stages(builder, to))
 
     def _stages(self, builder: StageBuilder, to: Going) -> Stages:
@@ -237,7 +239,7 @@ class PipelineState:
 
     def change(self, to: Going, built: Built, state: State, numbers: Mapping[str, Any]) -> Change:
         """The assignments that put the state in its place, all checked."""
-        return self.mover.change(to.layers, state, to.updates(numbers, self.mover.groups.world.rank), to.becomes)
+        return self.mover.change(to.layers, state, to.updates(numbers, self.mover.groups.world.rank), to.new_owner)
 
     def beside(self, others: list[Tensor]) -> list[Tensor]:
         """What is given up with the state, and does not move: `others`, which copies have elsewhere, and padding."""
@@ -247,15 +249,16 @@ class PipelineState:
         """Forget the state that was lost: what has it goes to `meta`, so that using it is an error."""
         self.mover.drop()
 
-    def whole_state(self, rank: int, said: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Tensor]:
-        """What a copy of the unsplit model has `said` of its state, in the host's memory of process `rank`; collective.
+    def whole_state(self, rank: int, state_dict_of: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Tensor]:
+        """What a copy of the unsplit model has `state_dict_of` of its state, in the host's memory of process `rank`;
+        collective.
 
         Empty elsewhere. Raises `SpecError` on all processes where one cannot tell its state, or copies differ.
         """
         with self.during("collecting the model before step"):
-            return self._whole_state(rank, said)
+            return self._whole_state(rank, state_dict_of)
 
-    def _whole_state(self, rank: int, said: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Tensor]:
+    def _whole_state(self, rank: int, state_dict_of: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Tensor]:
         collective, kept = self.mover.groups.world, [Held()]
 
         def described() -> list[Any]:
@@ -289,12 +292,13 @@ class PipelineState:
         )
         if here != rank:
             return {}
-        live = {t.untyped_storage().data_ptr() for t in kept[0].tensors.values()}  # which training goes on to change
+        # which training goes on to change
+        memory_in_use = {t.untyped_storage().data_ptr() for t in kept[0].tensors.values()}
         found = {
-            piece.name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+            piece.name: tensor.clone() if tensor.untyped_storage().data_ptr() in memory_in_use else tensor
             for piece, tensor in moved.state.items()
         }
-        return root_state(self.whole, found, self.unsplit, said)
+        return root_state(self.whole, found, self.unsplit, state_dict_of)
 
     @property
     def whole(self) -> Ownership:

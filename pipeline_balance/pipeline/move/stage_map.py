@@ -28,9 +28,9 @@ from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, TransitionError, in_a_line
 from prophet.ranks.collective import Collective
-from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece
 from prophet.state.route import route
+from prophet.state.route_schedule import RouteSchedule
 from prophet.state.space import Space
 from prophet.state.transition import Allocate, Moved, State, empty
 
@@ -99,9 +99,9 @@ class StateMover:
         self.builder.check_map(stage_map)
         held = self.collect(now, gradients=False)
         space, _ = share(held, collective, self.device)
-        way = self.way(space, now.stage_map, stage_map)
-        way.foresee(self.budget_bytes, in_place=False)
-        return Prepared(target=stage_map, specs=specs_of(held), route=way)
+        route_schedule = self.route_schedule(space, now.stage_map, stage_map)
+        route_schedule.precompute(self.budget_bytes, in_place=False)
+        return Prepared(target=stage_map, specs=specs_of(held), route=route_schedule)
 
     def check_put(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise `TransitionError` for a parameter whose content cannot be exchanged; nothing changes."""
@@ -133,17 +133,17 @@ class StateMover:
         return held
 
     def change(
-        self, units: Collection[int], state: State, scalars: Mapping[str, Any], becomes: Ownership | None = None
+        self, units: Collection[int], state: State, scalars: Mapping[str, Any], new_owner: Ownership | None = None
     ) -> Change:
         """The assignments that give this rank the state of `units`, all checked.
 
-        `becomes` is of another model that runs them from then on, with the same parameters.
+        `new_owner` is of another model that runs them from then on, with the same parameters.
         """
         values = {piece.name: tensor for piece, tensor in state.items()}
         entries = state_entries(values, scalars)
         optimizer_of = self.optimizers.of()
         mine = set(self.owned.of(units))
-        change = Change(settings=settings(self.owned.parameters, values), owned=becomes)
+        change = Change(settings=settings(self.owned.parameters, values), owned=new_owner)
         for name, parameter in self.owned.parameters.items():
             optimizer = optimizer_of.get(id(parameter))
             if name in mine:
@@ -166,11 +166,11 @@ class StateMover:
         change.check()
         return change
 
-    def way(self, space: Space, before: StageMap, after: StageMap) -> Itinerary:
+    def route_schedule(self, space: Space, before: StageMap, after: StageMap) -> RouteSchedule:
         """The route from map to map of what all ranks of a replica hold."""
         ranks, tied = self.groups.grid.pipeline_ranks, self.owned.tied()
         found = route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))
-        return Itinerary(found, self.groups.rank)
+        return RouteSchedule(found, self.groups.rank)
 
 
 @dataclass
@@ -233,13 +233,13 @@ class StageMove(Move):
         refuse_untied(self._ties, self.passes.now.stage_map, grid, [vote.ties for vote in votes])
         self._ready = [vote.ready for vote in votes]
 
-    def way(self, carrier: Collective) -> Itinerary:
+    def route_schedule(self, carrier: Collective) -> RouteSchedule:
         mover = self.mover
         if self.prepared.route is not None and all(self._ready):
             return self.prepared.route
         if any(self._ready):  # on another rank something has changed since
             self._space, self._numbers = share(self._held, mover.groups.world, self.device)
-        return mover.way(self._space, self.passes.now.stage_map, self.stage_map)
+        return mover.route_schedule(self._space, self.passes.now.stage_map, self.stage_map)
 
     def state(self, pieces: Sequence[Piece]) -> State:
         return {piece: self._piece(piece) for piece in pieces}

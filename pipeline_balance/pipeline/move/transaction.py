@@ -27,11 +27,11 @@ from torch import Tensor
 from pipeline_balance.pipeline.move.votes import WHOLE, Vote, votes_of
 from prophet.errors import BudgetError, CollectiveError, StageFailed, StateLost, TransitionError, in_a_line
 from prophet.ranks.collective import Collective, Decision
-from prophet.ranks.json_messages import gather_json, in_words
+from prophet.ranks.json_messages import gather_json, reasons_text
 from prophet.ranks.operation import Operation
 from prophet.ranks.waiting import uninterrupted
-from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece
+from prophet.state.route_schedule import RouteSchedule
 from prophet.state.space import TensorSpec
 from prophet.state.transition import Allocate, Mode, Moved, State, transition
 
@@ -52,7 +52,7 @@ class Prepared:
 
     target: Any = None
     specs: tuple[TensorSpec, ...] = ()
-    route: Itinerary | None = None
+    route: RouteSchedule | None = None
     problem: str = ""
     broken: bool = False
 
@@ -98,10 +98,10 @@ class Move(ABC):
         """Raise the same on all processes where the votes do not fit together."""
 
     @abstractmethod
-    def way(self, carrier: Collective) -> Itinerary:
+    def route_schedule(self, carrier: Collective) -> RouteSchedule:
         """The route of the state, once all have voted; collective."""
 
-    def prepare(self, way: Itinerary) -> None:  # noqa: B027 (not every move has something to prepare)
+    def prepare(self, route_schedule: RouteSchedule) -> None:  # noqa: B027 (not every move has something to prepare)
         """Make on the side what needs no values; raises what keeps this process from moving."""
 
     @abstractmethod
@@ -138,11 +138,11 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
     moved: Moved | None = None
     assignments: Assignments = ()
     try:
-        way = move.way(carrier)
-        problem = _words_of(lambda: move.prepare(way))
-        pieces = way.route.before.on(carrier.rank)
+        route_schedule = move.route_schedule(carrier)
+        problem = _error_text_of(lambda: move.prepare(route_schedule))
+        pieces = route_schedule.route.before.on(carrier.rank)
         moved = transition(
-            way.route,
+            route_schedule.route,
             move.state(pieces),
             carrier,
             budget_bytes=move.budget_bytes,
@@ -153,7 +153,7 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
             problem=problem,
             begin=begin.now,
             votes=False,
-            ahead=way,
+            ahead=route_schedule,
         )
         assignments = move.assemble(moved)
     except Exception as error:
@@ -164,7 +164,7 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
     apply([*assignments, *then])
     return Switched(
         seconds=time.perf_counter() - began,
-        link_bytes=way.route.link_bytes,
+        link_bytes=route_schedule.route.link_bytes,
         messages=moved.messages,
         sent_bytes=moved.sent_bytes,
         received_bytes=moved.received_bytes,
@@ -200,12 +200,14 @@ def _decide(collective: Collective, name: str, failed: Exception | None, device:
     try:
         decision = collective.decide(DECISION, name, ready=failed is None, device=device)
         if decision.unready:
-            words = in_words(gather_json(_words(failed), collective, device, Operation("telling why a move failed")))
-            return decision._replace(against=words or decision.against)
+            reason = reasons_text(
+                gather_json(_error_text(failed), collective, device, Operation("telling why a move failed"))
+            )
+            return decision._replace(against=reason or decision.against)
     except Exception as error:  # the others wait for this rank's word
         if collective.settle(name, "no") == "yes":
             return Decision()
-        return Decision(against=_words(failed or error))
+        return Decision(against=_error_text(failed or error))
     return decision
 
 
@@ -213,19 +215,19 @@ def _refusal(
     move: Move, failed: Exception | None, decision: Decision, begin: _Begin, rank: int, *, alone: bool
 ) -> Exception:
     """Why a move has failed. `alone`: ranks have no other way to talk, so none that have lost each other can go on."""
-    words = decision.against
+    reason = decision.against
     if begin.lost():
         move.drop()
-        return StateLost(f"{words}; {LOST}")
-    before = f"{NOTHING}, and " if decision.unready and not begin.begun and NOTHING not in words else ""
-    text = words if move.whole in words else f"{words}; {before}{move.whole}"
+        return StateLost(f"{reason}; {LOST}")
+    before = f"{NOTHING}, and " if decision.unready and not begin.begun and NOTHING not in reason else ""
+    text = reason if move.whole in reason else f"{reason}; {before}{move.whole}"
     if alone and isinstance(failed, StageFailed):
         return failed
     error = (BudgetError if isinstance(failed, BudgetError) else TransitionError)(text)
     if alone:
         cause = failed.__cause__ if failed is not None else None
         if isinstance(cause, CollectiveError) or not decision.unready:
-            error.__cause__ = cause if isinstance(cause, CollectiveError) else CollectiveError(rank, DECISION, words)
+            error.__cause__ = cause if isinstance(cause, CollectiveError) else CollectiveError(rank, DECISION, reason)
     return error
 
 
@@ -242,15 +244,15 @@ def apply(assignments: Assignments) -> None:
         raise first
 
 
-def _words_of(call: Callable[[], None]) -> str:
+def _error_text_of(call: Callable[[], None]) -> str:
     try:
         call()
     except Exception as error:
-        return _words(error)
+        return _error_text(error)
     return ""
 
 
-def _words(error: Exception | None) -> str:
+def _error_text(error: Exception | None) -> str:
     """What an error says of this rank, in one line; nothing where it is about others."""
     if error is None:
         return ""

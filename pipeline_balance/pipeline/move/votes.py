@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pipeline_balance.pipeline.move.state import Held, space_of, spec_rows
-from pipeline_balance.pipeline.run.agreement import refuse, refuse_where, words_of
+from pipeline_balance.pipeline.run.agreement import error_text, refuse, refuse_where
 from prophet.errors import TransitionError
 from prophet.ranks.collective import Collective
-from prophet.ranks.json_messages import gather_json, in_words
+from prophet.ranks.json_messages import gather_json, reasons_text
 from prophet.ranks.operation import Operation
 from prophet.state.space import Space
 
@@ -63,8 +63,8 @@ def votes_of(vote: Callable[[], Vote], collective: Collective, device: torch.dev
     try:
         mine = vote()
     except Exception as error:
-        mine = Vote(refused=words_of(error))
-    return [Vote(**said) for said in gather_json(mine.to_json(), collective, device, op)]
+        mine = Vote(refused=error_text(error))
+    return [Vote(**vote) for vote in gather_json(mine.to_json(), collective, device, op)]
 
 
 def refuse_against(votes: Sequence[Vote], after: str) -> None:
@@ -88,7 +88,7 @@ def union(votes: Sequence[Vote], after: str) -> tuple[Space, dict[str, Any]]:
 
 def refuse_unmovable(votes: Sequence[Vote], after: str) -> None:
     """Raise `TransitionError` where a rank's state cannot be moved."""
-    problems = in_words([vote.cannot for vote in votes])
+    problems = reasons_text([vote.cannot for vote in votes])
     if problems:
         raise TransitionError(problems if after in problems else f"{problems}; {after}")
 

@@ -130,13 +130,13 @@ def _checksum(tensor: Tensor) -> str:
     return str(zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().data))
 
 
-def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing], str]:
+def actions_of(executor: Executor | None, *, training: bool) -> Callable[[Passing], str]:
     """What an executor will do with a batch, in words; nothing without one."""
 
     def actions(passing: Passing) -> str:
         if executor is None:
             return ""
-        steps = executor.training if trains else executor.evaluation(len(passing.parts))
+        steps = executor.training if training else executor.evaluation(len(passing.parts))
         return " ".join(map(str, steps))
 
     return actions
@@ -178,7 +178,7 @@ def alike(attempt: Callable[[], str], collective: Collective, device: torch.devi
 def _all_told(
     failed: Exception | None, found: Any, collective: Collective, device: torch.device, op: Operation
 ) -> list[Any]:
-    every = gather_json([words_of(failed), found], collective, device, op)
+    every = gather_json([error_text(failed), found], collective, device, op)
     refuse(failed, [words for words, _ in every])
     return [value for _, value in every]
 
@@ -191,7 +191,7 @@ def write_alone(write: Callable[[], None], what: str, collective: Collective, de
     from_all(lambda: write() if collective.rank == 0 else None, collective, device, Operation(what), waits=True)
 
 
-def words_of(failed: Exception | None) -> str:
+def error_text(failed: Exception | None) -> str:
     """What a rank says of its failure; nothing without one."""
     if failed is None:
         return ""
@@ -255,7 +255,7 @@ def agree_on_batch(
     every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
     if every[:, 0].any():
         op = Operation("telling what is wrong with a batch")
-        refuse(failed, gather_json(words_of(failed), groups.world, device, op))
+        refuse(failed, gather_json(error_text(failed), groups.world, device, op))
     grid = groups.grid
     ranks = range(groups.world.size)
     first_of = {

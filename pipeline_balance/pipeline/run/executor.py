@@ -44,7 +44,7 @@ class Run:
     shapes: Sequence[Sequence[Activations]]
     update: int
     scale: float = 1.0
-    trains: bool = True
+    training: bool = True
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -105,10 +105,10 @@ class Executor:
     def run(self, run: Run) -> None:
         """All steps of the schedule; returns when everything sent has left."""
         self.meter.sent_bytes = self.meter.boundary_bytes = 0
-        if self.reuse and run.trains:
+        if self.reuse and run.training:
             self._sums = WideSums(p for s in self.stages for p in self._weights(s))
         try:
-            for step in self.training if run.trains else self.evaluation(len(run.microbatches)):
+            for step in self.training if run.training else self.evaluation(len(run.microbatches)):
                 if isinstance(step, Message):
                     self._post(step, run)
                 else:
@@ -116,10 +116,10 @@ class Executor:
                         self.run_action(step, run)
             while self._outgoing:
                 self._sent()
-            if run.trains:
+            if run.training:
                 self._lost = None
         finally:
-            if self.reuse and run.trains:
+            if self.reuse and run.training:
                 # after an error messages may still come into buffers
                 self.received = BufferPool() if self._lent else self.received
                 self.received.trim()
@@ -170,7 +170,7 @@ class Executor:
         with added_losses(self._weight_of(m, run)) as added:
             for unit in units:
                 with seeded(unit_seed(self.seed, unit, run.update, part.number, part.slice), self.device):
-                    out = self._watched(s, m, unit, out, part, added) if run.trains else self._unit(unit, out, part)
+                    out = self._watched(s, m, unit, out, part, added) if run.training else self._unit(unit, out, part)
         if added.values and part.slice is not None:
             raise SpecError(
                 f"stage {s} has layers that add a loss of their own (add_loss), a mean over whole microbatches: "
@@ -184,7 +184,7 @@ class Executor:
         else:
             self._check(s, out, run.shapes[m][units[-1] + 1], part)
             self._arrived[True, s + 1, m] = tuple(t.detach() for t in out)
-        if run.trains:
+        if run.training:
             self._kept[s, m] = _Kept(given, out)
 
     def _watched(
@@ -297,7 +297,7 @@ class Executor:
             return
         agreed = run.shapes[message.microbatch][self._unit_below(message)]
         wanted = [t for t in agreed if message.forward or t.requires_grad]
-        if self.reuse and run.trains:
+        if self.reuse and run.training:
             self._lent[key] = [self.received.take(t, device=self.device) for t in wanted]
             # the views may want gradients, a buffer does not
             made = [t.detach() for t in self._lent[key]]

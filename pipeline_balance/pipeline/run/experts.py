@@ -20,7 +20,7 @@ from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.expert_layers import expert_layers
 from prophet.errors import SpecError
 from prophet.ranks.collective import Channel, Collective, Messages, Pending, Rows
-from prophet.ranks.messages import tell
+from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
 
 
@@ -80,7 +80,7 @@ class StageExperts:
 
     def _check_group(self, where: str, collective: Collective, process: int, column: Sequence[int]) -> None:
         op = Operation("comparing an expert-parallel group with its column")
-        members = tell(collective, [process], op=op, device=torch.device("cpu"))[:, 0].tolist()
+        members = gather_numbers(collective, [process], op=op, device=torch.device("cpu"))[:, 0].tolist()
         if members != list(column):
             raise SpecError(
                 f"{where} shares its experts over processes {members}, but the replicas of its stage are processes "
@@ -113,7 +113,7 @@ class StageExperts:
         if self.any:
             said = getattr(getattr(self._balancer, "config", None), "accumulation_steps", 1)
             op = Operation("comparing accumulation_steps")
-            every = tell(world, [said], op=op, device=torch.device("cpu"))[:, 0].tolist()
+            every = gather_numbers(world, [said], op=op, device=torch.device("cpu"))[:, 0].tolist()
             wrong = [rank for rank, steps in enumerate(every) if steps not in (1, passes)]
             if wrong:
                 self._balancer = None

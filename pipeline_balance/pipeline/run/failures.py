@@ -97,10 +97,10 @@ class Failures:
     def _told(self, error: BaseException) -> StageFailed:
         """The first failure of all ranks, once they were told of this one."""
         if isinstance(error, StageFailed):
-            return self.watch.tell(error)
+            return self.watch.report(error)
         lost = _lost(error)
         if lost is None:
-            return self.watch.tell(self._own(error, self._stages_of(self.rank)))
+            return self.watch.report(self._own(error, self._stages_of(self.rank)))
         return self.watch.explain(self._neighbour(lost), GRACE_S)
 
     def _own(self, error: BaseException, stages: tuple[int, ...]) -> StageFailed:

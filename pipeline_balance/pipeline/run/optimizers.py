@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from pipeline_balance.pipeline.model.ownership import number_of
 from prophet.errors import SpecError
-from prophet.state.json_values import meant, said
+from prophet.state.json_values import from_json, to_json
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], Optimizer | Sequence[Optimizer]]
@@ -96,7 +96,7 @@ class Optimizers:
             [
                 {
                     "parameters": [names.get(id(p), "") for p in group["params"]],
-                    "options": {k: said(v, k) for k, v in group.items() if k not in _NOT_OPTIONS},
+                    "options": {k: to_json(v, k) for k, v in group.items() if k not in _NOT_OPTIONS},
                 }
                 for group in optimizer.param_groups
             ]
@@ -135,7 +135,7 @@ class Optimizers:
         for optimizer, groups in zip(self.all, options, strict=True):
             for group, given in zip(optimizer.param_groups, groups, strict=True):
                 for name, words in given["options"].items():
-                    value = meant(words)
+                    value = from_json(words)
                     if isinstance(group.get(name), Tensor):
                         group[name].copy_(torch.as_tensor(value))
                     else:
@@ -145,7 +145,7 @@ class Optimizers:
 def _check_option(what: str, now: Any, words: Any) -> None:
     """Raise `SpecError` unless a saved option can take the place of the one in force."""
     try:
-        value = meant(words)
+        value = from_json(words)
     except SpecError as error:
         raise SpecError(f"{what}: {error}") from error
     if isinstance(now, Tensor) and isinstance(value, Tensor):

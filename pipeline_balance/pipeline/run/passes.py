@@ -114,7 +114,7 @@ class Passes:
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.owned.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        actions = actions_of(self.now.executor if self.groups.replicas > 1 else None, trains=True)
+        actions = actions_of(self.now.executor if self.groups.replicas > 1 else None, training=True)
         passing = self._agree(prepare, (*arguments, scaler is None), actions)
         if self.used:
             self.drop_gradients()
@@ -168,8 +168,8 @@ class Passes:
         share_tied_weights(ties, self.now.stage_map, self.groups.collective)
         tensors = self.owned.tensors(mine, fresh)
         start_alike([t for t in tensors if t not in self.experts.parameters], self.groups.column)
-        if self.groups.seats.copies is not None:
-            start_alike([t for t in tensors if t in self.experts.parameters], self.groups.seats.copies)
+        if self.groups.rank_assignment.copies is not None:
+            start_alike([t for t in tensors if t in self.experts.parameters], self.groups.rank_assignment.copies)
 
     def _run(self, run: Run) -> None:
         executor = self.now.executor
@@ -218,10 +218,10 @@ class Passes:
             return batch_of(model, inputs, labels, config.microbatches, 0, config.device, rows_each=size)
 
         # without shared experts, replicas need not run the same
-        actions = actions_of(self.now.executor if self.experts.any else None, trains=False)
+        actions = actions_of(self.now.executor if self.experts.any else None, training=False)
         with evaluating(self.owned.model.root), self.meter.paused():
             passing = self._agree(prepare, ("evaluate",), actions)
-            run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
+            run = Run(passing.parts, passing.shapes, self.progress.updates, training=False)
             self._run(run)
             return self._shared_sum(run) / (passing.counted or 1)
 
@@ -236,7 +236,7 @@ class Passes:
         self.now = stages
         self.meter.reset()
 
-    def reseat(self, owners: Owners) -> None:
+    def switch(self, owners: Owners) -> None:
         """Other processes have the stages now: go on with their communicators and owners."""
         self.gradients.close()
         self.experts.read()

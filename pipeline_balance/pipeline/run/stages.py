@@ -63,7 +63,7 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seats:
+class RankAssignment:
     """Which process runs which stages of which replica, and this one's communicators: see `PipelineGroups`.
 
     `shards` are those that modules use by themselves. Where processes of a stage share experts, `experts` is over
@@ -89,7 +89,8 @@ class PipelineGroups:
     """The communicators of one pipeline, and of its replicas once they are arranged and divided.
 
     `world` is over all ranks, `collective` over those of this rank's replica, `column` over the ranks that run the same
-    layers in all replicas. Process r of the group is rank r mod P of replica r // P, until others take their `seats`.
+    layers in all replicas. Process r of the group is rank r mod P of replica r // P, until others take their
+    `rank_assignment`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -107,9 +108,14 @@ class PipelineGroups:
         self._side: Collective | None = None
         self.arrange(1)
 
-    def arrange(self, replicas: int, seats: Seats | None = None) -> None:
-        """Number the ranks for `replicas`, or as `seats` do; local. Raises `SpecError` unless they divide into them."""
-        self.sit(seats or Seats(grid=Grid.of(self.world.size, replicas), collective=self.world, column=alone()))
+    def arrange(self, replicas: int, rank_assignment: RankAssignment | None = None) -> None:
+        """Number the ranks for `replicas`, or as `rank_assignment` do; local. Raises `SpecError` unless they divide
+        into them.
+        """
+        self.assign(
+            rank_assignment
+            or RankAssignment(grid=Grid.of(self.world.size, replicas), collective=self.world, column=alone())
+        )
 
     def divide(self) -> None:
         """Make the communicators of replicas and columns; collective, with the same grid on all ranks."""
@@ -117,18 +123,18 @@ class PipelineGroups:
         if grid.replicas > 1:
             columns = [grid.column(p) for p in range(grid.pipeline_ranks)]
             row, column = (self._part(parts) for parts in (list(grid.rows), columns))
-            self.sit(Seats(grid=grid, collective=row, column=column))
+            self.assign(RankAssignment(grid=grid, collective=row, column=column))
 
-    def sit(self, seats: Seats) -> None:
-        """Have this process run what its place in `seats` does from now on. Cannot fail."""
-        self.seats, self.grid = seats, seats.grid
-        self.failures.grid = seats.grid
-        self.collective, self.column = seats.collective, seats.column
-        self.replicas = seats.grid.replicas
-        self.replica = seats.grid.replica_of(self.world.rank)
-        self.rank = seats.grid.pipeline_rank_of(self.world.rank)
-        beside = (seats.experts, seats.copies, seats.alike, *seats.shards)
-        for collective in (seats.collective, seats.column, *beside):
+    def assign(self, rank_assignment: RankAssignment) -> None:
+        """Have this process run what its place in `rank_assignment` does from now on. Cannot fail."""
+        self.rank_assignment, self.grid = rank_assignment, rank_assignment.grid
+        self.failures.grid = rank_assignment.grid
+        self.collective, self.column = rank_assignment.collective, rank_assignment.column
+        self.replicas = rank_assignment.grid.replicas
+        self.replica = rank_assignment.grid.replica_of(self.world.rank)
+        self.rank = rank_assignment.grid.pipeline_rank_of(self.world.rank)
+        beside = (rank_assignment.experts, rank_assignment.copies, rank_assignment.alike, *rank_assignment.shards)
+        for collective in (rank_assignment.collective, rank_assignment.column, *beside):
             if collective is not None:
                 self.include(collective)
 

@@ -32,7 +32,7 @@ class Gradients:
     def __init__(self, owned: Ownership, groups: PipelineGroups, experts: StageExperts) -> None:
         self.owned, self.groups, self.experts = owned, groups, experts
         self._means = ReplicaMeans(groups.column)
-        copies = groups.seats.copies
+        copies = groups.rank_assignment.copies
         self._copies = ReplicaMeans(copies) if copies is not None and copies.size > 1 else None
         self._open = False
         self._added_up: list[nn.Parameter] = []
@@ -125,7 +125,7 @@ class Gradients:
         owned, home, rank = self.owned, stage_map.assignment(), self.groups.rank
         mine = [n for n in owned.of(stage_map.layers_on(rank)) if home[owned.units_of[n][0]] == rank]
         # the gradients of others are copies of replica 0's, or of the first process that has the same experts
-        replica, copies = self.groups.replica, self.groups.seats.copies
+        replica, copies = self.groups.replica, self.groups.rank_assignment.copies
         shared = self.experts.parameters if copies is None or copies.rank == 0 else set()
         mine = [n for n in mine if owned.model.measures(p := owned.parameters[n], replica) or p in shared]
         norm = gradient_norm(owned.parameters, set(mine), self.groups.world, device=device)

@@ -49,9 +49,9 @@ class Owners:
         self._owner: list[dict[str, int]] = []  # by parameter: its owner's place among those that have the same
         if self.zero == 1 and stage_map is not None:
             seen = read if read is not None else owned
-            trains, parameters = seen.trained(), seen.parameters
+            requires_grad, parameters = seen.trained(), seen.parameters
             for rank in range(grid.pipeline_ranks):
-                trained = [n for n in seen.of(stage_map.layers_on(rank)) if n in trains]
+                trained = [n for n in seen.of(stage_map.layers_on(rank)) if n in requires_grad]
                 self._owner.append({})
                 for experts, every in ((False, 1), (True, grid.ep)):  # which are shared out apart
                     names = [n for n in trained if self._is_expert(n) == experts]

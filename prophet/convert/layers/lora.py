@@ -125,14 +125,14 @@ class LoraExperts(RoutedExperts):
         state = self.originals()
         first = self.experts.home_experts()[0]
         for piece in self._pieces:
-            trains = first.get_parameter(piece.name).requires_grad
+            requires_grad = first.get_parameter(piece.name).requires_grad
             attributes = self.origin.attributes.get(piece.path, {})
-            self._put(piece.path, state[piece.path].clone(), trains, attributes)
+            self._put(piece.path, state[piece.path].clone(), requires_grad, attributes)
         return self.origin.skeleton
 
-    def _put(self, path: str, value: Tensor, trains: bool, attributes: dict[str, Any] | None = None) -> None:
+    def _put(self, path: str, value: Tensor, requires_grad: bool, attributes: dict[str, Any] | None = None) -> None:
         holder, _, name = path.rpartition(".")
-        p = nn.Parameter(value, trains)
+        p = nn.Parameter(value, requires_grad)
         vars(p).update(attributes or {})
         setattr(self.origin.skeleton.get_submodule(holder), name, p)
 

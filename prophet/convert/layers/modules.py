@@ -154,7 +154,7 @@ class RoutedModules(RoutedExperts):
                 name = f"{self._prefix}{e}.{part.name}"
                 p = expert.get_parameter(part.name)
                 if expert not in home:
-                    p = nn.Parameter(state[name].clone(), part.trains)
+                    p = nn.Parameter(state[name].clone(), part.requires_grad)
                 vars(p).update(attributes.get(name, {}))
                 for where, attribute in part.places:
                     setattr(expert.get_submodule(where), attribute, p)

@@ -6,36 +6,38 @@ from typing import Any
 
 import torch
 
-from prophet.state.json_values import meant
+from prophet.state.json_values import from_json
 
 FORMAT = 3
 
 
-def meant_by(said: dict[str, Any]) -> dict[str, Any]:
+def description_from_json(description: dict[str, Any]) -> dict[str, Any]:
     """A description that fits, with its values as they were given to `save`. ValueError for one that cannot be."""
-    groups = [{**group, "settings": meant(group["settings"])} for group in said["groups"]]
+    groups = [{**group, "settings": from_json(group["settings"])} for group in description["groups"]]
     states = {
-        name: {field: {k: meant(v) if k == "value" else v for k, v in kept.items()} for field, kept in fields.items()}
-        for name, fields in said["states"].items()
+        name: {
+            field: {k: from_json(v) if k == "value" else v for k, v in kept.items()} for field, kept in fields.items()
+        }
+        for name, fields in description["states"].items()
     }
-    return {**said, "groups": groups, "states": states, "extra": meant(said["extra"])}
+    return {**description, "groups": groups, "states": states, "extra": from_json(description["extra"])}
 
 
-def misfit(said: Any) -> str | None:
+def misfit(description: Any) -> str | None:
     """The field of a checkpoint's description that is not as `save` writes it; None where all are."""
-    if not isinstance(said, dict):
+    if not isinstance(description, dict):
         return "the whole"
     fits = {
-        "format": said.get("format") == FORMAT,
-        "optimizer": isinstance(said.get("optimizer", 0), str | None),
-        "extra": isinstance(said.get("extra"), dict),
-        "groups": isinstance(said.get("groups"), list) and all(map(_is_group, said["groups"])),
-        "states": isinstance(said.get("states"), dict),
+        "format": description.get("format") == FORMAT,
+        "optimizer": isinstance(description.get("optimizer", 0), str | None),
+        "extra": isinstance(description.get("extra"), dict),
+        "groups": isinstance(description.get("groups"), list) and all(map(_is_group, description["groups"])),
+        "states": isinstance(description.get("states"), dict),
     }
     for name, right in fits.items():
         if not right:
             return name
-    for name, fields in said["states"].items():
+    for name, fields in description["states"].items():
         if not isinstance(fields, dict):
             return f"states.{name!s:.100}"
         for field, kept in fields.items():

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prophet.engine.checkpoint.description import FORMAT, meant_by, misfit
+from prophet.engine.checkpoint.description import FORMAT, description_from_json, misfit
 from prophet.engine.checkpoint.expert_state import banks_of, patterns, shares_of, split_state
 from prophet.engine.checkpoint.experts import ExpertStates, counts_on_device, entries_of
 from prophet.engine.shared_errors import limit_of, together
@@ -33,7 +33,7 @@ from prophet.ranks.process_group import at_work
 from prophet.spec import digest, odd_ones_out
 from prophet.state.checkpoint_files import Agree, Files, write
 from prophet.state.checkpoint_folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
-from prophet.state.json_values import said as words
+from prophet.state.json_values import to_json
 
 # how an optimizer computes is the reading one's own choice
 NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -126,7 +126,7 @@ def _describe(
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "groups": groups,
         "states": states,
-        "extra": words(dict(extra or {}), "extra"),
+        "extra": to_json(dict(extra or {}), "extra"),
     }
     return text, entries
 
@@ -176,23 +176,23 @@ class _Reading:
 
     def prepare(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Check that the checkpoint fits, and make the optimizer state to read into."""
-        said = _read_description(folder)
+        description = _read_description(folder)
         described = Training(model, optimizer)
         self.entries.update(described.model_entries())
-        self.extra = said["extra"]
-        self.files = Files(tensors_of(folder, said))
+        self.extra = description["extra"]
+        self.files = Files(tensors_of(folder, description))
         index = self.files.index
         _check_model(folder, index, self.entries, described)
         if optimizer is not None:
-            self._prepare_optimizer(folder, said, optimizer, described)
+            self._prepare_optimizer(folder, description, optimizer, described)
         wanted = self.experts
         self.files.check([*self.entries, *(wanted.numbers if wanted else ()), *(wanted.entries if wanted else ())])
 
     def _prepare_optimizer(
-        self, folder: Path, said: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: Training
+        self, folder: Path, description: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: Training
     ) -> None:
         index = self.files.index
-        self.settings = _saved_settings(folder, said, optimizer, described)
+        self.settings = _saved_settings(folder, description, optimizer, described)
         self.experts = ExpertStates(folder, index) if described.shares else None
         for name, p, _ in described.trained():
             self.trained.append(p)
@@ -201,9 +201,9 @@ class _Reading:
                 state = self.experts.expect(name, p, described.shares[name], group)
                 if state:
                     self.states[id(p)] = state
-            elif name in said["states"]:
+            elif name in description["states"]:
                 try:
-                    state = _empty_state(p, said["states"][name], group)
+                    state = _empty_state(p, description["states"][name], group)
                     _, found = described.state_entries(name, p, state)
                 except (ValueError, RuntimeError, TypeError, MemoryError) as error:
                     raise CheckpointError(f"{folder / DESCRIPTION}: states.{name}: {error!s:.200}") from error
@@ -263,7 +263,7 @@ class Training:
         for field, value in state.items():
             key = f"optimizer.{name}"
             if not isinstance(value, Tensor):
-                fields[field] = {"value": words(value, f"{field} of {name}")}
+                fields[field] = {"value": to_json(value, f"{field} of {name}")}
                 continue
             dtype = str(value.dtype).removeprefix("torch.")
             if value.dim() == 0 and p.dim() > 0:
@@ -287,7 +287,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in group.items():
         if key not in NOT_SETTINGS:
             single = isinstance(value, Tensor) and value.numel() == 1
-            found[key] = words(value.item() if single else value, f"the optimizer's setting {key}")
+            found[key] = to_json(value.item() if single else value, f"the optimizer's setting {key}")
     return found
 
 
@@ -304,16 +304,16 @@ def _apply_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """State of the described fields; tensors are zero."""
     state: dict[str, Any] = {}
-    for field, said in fields.items():
-        if "dtype" not in said:
-            state[field] = said["value"]
+    for field, saved in fields.items():
+        if "dtype" not in saved:
+            state[field] = saved["value"]
             continue
-        dtype = getattr(torch, said["dtype"])
-        if "value" in said:
+        dtype = getattr(torch, saved["dtype"])
+        if "value" in saved:
             device = p.device if counts_on_device(group) else "cpu"
-            state[field] = torch.tensor(said["value"], dtype=dtype, device=device)
+            state[field] = torch.tensor(saved["value"], dtype=dtype, device=device)
         else:
-            shape = list(said["shape"])
+            shape = list(saved["shape"])
             alike = shape == list(p.shape)
             made = torch.zeros_like(p, dtype=dtype) if alike else torch.zeros(shape, dtype=dtype, device=p.device)
             state[field] = made.detach()
@@ -321,14 +321,14 @@ def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any])
 
 
 def _saved_settings(
-    folder: Path, said: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: Training
+    folder: Path, description: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: Training
 ) -> list[dict[str, Any]]:
     """The settings to give to each of the optimizer's groups."""
     wanted = type(optimizer).__name__
-    if said["optimizer"] != wanted:
-        what = f"the state of {said['optimizer']}" if said["optimizer"] else "no optimizer state"
+    if description["optimizer"] != wanted:
+        what = f"the state of {description['optimizer']}" if description["optimizer"] else "no optimizer state"
         raise CheckpointError(f"{folder}: expected the state of {wanted}, the checkpoint has {what}")
-    return settings_by_group(folder, said["groups"], optimizer, described)
+    return settings_by_group(folder, description["groups"], optimizer, described)
 
 
 def settings_by_group(
@@ -362,12 +362,12 @@ def settings_by_group(
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
-    path, said = folder / DESCRIPTION, read_description(folder)
-    wrong = misfit(said)
+    path, description = folder / DESCRIPTION, read_description(folder)
+    wrong = misfit(description)
     if wrong is not None:
         raise CheckpointError(f"{path}: expected a description of format {FORMAT}: {wrong} is not as `save` writes it")
     try:
-        return meant_by(said)
+        return description_from_json(description)
     except ValueError as error:
         raise CheckpointError(f"{path}: expected a description: {error}") from error
 

@@ -171,8 +171,8 @@ def step_cost(
     return StepCost(
         a2a_s=A2A_PER_STEP * exchange_seconds(pairs, topology),
         expert_s=FORWARD_AND_BACKWARD * forward_s,
-        exposed_trans_s=trans.felt(over_trans, taken),
-        exposed_agg_s=agg.felt(over_agg, taken),
+        exposed_trans_s=trans.exposed_seconds(over_trans, taken),
+        exposed_agg_s=agg.exposed_seconds(over_agg, taken),
         trans_s=trans.seconds(trans.two_phase(over_trans, taken)),
         agg_s=agg.seconds(agg.two_phase(over_agg, taken)),
     )

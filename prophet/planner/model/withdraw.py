@@ -36,12 +36,12 @@ def unhidden_seconds(
     ahead: whether Trans has started by then, so that what its windows hide is paid.
     """
     if not ahead:
-        return trans.felt(Cover(), 0.0) + agg.felt(Cover(), 0.0)
+        return trans.exposed_seconds(Cover(), 0.0) + agg.exposed_seconds(Cover(), 0.0)
     windows, taken = context.windows, context.topology.overlap_cost
     forward_s = compute_seconds(split.tokens.sum(axis=0), context)
     over_trans = windows.over_trans(forward_s)
     exposed_s = trans.exposed(over_trans, trans.two_phase(over_trans, taken))
-    return exposed_s + agg.felt(windows.over_agg(forward_s), taken)
+    return exposed_s + agg.exposed_seconds(windows.over_agg(forward_s), taken)
 
 
 def pays(
@@ -63,7 +63,8 @@ def pays(
     if ahead and topology.overlap_cost == 0.0:
         # products take at least this long; most layers need no closer look, which costs a pass over the split
         even_s = float(load.sum()) * context.shape.forward_flops_per_token / sum(topology.flops_per_s)
-        if trans.felt(windows.over_trans(even_s), 0.0) <= 0.0 and agg.felt(windows.over_agg(even_s), 0.0) <= 0.0:
+        trans_s = trans.exposed_seconds(windows.over_trans(even_s), 0.0)
+        if trans_s <= 0.0 and agg.exposed_seconds(windows.over_agg(even_s), 0.0) <= 0.0:
             return True
     unhidden_s = unhidden_seconds(split, context, trans, agg, ahead=ahead)
     if unhidden_s <= 0.0:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
-from pipeline_balance.elastic.shards.user_model import Live
+from pipeline_balance.elastic.shards.user_model import UserModel
 from prophet.errors import SpecError
 
 
@@ -17,8 +17,8 @@ def _net(*more: nn.Module, width: int = 3, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, width), nn.Linear(3, 2, bias=bias), *more)
 
 
-def _live(model: nn.Module) -> Live:
-    return Live(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
+def _live(model: nn.Module) -> UserModel:
+    return UserModel(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pipeline_balance.pipeline.model import ownership
 from pipeline_balance.pipeline.model.layers import ModuleChain
 from pipeline_balance.pipeline.model.ownership import Ownership, like_meta, put, sum_of_bits, try_put
 from pipeline_balance.pipeline.run.generators import seeded, unit_seed
-from pipeline_balance.pipeline.run.optimizers import Optimizers, meant, said
+from pipeline_balance.pipeline.run.optimizers import Optimizers, from_json, to_json
 from prophet.errors import SpecError
 
 
@@ -122,11 +122,11 @@ def test_optimizers_options_and_mistakes() -> None:
 
 def test_what_is_said_comes_back() -> None:
     value = {"a": [1, (2.5, None)], 3: {"x": torch.tensor([1.0, 2.0])}, "inf": float("inf")}
-    back = meant(said(value, "state"))
+    back = from_json(to_json(value, "state"))
     assert back["a"] == [1, (2.5, None)]
     assert torch.equal(back[3]["x"], torch.tensor([1.0, 2.0]))
     with pytest.raises(SpecError, match="state is a object"):
-        said(object(), "state")
+        to_json(object(), "state")
 
 
 def test_generators_depend_on_the_key_alone_and_leave_others_be() -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
-from prophet.state import itinerary as module
-from prophet.state.itinerary import Itinerary
+from prophet.state import route_schedule as module
 from prophet.state.layout import Layout, Piece, layout_from, slice_box
 from prophet.state.route import Route, route
+from prophet.state.route_schedule import RouteSchedule
 from prophet.state.space import Space, TensorSpec
 from prophet.state.streams import Streams, Timetable
 from prophet.state.transition import Mode, transition
@@ -46,9 +46,9 @@ def _check(after: Layout, moved: Any, truth: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_move_finds_nothing_that_was_found_ahead(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     way, states, truth = _moves()
-    plans = [Itinerary(way, rank) for rank in range(RANKS)]
+    plans = [RouteSchedule(way, rank) for rank in range(RANKS)]
     for plan in plans:
-        plan.foresee(1 << 20, in_place=mode == "in-place")
+        plan.precompute(1 << 20, in_place=mode == "in-place")
 
     def again(*_: Any, **__: Any) -> Any:
         raise AssertionError("found twice")
@@ -69,9 +69,9 @@ def test_a_move_finds_nothing_that_was_found_ahead(mode: Mode, monkeypatch: pyte
 def test_ranks_that_foresaw_other_windows_move_the_same(mode: Mode, budgets: tuple[int, ...]) -> None:
     """Rank 0 foresaw what no rank does now, rank 1 nothing."""
     way, states, truth = _moves()
-    plans = [Itinerary(way, rank) for rank in range(RANKS)]
-    plans[0].foresee(1 << 8, in_place=mode != "in-place")
-    plans[2].foresee(budgets[2], in_place=mode == "in-place")
+    plans = [RouteSchedule(way, rank) for rank in range(RANKS)]
+    plans[0].precompute(1 << 8, in_place=mode != "in-place")
+    plans[2].precompute(budgets[2], in_place=mode == "in-place")
 
     def body(c: Collective) -> Any:
         options: dict[str, Any] = {"budget_bytes": budgets[c.rank], "mode": mode, "chunk_bytes": 64}
@@ -99,7 +99,7 @@ def test_bytes_by_link_are_those_of_the_transfers() -> None:
 
 def test_a_budget_that_holds_no_element_is_found_out_together() -> None:
     way = _moves()[0]
-    plan = Itinerary(way, 0)
-    plan.foresee(1, in_place=False)
+    plan = RouteSchedule(way, 0)
+    plan.precompute(1, in_place=False)
     assert plan.digest == way.digest()
     assert plan._rounds == {}

@@ -38,7 +38,7 @@ class Rounds:
         return max((*self.going, *self.coming), default=-1) + 1
 
 
-class Itinerary:
+class RouteSchedule:
     """What `rank` does on a `route`. Each part is found when it is first asked for, and kept.
 
     Not for two threads at the same time.
@@ -85,7 +85,9 @@ class Itinerary:
             self._rounds[key] = Rounds(*Timetable(self.streams, window, self.waves(in_place=in_place)).rounds())
         return self._rounds[key]
 
-    def foresee(self, budget_bytes: int, *, in_place: bool, chunk_bytes: int = CHUNK_BYTES, depth: int = DEPTH) -> None:
+    def precompute(
+        self, budget_bytes: int, *, in_place: bool, chunk_bytes: int = CHUNK_BYTES, depth: int = DEPTH
+    ) -> None:
         """Find all parts now, as far as others have the same budget and no rank's state takes any of it."""
         _ = self.digest, self.route.before.on(self.rank), self.route.after.on(self.rank), self.route.link_bytes
         _ = self.streams.number, self.streams.out_bytes, self.streams.in_bytes, self.kept

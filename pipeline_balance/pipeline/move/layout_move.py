@@ -13,68 +13,69 @@ from typing import Any
 from torch import Tensor
 
 from pipeline_balance.pipeline.model.ownership import Ownership
-from pipeline_balance.pipeline.move.pipeline_state import Arrangement, PipelineState
+from pipeline_balance.pipeline.move.pipeline_state import PipelineState, TrainingLayout
 from pipeline_balance.pipeline.move.state import Held, spec_rows, specs_of
 from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared, Switched, run
 from pipeline_balance.pipeline.move.votes import Vote, refuse_against, refuse_unmovable
-from pipeline_balance.pipeline.run.agreement import words_of
+from pipeline_balance.pipeline.run.agreement import error_text
 from pipeline_balance.pipeline.run.ties import Tie, refuse_untied, tie_digests, ties_of
 from pipeline_balance.schedules.actions import Schedule
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.json_messages import gather_json
 from prophet.ranks.operation import Operation
-from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece
+from prophet.state.route_schedule import RouteSchedule
 from prophet.state.transition import Mode, Moved, State
 
 
 @dataclass
-class ArrangementMove(Move):
+class LayoutMove(Move):
     """A pipeline goes to `target`, with the state that `how` knows; between updates.
 
-    `words` must be the same on all processes, by what those do that differ. `told` is what the caller says besides; it
-    has `heard` what all have told before anything else is compared, and may raise: it must where a process has no
-    `target`. `prepared` is a route that was found ahead. What `compare` refuses: an update under way, other words, ties
-    that have come apart (`SpecError`), state that cannot be moved (`TransitionError`). Gradients are dropped.
+    `compared` must be the same on all processes, by what those do that differ. `extra_vote` is what the caller says
+    besides; it has `on_votes` what all have told before anything else is compared, and may raise: it must where a
+    process has no `target`. `prepared` is a route that was found ahead. What `compare` refuses: an update under way,
+    other words, ties that have come apart (`SpecError`), state that cannot be moved (`TransitionError`). Gradients are
+    dropped.
     """
 
     what = "a switch"
 
     how: PipelineState
-    target: Arrangement | None
-    words: Mapping[str, Any]
+    target: TrainingLayout | None
+    compared: Mapping[str, Any]
     prepared: Prepared = field(default_factory=Prepared)
-    told: Callable[[], Any] = lambda: None
-    heard: Callable[[list[Any]], None] = lambda told: None
+    extra_vote: Callable[[], Any] = lambda: None
+    on_votes: Callable[[list[Any]], None] = lambda extra_vote: None
     mode: Mode = "safe"
 
     def __post_init__(self) -> None:
         mover = self.how.mover
         self.device, self.budget_bytes, self.allocate = mover.device, mover.budget_bytes, mover.allocate
         self._ties: tuple[Tie, ...] = ()
-        self._becomes: Ownership | None = None
+        self._new_owner: Ownership | None = None
         self._schedule: Schedule | None = None
 
     def vote(self) -> Vote:
         how, refused, ties = self.how, "", dict[str, tuple[int, int]]()
-        said = self.told()
+        extra = self.extra_vote()
         try:
             ties = self._read() if self.target is not None else {}
         except Exception as error:
-            refused = words_of(error)
+            refused = error_text(error)
         self._held = held = how.describe()
         ready = self.prepared.route is not None and self.prepared.specs == specs_of(held)
         schedule = how.mover.builder.number(self._schedule) if self._schedule is not None else 0
         return Vote(
-            alike={**self.words, "switch in another mode": self.mode, "follow another schedule": schedule},
+            alike={**self.compared, "switch in another mode": self.mode, "follow another schedule": schedule},
             refused=refused,
             cannot=held if isinstance(held, str) else "",
-            numbers=how.told_numbers(held) if isinstance(held, Held) else {},
+            numbers=how.numbers_to_vote(held) if isinstance(held, Held) else {},
             ready=ready,
             copies=how.copies(),
             ties=ties,
-            more=said,
+            more=extra,
         )
 
     def _read(self) -> dict[str, tuple[int, int]]:
@@ -86,8 +87,8 @@ class ArrangementMove(Move):
         builder = how.mover.builder
         if target.model not in (None, how.mover.owned.model):
             builder = replace(builder, model=target.model)
-            self._becomes = Ownership(target.model)
-        builder.check_map(target.stage_map, target.seats.grid)
+            self._new_owner = Ownership(target.model)
+        builder.check_map(target.stage_map, target.rank_assignment.grid)
         config = replace(builder.config, microbatches=target.microbatches)
         self._schedule = builder.schedule(target.stage_map, target.durations, config)
         if how.passes.progress.parts:
@@ -99,7 +100,7 @@ class ArrangementMove(Move):
         return tie_digests(self._ties, how.now.stage_map, how.mover.groups.rank, state)
 
     def compare(self, votes: Sequence[Vote]) -> None:
-        self.heard([vote.more for vote in votes])
+        self.on_votes([vote.more for vote in votes])
         refuse_against(votes, self.whole)
         refuse_untied(self._ties, self.how.now.stage_map, self.how.mover.groups.grid, [vote.ties for vote in votes])
         self.how.compare([vote.copies for vote in votes])
@@ -109,22 +110,22 @@ class ArrangementMove(Move):
         for vote in reversed(votes):
             self._numbers.update(vote.numbers)
 
-    def way(self, carrier: Collective) -> Itinerary:
+    def route_schedule(self, carrier: Collective) -> RouteSchedule:
         if self._ready and self.prepared.route is not None:
             return self.prepared.route
         assert self.target is not None
         rows = spec_rows(specs_of(self._held))
         every = gather_json(rows, carrier, self.device, Operation("describing state"))
-        return self.how.way(every, self.target, carrier.rank)
+        return self.how.route_schedule(every, self.target, carrier.rank)
 
-    def prepare(self, way: Itinerary) -> None:
+    def prepare(self, route_schedule: RouteSchedule) -> None:
         how, target = self.how, self.target
         assert target is not None
         how.passes.drop_gradients()  # they were used
         if how.now.executor is not None:
             how.now.executor.rest()
-        boxes = {piece.name: piece.box for piece in way.route.after.on(how.mover.groups.world.rank)}
-        self._to = how.going(target, way.route.space, becomes=self._becomes, schedule=self._schedule)
+        boxes = {piece.name: piece.box for piece in route_schedule.route.after.on(how.mover.groups.world.rank)}
+        self._to = how.going(target, route_schedule.route.space, new_owner=self._new_owner, schedule=self._schedule)
         self._built = how.build(self._to, boxes)
 
     def state(self, pieces: Sequence[Piece]) -> State:
@@ -144,7 +145,7 @@ class ArrangementMove(Move):
         self.how.drop()
 
 
-def switch(move: ArrangementMove, carrier: Collective, then: Assignments = ()) -> Switched:
+def switch(move: LayoutMove, carrier: Collective, then: Assignments = ()) -> Switched:
     """Take a pipeline to another arrangement; collective over all processes, spare ones too. See `run` for errors."""
     with move.how.during("switch before step"):
         return run(move, world=move.how.mover.groups.world, carrier=carrier, then=then)
