@@ -242,7 +242,12 @@ class Switching:
     ) -> JobLayout:
         """The layout as a pipeline takes it, once its groups were made; `ahead` makes its modules."""
         rank_assignment, owned, read = self.rank_assignment(layout), self.pipeline.owned, how.mover.owned
-        given: dict[str, Any] = {"seats": rank_assignment, "stage_map": stage_map, "model": model, "nodes": self.nodes}
+        given: dict[str, Any] = {
+            "rank_assignment": rank_assignment,
+            "stage_map": stage_map,
+            "model": model,
+            "nodes": self.nodes,
+        }
         given |= {"microbatches": microbatches_of(self.microbatches, layout.dp), "layout": layout, "rules": rules}
         cut = {p.name: layout.tp for p in describe(read, rules).parameters if p.dim is not None}
         shards = cut if is_sharded(layout) else None

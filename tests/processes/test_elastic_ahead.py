@@ -84,7 +84,7 @@ def _frozen(rank: int, size: int, back: bool) -> tuple[list[float], list[float]]
     job = start("pp2")
     job.model[2].requires_grad_(not back)
     losses = train(job, 1)
-    arranged, flipped, inner = threading.Event(), threading.Event(), Switching.arrangement
+    arranged, flipped, inner = threading.Event(), threading.Event(), Switching.training_layout
 
     def arrange(*given: Any) -> Any:
         if rank == 1:

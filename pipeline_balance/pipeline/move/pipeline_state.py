@@ -114,7 +114,7 @@ class PipelineState:
 
     def in_force(self) -> TrainingLayout:
         """Who runs what now."""
-        given: dict[str, Any] = {"seats": self.mover.groups.rank_assignment, "stage_map": self.now.stage_map}
+        given: dict[str, Any] = {"rank_assignment": self.mover.groups.rank_assignment, "stage_map": self.now.stage_map}
         return TrainingLayout(owners=self.passes.owners, microbatches=self.mover.builder.config.microbatches, **given)
 
     def during(self, what: str) -> AbstractContextManager[None]:
