@@ -137,7 +137,7 @@ def circles(edges: set[tuple[str, str]]) -> list[set[str]]:
 
 
 def too_long(*folders: str) -> list[str]:
-    """Functions with more code than the limit, docstring and comments aside; Triton kernels and the planner excepted."""
+    """Functions with more code than the limit, docstring and comments aside; kernels and planner excepted."""
     found = []
     for path in sources(*folders):
         if path.as_posix().startswith(("prophet/planner/", "prophet/kernels/")):
