@@ -9,49 +9,48 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from prophet.ranks.collective import Channel, Collective, Pending
+from prophet.ranks.forwarding import ForwardingCollective, ForwardingPending
 from prophet.ranks.operation import Operation
 from prophet.scheduler.actions import Window
 from prophet.scheduler.timeline import Recorder, Span
 
 
-class _Observed(Pending):
-    def __init__(self, inner: Pending, done: Callable[[float, float], None]) -> None:
-        self._inner = inner
-        self._done: Callable[[float, float], None] | None = done
+class _Observed(ForwardingPending):
+    """A transfer; `done` learns once when its wait began and ended."""
 
-    def ended(self) -> bool:
-        return self._inner.ended()
+    def __init__(self, inner: Pending, done: Callable[[float, float], None]) -> None:
+        super().__init__(inner)
+        self._done: Callable[[float, float], None] | None = done
 
     def wait(self) -> Tensor:
         began = time.perf_counter()
-        result = self._inner.wait()
+        result = super().wait()
         if self._done is not None:
             self._done(began, time.perf_counter())
             self._done = None
         return result
 
 
-class ObservedCollective(Collective):
-    """Passes everything on and records spans: "tokens" while the caller waits, "weights" from launch to arrival.
+class ObservedCollective(ForwardingCollective):
+    """Records spans: "tokens" while the caller waits, "weights" from launch to arrival.
 
     Waiting for a transfer is recorded on the stream "waits". recorder: None while nothing is recorded.
     """
 
     def __init__(self, inner: Collective, recorder: Recorder | None = None) -> None:
-        super().__init__(inner.rank, inner.size, inner.timeout_s)
-        self.inner = inner
-        self.frames = inner.frames
+        super().__init__(inner)
         self.recorder = recorder
 
-    def _renewed(self, timeout_s: float) -> Collective:
-        return ObservedCollective(self.inner.with_timeout(timeout_s), self.recorder)
+    def around(self, inner: Collective) -> Collective:
+        return ObservedCollective(inner, self.recorder)
 
-    def _watch(self, launch: Callable[[], Pending], op: Operation, channel: Channel) -> Pending:
+    def transfer(self, launch: Callable[[], Pending], op: Operation, channel: Channel) -> Pending:
         name, recorder, launched = str(op), self.recorder, time.perf_counter()
         pending = launch()
         if recorder is None:
             return pending
         if channel == "weights":
+            # tokens are waited for at once, so only weights need to know when they arrived
             pending.watch()
 
         def done(began: float, ended: float) -> None:
@@ -64,52 +63,13 @@ class ObservedCollective(Collective):
 
         return _Observed(pending, done)
 
-    def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
-    ) -> Pending:
-        return self._watch(lambda: self.inner.all_to_all(x, send_rows, recv_rows, op=op, channel=channel), op, channel)
-
-    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
-        stream = "tokens" if channel == "tokens" else "waits"
-        return self._blocking(lambda: self.inner.all_gather(x, op=op, channel=channel), op, stream)
-
-    def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
-        return self._blocking(lambda: self.inner.gather_messages(x, op=op), op, "tokens")
-
-    def roll_call(self, op: Operation) -> None:
-        self.inner.roll_call(op)
-
-    def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
-        return self.inner.meet(op, failed=failed)
-
-    def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
-        return self.inner.gather_at_once(x, op=op)
-
-    def settle(self, name: str, word: str) -> str:
-        return self.inner.settle(name, word)
-
-    def _blocking(self, call: Callable[[], Tensor], op: Operation, stream: str) -> Tensor:
+    def gather(self, call: Callable[[], Tensor], op: Operation, channel: Channel) -> Tensor:
         began = time.perf_counter()
         result = call()
         if self.recorder is not None:
+            stream = "tokens" if channel == "tokens" else "waits"
             self.recorder.add(str(op), stream, began, time.perf_counter())
         return result
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
-        return self._watch(lambda: self.inner.exchange(sends, recvs, op=op, channel=channel), op, channel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,11 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import prophet
 from benchmarks.cluster.calibrate import fit_experts, slowness_of
@@ -21,6 +20,7 @@ from prophet import EngineConfig, attach
 from prophet.engine.step_report import StepReport
 from prophet.kernels.grouped_ffn.naive import ExpertWeights, expert_ffn
 from prophet.ranks.collective import Channel, Collective, Pending
+from prophet.ranks.forwarding import ForwardingCollective
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.spec import Topology
@@ -29,34 +29,27 @@ from tests.helpers.support import RandomPlanner, TinyModel, dense_parameters
 STEPS = 3
 
 
-class StopsItself(Collective):
-    """Passes everything on; at its `at`-th operation called `name` this process stops.
+class StopsItself(ForwardingCollective):
+    """At its `at`-th operation called `name` this process stops.
 
     A transfer of weights is launched first, and is under way when this rank falls silent; an all-to-all of tokens,
     which is too short for that, is not: the others are in the middle of it and wait for this rank's part.
     """
 
     def __init__(self, inner: Collective, name: str, at: int, number: int) -> None:
-        super().__init__(inner.rank, inner.size, inner.timeout_s)
-        self.inner, self.name, self.left, self.number = inner, name, at, number
+        super().__init__(inner)
+        self.name, self.left, self.number = name, at, number
 
-    def _renewed(self, timeout_s: float) -> Collective:
-        return StopsItself(self.inner.with_timeout(timeout_s), self.name, self.left, self.number)
+    def around(self, inner: Collective) -> Collective:
+        return StopsItself(inner, self.name, self.left, self.number)
 
-    def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
-    ) -> Pending:
-        self.left -= op.name == self.name
-        stops = op.name == self.name and self.left == 0
+    def transfer(self, launch: Callable[[], Pending], op: Operation, channel: Channel) -> Pending:
+        named = op.name == self.name
+        self.left -= named
+        stops = named and self.left == 0
         if stops and channel == "tokens":
             self._stop(op)
-        pending = self.inner.all_to_all(x, send_rows, recv_rows, op=op, channel=channel)
+        pending = launch()
         if stops:
             self._stop(op)
         return pending
@@ -64,19 +57,6 @@ class StopsItself(Collective):
     def _stop(self, op: Operation) -> None:
         print(f"stopping in {op}", flush=True)
         os.kill(os.getpid(), self.number)
-
-    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
-        return self.inner.all_gather(x, op=op, channel=channel)
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
-        return self.inner.exchange(sends, recvs, op=op, channel=channel)
 
 
 def train(host: Host, args: dict[str, Any]) -> list[str]:

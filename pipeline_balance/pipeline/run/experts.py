@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.expert_layers import expert_layers
 from prophet.errors import SpecError
-from prophet.ranks.collective import Channel, Collective, Messages, Pending, Rows
+from prophet.ranks.collective import Channel, Collective, Pending
+from prophet.ranks.forwarding import ForwardingCollective, ForwardingPending
 from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
 
@@ -149,59 +150,31 @@ class StageExperts:
             self._balancer.finish_step()
 
 
-class TimedCollective(Collective):
-    """Passes everything on; `meter` learns how long calls have waited for other ranks."""
+class TimedCollective(ForwardingCollective):
+    """Has `meter` learn how long calls have waited for other ranks."""
 
     def __init__(self, inner: Collective, meter: Meter) -> None:
-        super().__init__(inner.rank, inner.size, inner.timeout_s)
-        self.inner, self.meter, self.frames = inner, meter, inner.frames
+        super().__init__(inner)
+        self.meter = meter
 
-    def _renewed(self, timeout_s: float) -> Collective:
-        return TimedCollective(self.inner.with_timeout(timeout_s), self.meter)
+    def around(self, inner: Collective) -> Collective:
+        return TimedCollective(inner, self.meter)
 
-    def all_to_all(
-        self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
-    ) -> Pending:
-        return _Timed(self.inner.all_to_all(x, send_rows, recv_rows, op=op, channel=channel), self.meter)
+    def transfer(self, launch: Callable[[], Pending], op: Operation, channel: Channel) -> Pending:
+        return _Timed(launch(), self.meter)
 
-    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+    def gather(self, call: Callable[[], Tensor], op: Operation, channel: Channel) -> Tensor:
         with self.meter.waiting():
-            return self.inner.all_gather(x, op=op, channel=channel)
-
-    def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
-        with self.meter.waiting():
-            return self.inner.gather_messages(x, op=op)
-
-    def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
-        return _Timed(self.inner.exchange(sends, recvs, op=op, channel=channel), self.meter)
-
-    def roll_call(self, op: Operation) -> None:
-        self.inner.roll_call(op)
-
-    def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
-        return self.inner.meet(op, failed=failed)
-
-    def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
-        return self.inner.gather_at_once(x, op=op)
-
-    def settle(self, name: str, word: str) -> str:
-        return self.inner.settle(name, word)
+            return call()
 
 
-class _Timed(Pending):
+class _Timed(ForwardingPending):
     """A transfer whose waits count as waits."""
 
     def __init__(self, inner: Pending, meter: Meter) -> None:
-        self.inner, self.meter = inner, meter
-
-    def watch(self) -> None:
-        self.inner.watch()
-
-    def ended(self) -> bool:
-        return self.inner.ended()
+        super().__init__(inner)
+        self.meter = meter
 
     def wait(self) -> Tensor:
         with self.meter.waiting():
-            result = self.inner.wait()
-        self.arrived_s = self.inner.arrived_s
-        return result
+            return super().wait()
