@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from prophet.engine.config import GONE, OLD_NAMES, EngineConfig
+from prophet.engine.config import EngineConfig
 from prophet.errors import TopologyError
 from prophet.files import read_json, shown
 from prophet.planner import PLANNER_NAMES
@@ -62,9 +62,6 @@ class ProphetSection:
         """The section as JSON has it; raises `ConfigError` that names the key."""
         own = [f for f in fields(cls) if f.name != "engine"]
         balancing = [f for f in fields(EngineConfig) if f.name not in _NOT_A_KEY]
-        for name in OLD_NAMES:
-            if name in found:
-                raise ConfigError(f"{SECTION}.{name} {GONE}")
         check_keys(SECTION, found, [f.name for f in (*own, *balancing)])
         for f in (*own, *balancing):
             if f.name in found:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,30 +31,9 @@ from prophet.spec import PlanContext, Topology, Windows, checked, digest, odd_on
 _PLANNER = ("name", "replicates", "withdraws", "needs_core", "place", "split")
 
 
-# Names of the past, which the engine decides today.
-OLD_NAMES = ("schedule", "look_ahead_blocks", "transfers", "check_every", "predict", "replan")
-GONE = "is no setting any more: leave it out (studies set it in the `experiment` that attach() takes)"
-
 _SHARE = "a share of the step, from 0 to 1"
-_T = TypeVar("_T")
 
 
-def _without_old_names(cls: type[_T]) -> type[_T]:
-    """Have a configuration refuse `OLD_NAMES` with what to write instead."""
-    made = cls.__init__
-
-    @functools.wraps(made)
-    def init(self: _T, **given: Any) -> None:
-        for name in given:
-            if name in OLD_NAMES:
-                raise TypeError(f"{cls.__name__}.{name} {GONE}")
-        made(self, **given)
-
-    cls.__init__ = init  # type: ignore[assignment]
-    return cls
-
-
-@_without_old_names
 @checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:

@@ -26,12 +26,6 @@ _WHERE = {
 }
 PLANNER_NAMES: tuple[str, ...] = tuple(_WHERE)
 
-# Names of the past, and what to write instead.
-_GONE = {
-    "prophet-search": "planner='prophet', which searches from step to step; EngineConfig(effort=...) says how much",
-    "prophet-gradual": "planner='prophet', which goes on from the placement in force itself",
-}
-
 __all__ = ["PLANNER_NAMES", "Planner", "get_planner", "planner_with"]
 
 
@@ -39,8 +33,6 @@ def get_planner(name: str, **options: Any) -> Planner:
     """Return the planner called `name`, built with `options`; raise `SpecError` for an unknown name or
     option.
     """
-    if name in _GONE:
-        raise SpecError(f"there is no planner {name!r} any more: write {_GONE[name]}")
     if name not in PLANNER_NAMES:
         raise SpecError(no_such("planner", name, PLANNER_NAMES))
     try:

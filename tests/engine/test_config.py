@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import prophet
-from prophet.engine.config import OLD_NAMES, Experiment, signature
+from prophet.engine.config import Experiment, signature
 from prophet.errors import ConfigMismatch
 from prophet.planner import PLANNER_NAMES, get_planner, planner_with
 from prophet.ranks.threads import ThreadCollective
@@ -23,18 +23,6 @@ def test_it_has_nine_fields_at_most() -> None:
     assert len(names) <= 9
     assert "effort" in names
     assert list(inspect.signature(prophet.EngineConfig).parameters) == names
-
-
-@pytest.mark.parametrize("name", OLD_NAMES)
-def test_a_name_of_the_past_says_what_to_write(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"EngineConfig\.{name} is no setting any more: leave it out .*`experiment`"):
-        prophet.EngineConfig(**{name: 1})
-
-
-def test_old_names_are_those_that_an_experiment_has() -> None:
-    varied = {f.name for f in fields(Experiment)}
-    assert varied - set(OLD_NAMES) == set()
-    assert not {f.name for f in fields(prophet.EngineConfig)} & set(OLD_NAMES)
 
 
 def test_it_is_a_value() -> None:

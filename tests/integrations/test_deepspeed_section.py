@@ -54,8 +54,6 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ({"prophet": {"effort": "much"}}, r"prophet\.effort: expected a number, got 'much'"),
         ({"prophet": {"effort": None}}, r"prophet\.effort: expected a number, got None"),
         ({"prophet": {"effort": 3}}, r"prophet\.effort must be a share of the step, from 0 to 1, got 3"),
-        ({"prophet": {"replan": {"interval": 10}}}, r"prophet\.replan is no setting any more: leave it out"),
-        ({"prophet": {"schedule": "blocking"}}, r"prophet\.schedule is no setting any more: leave it out"),
         ({"prophet": {"refetch": "always"}}, r"prophet\.refetch: expected true or false, got 'always'"),
         ({"prophet": {"accumulation_steps": 2}}, r"prophet\.accumulation_steps: unknown key"),
         ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: 3 is not supported.*no whole expert"),

@@ -49,12 +49,6 @@ def test_unknown_names_and_options_are_refused() -> None:
             get_planner(name, **options)
 
 
-def test_names_of_the_past_say_what_to_write() -> None:
-    for name in ("prophet-search", "prophet-gradual"):
-        with pytest.raises(SpecError, match="write planner='prophet'"):
-            get_planner(name)
-
-
 def test_prophet_balances_a_hot_expert_exactly() -> None:
     planner = ProphetPlanner()
     placement = planner.place(HOT, ROOMY)
