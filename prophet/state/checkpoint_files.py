@@ -33,7 +33,7 @@ from prophet.state.space import Box, Space
 from prophet.state.streams import torch_dtype
 from prophet.state.tensor_index import DAMAGED, TensorReader
 
-_SHOWN_BYTES = 400  # of an error that is told
+_SHOWN_CHARACTERS = 400  # of an error's text
 
 Agree = Callable[[str, Callable[[], Any]], list[Any]]
 """Called on all processes with a name and a function, it returns what the function returns, by process.
@@ -43,14 +43,18 @@ Where the function fails on one of them, it raises on all of them, and no proces
 
 
 class Boxes:
-    """What this rank has of one tensor, as torch's planners take it: boxes by their offsets."""
+    """What this rank has of one tensor, as torch's planners take it: boxes by their offsets.
+
+    `DefaultSavePlanner` and `DefaultLoadPlanner` ask an object that is no tensor for `__create_write_items__` and
+    `__create_chunk_list__`, as they do with a DTensor.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = torch.Size(shape), dtype
         self.parts: dict[tuple[int, ...], Tensor] = {}
 
     def size(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Shape of the whole tensor, which torch's planners ask for."""
         return self.shape
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
@@ -72,7 +76,7 @@ class Boxes:
 
 
 def by_tensor(space: Space, state: Mapping[Piece, Tensor]) -> dict[str, Boxes]:
-    """A rank's pieces, as `write` and `Files.read` take them."""
+    """Group a rank's pieces by tensor, as `write` and `Files.read` take them."""
     found: dict[str, Boxes] = {}
     for piece, tensor in state.items():
         spec = space[piece.name]
@@ -82,7 +86,7 @@ def by_tensor(space: Space, state: Mapping[Piece, Tensor]) -> dict[str, Boxes]:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's own, which has each box written by one of its holders, evenly; it finds tensors in `Boxes` too."""
+    """Finds tensors in `Boxes` too; torch's planner then lets each box be written by one of its holders, evenly."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -93,7 +97,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """The same for reading."""
+    """Finds the tensors to read into in `Boxes` too."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -101,7 +105,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self.original_state_dict = self.state_dict = state_dict  # as it is: torch's own copies what it does not know
+        # torch's own method copies values that it does not know, and the copies would be read into
+        self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -113,12 +118,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Torch's, which says "unexpected pos" where a disk is full."""
+    """Raises the system's error where a disk is full; torch's writer hides it behind "unexpected pos"."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
+            # torch's archive raises while it is closed after a failed write, and keeps the first error as the context
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
@@ -135,11 +141,21 @@ def write(
     group: Any = None,
     first: bool | None = None,
 ) -> None:
-    """Replace the checkpoint in `folder` by this one; collective over `group`, torch's (None: all processes).
+    """Replace the checkpoint in `folder` by this one; collective over `group`.
 
-    entries: tensors and `Boxes` by name; what several ranks have is written by one of them. description: anything that
-    JSON can say, on the first process. number: one for all processes, unlike that of any checkpoint before. first:
-    whether this is the first process of the group (None: of all). A save that fails leaves the checkpoint before.
+    A save that fails leaves the checkpoint before as it was.
+
+    Args:
+        folder: The checkpoint's folder; it is made where there is none.
+        number: Number of this checkpoint, equal on all processes and unlike that of any checkpoint before.
+        description: What `training.json` is to hold, as JSON can; that of the first process is written.
+        entries: Tensors and `Boxes` by name; what several ranks have is written by one of them.
+        agree: Runs a function on all processes and fails on all where it fails on one.
+        group: torch's process group; None: all processes.
+        first: Whether this is the first process of the group; None: whether it is the first of all.
+
+    Raises:
+        CheckpointError: A process could not write its part.
     """
     target, tensors = Folder(folder), Folder(folder).tensors(number)
     writer = first if first is not None else process_rank() == 0
@@ -147,7 +163,7 @@ def write(
     with at_work(f"writing {folder}"):
         agree("start of a checkpoint", lambda: target.begin(number) if writer else None)
         try:
-            _told(
+            _call_torch(
                 lambda: save_tensors(
                     dict(entries),
                     storage_writer=_Writer(tensors),
@@ -158,11 +174,14 @@ def write(
                 folder,
             )
         except (CheckpointError, RuntimeError, OSError) as error:
+            # Kept for the vote at the end, where all processes learn of it: one that raised here would leave the others
+            # waiting
             failed.append(error)
 
         def end() -> None:
             try:
                 if failed:
+                    # Raised inside of `agree`, so that no other process takes the checkpoint for finished
                     raise failed[0]
                 if writer:
                     _commit(target, number, description)
@@ -175,8 +194,9 @@ def write(
 
 
 def _commit(target: Folder, number: int, description: Mapping[str, Any]) -> None:
-    """Write torch's index a second time, with names as they are from outside of the tensors' folder; then switch."""
+    """Write torch's index a second time, with paths as they are from outside of the tensors' folder; then switch."""
     tensors = target.tensors(number)
+    # Read back what was written: a checkpoint with a gap must not take the place of a whole one
     files = Files(tensors)
     files.check(files.index)
     index = TensorReader(tensors).read_metadata()
@@ -191,8 +211,12 @@ def _commit(target: Folder, number: int, description: Mapping[str, Any]) -> None
 class Files:
     """The tensors of a checkpoint: an index of boxes, and the files that hold them.
 
-    tensors: their folder. index: torch's entry of every tensor, by name. Raises `CheckpointError` where the index
-    cannot be read, or a file is missing or shorter than it says.
+    Attributes:
+        tensors: Folder of the files.
+        index: torch's entry of every tensor, by name.
+
+    Raises:
+        CheckpointError: The index cannot be read, or a file is missing or shorter than the index says.
     """
 
     def __init__(self, tensors: Path) -> None:
@@ -201,6 +225,7 @@ class Files:
         metadata = self._reader.read_metadata()
         self.index: Mapping[str, Any] = metadata.state_dict_metadata
         self._parts = metadata.storage_data
+        # A copy that broke off is found by sizes now, before any rank has begun to read
         needed: dict[str, int] = {}
         for part in self._parts.values():
             needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
@@ -224,6 +249,8 @@ class Files:
             for chunk in entry.chunks:
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
                 inside = len(offsets) == len(sizes) == len(shape)
+                # The index has two tables, boxes of a tensor and places in files; from outside they may contradict each
+                # other
                 if not inside or MetadataIndex(name, torch.Size(offsets)) not in self._parts:
                     raise CheckpointError(f"{self.tensors}: the index names a part of {name} that no file holds")
                 boxes.append(Box(offsets, tuple(o + n for o, n in zip(offsets, sizes, strict=True))))
@@ -243,8 +270,17 @@ class Files:
         self.check(t.name for t in space.tensors)
 
     def read(self, entries: Mapping[str, Any], folder: Path, *, group: Any = None) -> None:
-        """Fill tensors and `Boxes` by name; collective over `group`. What goes wrong is raised on all its processes."""
-        _told(
+        """Fill tensors and `Boxes` with what the files hold; collective over `group`.
+
+        Args:
+            entries: Tensors and `Boxes` by name, to be filled.
+            folder: The checkpoint's folder, for errors.
+            group: torch's process group; None: all processes.
+
+        Raises:
+            CheckpointError: On all processes, where one of them could not read.
+        """
+        _call_torch(
             lambda: load_tensors(
                 dict(entries),
                 storage_reader=self._reader,
@@ -256,18 +292,20 @@ class Files:
         )
 
 
-def _told(call: Callable[[], object], folder: Path) -> None:
-    """Call a function of torch's checkpoints, which tells all processes what happened to one; in an Exception."""
+def _call_torch(call: Callable[[], object], folder: Path) -> None:
+    """Call a function of torch's checkpoints; what it raises on all processes becomes a `CheckpointError`."""
     try:
         call()
     except CheckpointException as error:
+        # A `KeyboardInterrupt` or `SystemExit` of any process goes through as it is: somebody wants to end the program
         if not all(isinstance(caught, Exception) for caught, _ in error.failures.values()):
-            raise  # somebody wants to end the program
-        found = [f"rank {rank}: {_words(caught)}" for rank, (caught, _) in sorted(error.failures.items())]
+            raise
+        found = [f"rank {rank}: {_message(caught)}" for rank, (caught, _) in sorted(error.failures.items())]
         raise CheckpointError(f"{folder}: {'; '.join(found)}") from error
 
 
-def _words(error: BaseException) -> str:
-    """What went wrong; of a damaged tensor not torch's words, which advise to read the file without `weights_only`."""
-    said = "a stored tensor is damaged" if isinstance(error, DAMAGED) else str(error)
-    return f"{type(error).__name__}: {said}"[:_SHOWN_BYTES]
+def _message(error: BaseException) -> str:
+    """Kind and text of an error, cut to a length that a log can take."""
+    # torch's text for a damaged tensor advises to read the file without `weights_only`, which would run it
+    text = "a stored tensor is damaged" if isinstance(error, DAMAGED) else str(error)
+    return f"{type(error).__name__}: {text}"[:_SHOWN_CHARACTERS]

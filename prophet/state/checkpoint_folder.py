@@ -33,19 +33,29 @@ _TENSORS = "tensors-{:012x}"
 
 
 def read_description(folder: Path) -> Any:
-    """What `training.json` says, as JSON has it; `CheckpointError` where it cannot be read."""
+    """Read `training.json`.
+
+    Raises:
+        CheckpointError: It is missing, too long or no JSON.
+    """
     path = folder / DESCRIPTION
     needed = "a finished checkpoint's description, as no checkpoint was finished here"
     text = read_bytes(path, most_bytes=MAX_DESCRIPTION_BYTES, expected=needed, error=CheckpointError)
     try:
         return json.loads(text)
+    # RecursionError: a text of many nested brackets
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a description ({type(error).__name__}: {error!s:.200})") from error
 
 
-def tensors_of(folder: Path, said: Any) -> Path:
-    """The folder of the tensors that a description names; `CheckpointError` where it names none."""
-    name = said.get(FILES) if isinstance(said, dict) else None
+def tensors_of(folder: Path, description: Any) -> Path:
+    """Return the folder of tensors that a description names.
+
+    Raises:
+        CheckpointError: It names none, or a name that `Folder` does not give.
+    """
+    name = description.get(FILES) if isinstance(description, dict) else None
+    # A name from outside must not lead out of the folder: `_tidy` removes folders by their names
     if not isinstance(name, str) or not _is_tensors(name):
         raise CheckpointError(f"{folder / DESCRIPTION}: {FILES}: expected the name of a folder of tensors")
     return folder / name
@@ -60,7 +70,8 @@ class Folder:
     def begin(self, number: int) -> None:
         """Make room for the tensors of a new checkpoint."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with suppress(CheckpointError):  # a description that cannot be read says nothing of what may be removed
+        # A description that cannot be read says nothing of what may be removed, so nothing is
+        with suppress(CheckpointError):
             self._tidy()
         self.tensors(number).mkdir()
 
@@ -69,22 +80,26 @@ class Folder:
         return self.path / _TENSORS.format(number)
 
     def index_from_outside(self, number: int) -> Path:
-        """A folder for torch's index with the tensors' names as they are from outside."""
+        """Make and return a folder for torch's index with the files' paths as they are from outside."""
         made = self.tensors(number) / _FROM_OUTSIDE
         made.mkdir(exist_ok=True)
         return made
 
     def commit(self, number: int, description: dict[str, Any]) -> None:
-        """Make the new tensors the checkpoint, and remove those that were."""
+        """Make the new tensors the checkpoint, and remove those from before."""
         part, tensors = self.path / _DESCRIPTION_PART, self.tensors(number)
         with part.open("wb") as f:
             f.write(json.dumps({**description, FILES: tensors.name}, sort_keys=True).encode())
             f.flush()
+            # Without this, a system may bring the rename to the disk before the text: a power cut would leave an empty
+            # file
             os.fsync(f.fileno())
+        # The one moment in which the old checkpoint ends and the new one begins
         os.replace(part, self.path / DESCRIPTION)
         self._show_to_torch(tensors)
         _sync(self.path)
-        with suppress(OSError):  # the checkpoint is there; the next save tries again
+        # The new checkpoint is in force; what could not be removed the next save removes
+        with suppress(OSError):
             self._tidy()
 
     def give_up(self) -> None:
@@ -97,6 +112,7 @@ class Folder:
         there = (self.path / DESCRIPTION).exists()
         current = tensors_of(self.path, read_description(self.path)) if there else None
         (self.path / _DESCRIPTION_PART).unlink(missing_ok=True)
+        # A save that ended right after its rename has left torch's index behind
         if current is not None:
             self._show_to_torch(current)
         for left in self.path.glob("tensors-*"):

@@ -1,4 +1,4 @@
-"""Numbers, words, small tensors, and lists, tuples and dictionaries of them, as what JSON can hold; and back.
+"""Numbers, strings, small tensors, and lists, tuples and dictionaries of them, as what JSON can hold; and back.
 
 `from_json` makes such values and nothing else, so a text from outside runs nothing.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 from prophet.errors import SpecError
 
 MOST_BYTES = 1 << 24
-"""Of one tensor."""
+"""The most bytes that one tensor may have."""
 
 _TENSOR = "tensor: dtype, shape, bytes in base 64"
 _TUPLE = "tuple"
-_ENTRIES = "entries"  # of a dictionary whose keys are no words, or one of ours
+_ENTRIES = "entries"  # of a dictionary whose keys are no strings, or one of ours
 _OURS = (_TENSOR, _TUPLE, _ENTRIES)
 _NUMPY = ("bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64")
 _DTYPES = {f"torch.{name}": name for name in (*_NUMPY, "bfloat16")}
@@ -28,9 +28,15 @@ _KEYS = str | int | float | bool | None
 
 
 def to_json(value: Any, what: str, *, most_bytes: int = MOST_BYTES) -> Any:
-    """`value` in a form that JSON can hold; `from_json` is the inverse. `SpecError`, with `what`, where there is none.
+    """Put `value` into a form that JSON can hold; `from_json` is the inverse.
 
-    `most_bytes` is of one tensor.
+    Args:
+        value: Numbers, strings, tensors, and lists, tuples and dictionaries of them.
+        what: Name of the value in errors.
+        most_bytes: The most bytes that one tensor may have.
+
+    Raises:
+        SpecError: The value holds something else, or a larger tensor.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -39,12 +45,14 @@ def to_json(value: Any, what: str, *, most_bytes: int = MOST_BYTES) -> Any:
     if isinstance(value, tuple):
         return {_TUPLE: [to_json(v, what, most_bytes=most_bytes) for v in value]}
     if isinstance(value, Mapping) and all(isinstance(k, _KEYS) for k in value):
+        # A dictionary that has one of our markers as a key must not be taken for a marked value when it is read
         if all(isinstance(k, str) for k in value) and value.keys().isdisjoint(_OURS):
             return {k: to_json(v, f"{what}[{k!r}]", most_bytes=most_bytes) for k, v in value.items()}
-        # JSON's keys are strings
+        # JSON's keys are strings: those of other types go as pairs
         return {_ENTRIES: [[k, to_json(v, f"{what}[{k!r}]", most_bytes=most_bytes)] for k, v in value.items()]}
     if not isinstance(value, Tensor) and hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return to_json(value.item(), what)  # a number of numpy's
+        # numpy's numbers, which schedulers and metrics leave in a state
+        return to_json(value.item(), what)
     if not isinstance(value, Tensor) or value.is_meta:
         raise SpecError(
             f"{what} is a {type(value).__name__}; expected numbers, strings, small tensors, and lists and dictionaries "
@@ -55,16 +63,22 @@ def to_json(value: Any, what: str, *, most_bytes: int = MOST_BYTES) -> Any:
             f"{what} is a tensor of {value.dtype} {list(value.shape)}; expected at most {most_bytes} bytes of "
             f"{', '.join(_DTYPES)}"
         )
+    # A conjugate or negative view shares the bytes of its base, with a flag that `view` would lose
     whole = value.detach().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
     flat = whole.reshape(-1).view(torch.uint8)
     return {_TENSOR: [str(value.dtype), list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]}
 
 
 def from_json(value: Any) -> Any:
-    """Reverse of `to_json`. `SpecError` for what `to_json` does not say."""
+    """Reverse `to_json`.
+
+    Raises:
+        SpecError: `value` is nothing that `to_json` returns.
+    """
     try:
         return _from_json(value)
-    except (TypeError, KeyError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: also of depth
+    # RecursionError, for a value that is nested too deeply, is a RuntimeError
+    except (TypeError, KeyError, ValueError, OverflowError, RuntimeError) as error:
         raise SpecError(f"expected a value as it is saved ({type(error).__name__}: {error!s:.200})") from error
 
 
@@ -84,7 +98,9 @@ def _from_json(value: Any) -> Any:
 def _tensor(dtype: str, shape: list[int], text: str) -> Tensor:
     data = base64.b64decode(text, validate=True)
     name = _DTYPES[dtype]
+    # numpy has no bfloat16: its bytes go through torch
     array = np.frombuffer(data, dtype=np.uint8 if name == "bfloat16" else name)
+    # `frombuffer` gives memory that cannot be written to
     made = torch.from_numpy(array.copy())
     if name == "bfloat16":
         made = made.view(torch.bfloat16)

@@ -31,9 +31,14 @@ class Piece(NamedTuple):
 
 
 class Layout:
-    """Pieces by rank, [P][...]. Valid when built: boxes lie within their tensor, those of a rank do not overlap.
+    """Pieces by rank, checked when built: boxes lie within their tensor, and those of a rank do not overlap.
 
     A layout of thousands of ranks is built from a `Table`; its pieces are made when they are asked for.
+
+    Attributes:
+        space: The tensors.
+        ranks: Number of ranks, P.
+        pieces: Pieces of every rank, [P][...].
     """
 
     _made: dict[int, tuple[Piece, ...]]
@@ -59,9 +64,13 @@ class Layout:
 
     @classmethod
     def of(cls, table: Table) -> Layout:
-        """The layout that a table holds. That no rank's boxes overlap is up to whoever made it."""
+        """Wrap a table as a layout.
+
+        That no rank's boxes overlap is up to whoever made the table: the check would take as long as making all pieces.
+        """
         layout = cls.__new__(cls)
         layout.space, layout.ranks = table.space, table.ranks
+        # Fills the cached property, so that no pieces are made to find the table
         layout.__dict__["table"] = table
         layout._made = {}
         return layout
@@ -77,11 +86,12 @@ class Layout:
         return tuple(self.on(rank) for rank in range(self.ranks))
 
     def on(self, rank: int) -> tuple[Piece, ...]:
-        """Pieces of one rank."""
+        """Pieces of one rank, in the order in which they were given."""
+        # Pieces that exist already are used; to make those of all ranks for one of them would be slow
         return self.pieces[rank] if "pieces" in self.__dict__ else self.listed(rank)
 
     def listed(self, rank: int) -> tuple[Piece, ...]:
-        """Pieces of one rank as the table lists them: each box once."""
+        """Pieces of one rank in the order of the table, in which each box stands once."""
         if rank not in self._made:
             table, names = self.table, self.space.tensors
             made = (Piece(names[int(table.tensor[k])].name, table.box(int(k))) for k in table.on(rank))
@@ -89,7 +99,7 @@ class Layout:
         return self._made[rank]
 
     def names_on(self, rank: int) -> set[str]:
-        """The tensors of which one rank has a piece."""
+        """Names of the tensors of which one rank has a piece."""
         if "pieces" in self.__dict__:
             return {piece.name for piece in self.pieces[rank]}
         names = self.space.tensors
@@ -115,7 +125,7 @@ class Layout:
 
 
 def missing(wanted: Iterable[Box], held: Iterable[Box]) -> list[Box]:
-    """Disjoint boxes that hold the elements of `wanted` (disjoint) that are in none of `held`."""
+    """Disjoint boxes of what is in `wanted` and in none of `held`; boxes of `wanted` must be disjoint too."""
     left = [box for box in wanted if box.elements]
     for have in held:
         left = [rest for box in left for rest in box.subtract(have)]
@@ -123,7 +133,16 @@ def missing(wanted: Iterable[Box], held: Iterable[Box]) -> list[Box]:
 
 
 def layout_from(space: Space, ranks: int, pieces: Mapping[int, Iterable[tuple[str, Box]]]) -> Layout:
-    """A layout of `ranks` ranks; ranks that `pieces` leaves out hold nothing."""
+    """Build a layout from the pieces of some ranks; the other ranks hold nothing.
+
+    Args:
+        space: The tensors.
+        ranks: Number of ranks.
+        pieces: Name and box of every piece, by rank.
+
+    Raises:
+        LayoutError: A rank is outside 0 .. `ranks` - 1, or the pieces make no valid layout.
+    """
     stray = sorted(r for r in pieces if not 0 <= r < ranks)
     if stray:
         raise LayoutError(f"pieces are given for ranks {stray}, outside 0..{ranks - 1}")
@@ -131,7 +150,16 @@ def layout_from(space: Space, ranks: int, pieces: Mapping[int, Iterable[tuple[st
 
 
 def whole_tensors(space: Space, ranks: int, holders: Sequence[Sequence[int]]) -> Layout:
-    """The layout in which every tensor is whole on each of its `holders`, [tensors][...]; fast for many tensors."""
+    """Build the layout in which every tensor is whole on each of its holders; fast for many tensors.
+
+    Args:
+        space: The tensors.
+        ranks: Number of ranks.
+        holders: Ranks that hold each tensor, in the order of the space, [tensors][...].
+
+    Raises:
+        LayoutError: A holder is outside 0 .. `ranks` - 1.
+    """
     tensors = np.arange(len(space.tensors))
     holder = np.array([rank for row in holders for rank in row], dtype=np.int64)
     start = starts(np.array([len(row) for row in holders], dtype=np.int64))
@@ -139,9 +167,20 @@ def whole_tensors(space: Space, ranks: int, holders: Sequence[Sequence[int]]) ->
 
 
 def slice_box(shape: Sequence[int], dim: int, parts: int, index: int) -> Box:
-    """Part `index` of `parts` along dimension `dim`; the first (length mod parts) parts are one longer."""
+    """The box of one part of a tensor that is cut along a dimension, as tensor parallelism does.
+
+    Args:
+        shape: Lengths of the tensor.
+        dim: Dimension along which it is cut.
+        parts: Number of parts; the first (length mod parts) of them are one longer.
+        index: Which part, from 0.
+
+    Raises:
+        LayoutError: There is no such dimension or part.
+    """
     if not (0 <= dim < len(shape) and 0 <= index < parts):
         raise LayoutError(f"no part {index} of {parts} along dimension {dim} of {list(shape)}")
+    # `torch.tensor_split` cuts alike
     size, more = divmod(shape[dim], parts)
     first = index * size + min(index, more)
     whole = Box.whole(shape)
@@ -150,11 +189,21 @@ def slice_box(shape: Sequence[int], dim: int, parts: int, index: int) -> Box:
 
 
 def flat_shard(tensors: Sequence[TensorSpec], parts: int, index: int) -> list[Piece]:
-    """Part `index` of `parts` of the tensors laid end to end, each part ceil(total / parts) elements: a ZeRO shard."""
+    """One part of tensors laid end to end, as pieces: a ZeRO shard.
+
+    Args:
+        tensors: The tensors, in the order of the flattened buffer.
+        parts: Number of parts, each ceil(total / parts) elements but for the last ones.
+        index: Which part, from 0.
+
+    Raises:
+        LayoutError: There is no such part.
+    """
     if not 0 <= index < parts:
         raise LayoutError(f"no part {index} of {parts}")
     total = sum(t.elements for t in tensors)
     size = -(-total // parts)
+    # Parts are rounded up, so the last ones may be short or empty
     low, high = min(index * size, total), min((index + 1) * size, total)
     pieces: list[Piece] = []
     offset = 0
@@ -167,11 +216,9 @@ def flat_shard(tensors: Sequence[TensorSpec], parts: int, index: int) -> list[Pi
 
 
 def zero_owners(elements: Sequence[int] | IntArray, members: int) -> IntArray:
-    """Which of `members` ranks keeps the optimizer state of every parameter: runs of about equal size, in order.
-
-    The tensor that holds the middle element of its own range goes where that element falls, so twice as many members
-    split every run and leave half of it in place.
-    """
+    """Which of `members` ranks keeps the optimizer state of every parameter: runs of about equal size, in order."""
     size = np.asarray(elements, dtype=np.int64)
+    # A tensor goes where its middle element falls. Twice as many members then split every run in two, and half of the
+    # state stays in place.
     middle = np.cumsum(size) - size / 2
     return np.minimum((middle * members / max(int(size.sum()), 1)).astype(np.int64), members - 1)

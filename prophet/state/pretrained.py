@@ -43,10 +43,16 @@ def init_empty_weights() -> Iterator[None]:
 
 
 def read_pretrained(model: Any, folder: str | Path, dtype: torch.dtype, without: Collection[str] = ()) -> nn.Module:
-    """What the class's `from_pretrained(folder)` gives, but for the modules named in `without`: those are not read.
+    """Read what the class's `from_pretrained(folder)` gives, but for some modules.
 
-    model: a transformers model, whose class and configuration are used. Raises `CheckpointError` where the folder lacks
-    parameters.
+    Args:
+        model: A transformers model, whose class and configuration are used.
+        folder: Folder with the checkpoint's files.
+        dtype: Element type of the parameters.
+        without: Names of modules that are not read; each is an empty module in the result.
+
+    Raises:
+        CheckpointError: The folder lacks parameters.
     """
     kind: Any = type(model)
 
@@ -62,8 +68,9 @@ def read_pretrained(model: Any, folder: str | Path, dtype: torch.dtype, without:
         every = {"_keys_to_ignore_on_load_unexpected": [".*"]}
         partial = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__, **every})
     with LOADING:
-        read, said = partial.from_pretrained(folder, config=model.config, dtype=dtype, output_loading_info=True)
-    missing = some(said["missing_keys"])
+        read, report = partial.from_pretrained(folder, config=model.config, dtype=dtype, output_loading_info=True)
+    # transformers initialises what it does not find and goes on with a warning
+    missing = some(report["missing_keys"])
     if missing:
         raise CheckpointError(f"{folder} lacks {missing}: expected all parameters of {kind.__name__}")
     whole: nn.Module = read

@@ -69,7 +69,7 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
     def contains(self, other: Box) -> bool:
-        """Whether `other` lies within; never, where it has another number of dimensions."""
+        """Whether `other` lies within this box; a box of another number of dimensions does not."""
         return len(self.start) == len(other.start) and all(
             a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
         )
@@ -89,6 +89,8 @@ class Box:
             return [self] if self.elements else []
         rest: list[Box] = []
         start, stop = list(self.start), list(self.stop)
+        # Slabs before and behind the common part are cut off one dimension after the other. What is left shrinks to the
+        # common part, so the slabs are disjoint.
         for d in range(len(start)):
             if start[d] < common.start[d]:
                 rest.append(Box(tuple(start), (*stop[:d], common.start[d], *stop[d + 1 :])))
@@ -98,7 +100,7 @@ class Box:
         return rest
 
     def slices(self, within: Box) -> tuple[slice, ...]:
-        """Index of this box in a tensor that holds the box `within`."""
+        """The index of this box in a tensor that holds the box `within`."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, within.start, strict=True))
 
     def shift(self, offset: Sequence[int]) -> Box:
@@ -110,10 +112,17 @@ class Box:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes that hold elements start .. stop-1 of a row-major tensor, in that order: at most 2n - 1 of them.
+    """The boxes of a range of elements of a row-major tensor, in that order: at most 2n - 1 of them.
 
-    A ZeRO shard is such a range of a flattened buffer; DynaTran, Section 4.2.2. A tensor without dimensions counts as
-    one dimension of length 1.
+    A ZeRO shard is such a range of a flattened buffer; DynaTran, Section 4.2.2.
+
+    Args:
+        shape: Lengths of the tensor; one without dimensions has a single element.
+        start: First element.
+        stop: The element behind the last one.
+
+    Raises:
+        LayoutError: The range is outside the tensor.
     """
     total = math.prod(shape)
     if not 0 <= start <= stop <= total:
@@ -127,10 +136,12 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     rest = tuple(shape[1:])
     row = math.prod(rest)
     first_row, last_row = start // row, (stop - 1) // row
+    # Within one row: its part, found among the other dimensions
     if first_row == last_row:
         inner = flat_boxes(rest, start - first_row * row, stop - first_row * row)
         return [Box((first_row, *b.start), (first_row + 1, *b.stop)) for b in inner]
     boxes: list[Box] = []
+    # Otherwise a part of the first row, then whole rows as one box, then a part of the last row
     if start % row:
         head = flat_boxes(rest, start - first_row * row, row)
         boxes += [Box((first_row, *b.start), (first_row + 1, *b.stop)) for b in head]
@@ -146,7 +157,15 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One tensor of the training state in its unsharded form; `layer` is the pipeline layer it belongs to, if any."""
+    """One tensor of the training state in its unsharded form.
+
+    Attributes:
+        name: Name, unlike that of any other tensor of the space.
+        shape: Lengths.
+        dtype: Element type, one of `ITEM_BYTES`.
+        kind: What the tensor is to training.
+        layer: The pipeline layer that it belongs to; None: it belongs to none.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -155,6 +174,7 @@ class TensorSpec:
     layer: int | None = None
 
     def __post_init__(self) -> None:
+        # The class is frozen; a `torch.Size` or list becomes a tuple of ints, so that specs compare and hash alike
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         if self.dtype not in ITEM_BYTES:
             raise LayoutError(f"{self.name}: element type must be one of {sorted(ITEM_BYTES)}, got {self.dtype!r}")
@@ -191,13 +211,14 @@ class Space:
 
     @cached_property
     def number(self) -> dict[str, int]:
-        """Where every name stands in the order."""
+        """Place of every name in the order."""
         return {t.name: k for k, t in enumerate(self.tensors)}
 
     @cached_property
     def shapes(self) -> npt.NDArray[np.int64]:
         """Lengths of every tensor in every dimension, [tensors, D]; 1 behind the last one of a tensor."""
         dims = max((len(t.shape) for t in self.tensors), default=0) or 1
+        # All boxes fit into one array if tensors of fewer dimensions get 0:1 behind theirs
         rows = [(*t.shape, *(1,) * (dims - len(t.shape))) for t in self.tensors]
         return np.array(rows, dtype=np.int64).reshape(-1, dims)
 
@@ -209,6 +230,8 @@ class Space:
     @cached_property
     def types(self) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
         """Names of the types of elements, the widest first, and which of them every tensor has, [tensors]."""
+        # Widest first: a chunk's elements are packed in this order, so that none needs padding
+        # (`prophet.state.streams`)
         names = tuple(sorted({t.dtype for t in self.tensors}, key=lambda name: (-ITEM_BYTES[name], name)))
         return names, np.array([names.index(t.dtype) for t in self.tensors], dtype=np.int64)
 
