@@ -44,7 +44,6 @@ TO_DO = {
     "prophet/report",
     "prophet/scheduler",
     "prophet/spec",
-    "prophet/state",
     "prophet/terminal.py",
     "prophet/traces",
 }
