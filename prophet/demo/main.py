@@ -60,7 +60,7 @@ def run_demo(config: LaunchConfig, console: Console | None, *, cores: int | None
         f"{train.steps} steps each from each of {len(config.seeds)} seeds.",
         highlight=False,
     )
-    # This process stays outside of the ranks: what one of them does to memory or threads leaves the report alone
+    # Ranks are separate processes; this one only watches them
     outcome = outcome_of(launch(config), config, cores=cores)
     status.print("Predicting the same routing on real machines", highlight=False)
     predictions = predict(outcome.first["on"].counts, model.top_k)

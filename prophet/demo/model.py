@@ -71,11 +71,12 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.dim)
         self.attention = Attention(config.dim, config.heads)
         self.moe_norm = nn.LayerNorm(config.dim)
+        # The one line that a dense GPT does not have
         self.moe = MoE(config.dim, config.hidden, config.experts, config.top_k, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        # The engine hides transfers behind the next block's attention, so experts come last in a block
+
         return x + self.moe(self.moe_norm(x))  # type: ignore[no-any-return]
 
 

@@ -67,7 +67,7 @@ def folders(environment: Mapping[str, str], versions: Mapping[str, str], checkpo
 
 
 def writable(folder: Folder) -> list[Check]:
-    """Check that a file can be written to a folder, or to the nearest one above it that exists, and that room is left."""
+    """Check that a file can be written to a folder, or to the nearest one there is above it, and that room is left."""
     place = folder.path.expanduser().absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
