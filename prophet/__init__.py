@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from prophet.monitor import monitor
     from prophet.spec import Topology, Windows
 
+# A library adds no output by itself: without a handler, Python would print warnings to stderr
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "0.1.0.dev0"
@@ -83,6 +84,7 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name in _MODULE_OF:
             found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+            # From now on it is an ordinary attribute, and this method is not called for it again
             setattr(self, name, found)
             return found
         folder = f"{self.__name__}.{name}"
@@ -90,6 +92,7 @@ class _Package(ModuleType):
             if not name.startswith("_"):
                 return importlib.import_module(folder)
         except ModuleNotFoundError as error:
+            # The module is there, and something that it imports is missing: that error is the one to show
             if error.name != folder:
                 raise
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -98,4 +101,5 @@ class _Package(ModuleType):
         return sorted({*super().__dir__(), *__all__})
 
 
+# `__getattr__` of a module would do for the names, but only a class can refuse what Python binds
 sys.modules[__name__].__class__ = _Package

@@ -33,11 +33,16 @@ _EXIT_CODES = (
 
 
 def name_conflict(package: Any, beside: bool) -> tuple[str, bool] | None:
-    """Whether the forecasting library of the same import name is in the way.
+    """Find out whether the forecasting library of the same import name is in the way.
 
-    `package` is what `import prophet` gave; beside: whether a distribution `prophet` is installed. Returns a message
-    and whether it is fatal (the package is not ours any more), or None. Names are looked for, not imported.
+    Args:
+        package: What `import prophet` gave.
+        beside: Whether a distribution `prophet` is installed.
+
+    Returns:
+        A message, and whether it is fatal because the package is not ours any more; None where nothing is wrong.
     """
+    # Names are looked for and not imported, which would import torch
     if not {"MoE", "attach"} <= set(getattr(package, "__all__", ())):
         return (
             "the package `prophet` here is not moe-prophet: the forecasting library of the same import name was "
@@ -63,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(conflict[0], "error" if conflict[1] else "warning")
         if conflict[1]:
             return NAME_CONFLICT
+    # Imported only now: had the other library taken the package's place, this would fail with a riddle
     from prophet.errors import (
         CoreError,
         MonitorError,
@@ -82,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except (CoreError, RankFailed, ReportError, OSError) as error:
         _complain(str(error))
+        # What the user gave was right, and something else went wrong: a script may try again
         return FAILED
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -89,19 +96,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str, kind: str = "error") -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(f"prophet: {kind}: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _other_installed() -> bool:
-    """Whether a distribution `prophet` is installed; to look takes less time than to import importlib.metadata."""
+    """Whether a distribution `prophet` is installed."""
+    # Every command pays for this, so folders are listed here: importing importlib.metadata would take longer
     folders = [folder for folder in sys.path if os.path.isdir(folder) and os.access(folder, os.R_OK)]
     names = [name.lower() for folder in folders for name in os.listdir(folder)]
     return any(name.startswith("prophet-") and name.endswith((".dist-info", ".egg-info")) for name in names)
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """What reads `argv`. It knows the arguments of the command that is asked for; of none of ours, all commands."""
+    """The parser for `argv`. It knows the arguments of the command that is asked for; of none of ours, all commands."""
     import prophet
 
     parser = argparse.ArgumentParser(
@@ -112,6 +120,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"moe-prophet {prophet.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     asked = next((word for word in argv if not word.startswith("-")), "")
+    # Other packages' entry points are loaded only where none of our commands is asked for, as that takes time
     if asked in _COMMANDS:
         importlib.import_module(f"prophet.commands.{asked}").add(commands)
         return parser

@@ -178,8 +178,8 @@ def examined(folder: Path) -> Path:
     """What a doctor has seen."""
     versions = {"moe-prophet": "0.1.0.dev0", "torch": "2.13.0+cu126", "transformers": "not installed"}
     checks = [
-        {"name": "core", "state": "sound", "said": "built from these sources", "mend": ""},
-        {"name": "disk", "state": "finding", "said": "0.125 GiB free of 64", "mend": "remove files from /data/run"},
+        {"name": "core", "state": "sound", "message": "built from these sources", "mend": ""},
+        {"name": "disk", "state": "finding", "message": "0.125 GiB free of 64", "mend": "remove files from /data/run"},
     ]
     (folder / "examined.json").write_text(json.dumps({"versions": versions, "checks": checks}))
     return folder / "examined.json"

@@ -1,4 +1,4 @@
-"""What predictions say in words: the gain, what it costs, and one sentence of advice.
+"""Predictions as sentences: the gain, what it costs, and one piece of advice.
 
 The sentences that `prophet plan` alone has are built from its answer; `prophet simulate` shares the others.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-EVEN = 1.05  # busiest rank over the mean, from which on nothing is left to gain
-WORTH = 1.01  # times as fast: below, a run would not show it
+# busiest rank over the mean, from which on nothing is left to gain
+EVEN = 1.05
+# times as fast: below, a run would not show it
+WORTH = 1.01
 NO_ROOM = "Without room for replicas nothing can be gained: leave --slots out."
 TOO_EVEN = "Routing this even leaves nothing to gain: is the router trained?"
 TOO_DEAR = "A replica takes longer to send than it saves: try more tokens per rank (--tokens) or fewer --slots."
@@ -17,7 +19,7 @@ _STATIC = "static"
 
 
 def sentences(answer: dict[str, Any]) -> list[str]:
-    """All that is said below the table: a sentence or two each."""
+    """The lines below the table, a sentence or two each."""
     return [gain(answer), parts(answer), cost(answer), planning(answer), answer["advice"]]
 
 
@@ -28,7 +30,7 @@ def best_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def gain(answer: dict[str, Any]) -> str:
-    """What balancing gains of a step."""
+    """Say what balancing gains of a step."""
     best = best_of(answer)
     if answer["trace"]["ranks"] == 1:
         return "One rank has nobody to share with: every gain is 1.00."
@@ -41,8 +43,9 @@ def gain(answer: dict[str, Any]) -> str:
 
 
 def parts(answer: dict[str, Any]) -> str:
-    """What the predicted step without balancing is made of."""
+    """Say what the predicted step without balancing is made of."""
     step, static = answer["step"], answer["planners"][0]
+    # The first planner is `static`; its step holds the MoE layers, which the answer does not list, and all of these
     rest = step["blocks_s"] + step["dense_s"] + step["head_s"]
     several = "" if step["microbatches"] == 1 else f", {step['microbatches']:.3g} microbatches"
     other = f" and {step['layers'] - step['moe_layers']} without experts" if step["layers"] > step["moe_layers"] else ""
@@ -56,7 +59,7 @@ def parts(answer: dict[str, Any]) -> str:
 
 
 def cost(answer: dict[str, Any]) -> str:
-    """What the best planner costs in memory."""
+    """Say what the best planner costs in memory."""
     best, memory = best_of(answer), answer["memory_bytes"]
     if not best["replicas_on_fullest_rank"]:
         return "It costs no memory: there are no replicas."
@@ -68,18 +71,19 @@ def cost(answer: dict[str, Any]) -> str:
 
 
 def planning(answer: dict[str, Any]) -> str:
-    """What the planner takes of the host. The only measured line, so that a test of a page can leave it out."""
+    """Say what the planner takes of the host. It is the only measured line, so tests of pages leave it out."""
     best = best_of(answer)
     plan, split = (milliseconds(best[f"{what}_s"]) for what in ("planning", "splitting"))
     return f"Measured on this machine: {plan} ms to plan beside a step, {split} ms to split in it; both are extra."
 
 
 def advice(answer: dict[str, Any]) -> str:
-    """What to do next, in one sentence."""
+    """Say what to do next, in one sentence."""
     static, best, trace = answer["planners"][0], best_of(answer), answer["trace"]
     memory, slots = answer["memory_bytes"], answer["slots_per_rank"]
     if trace["ranks"] == 1:
         return "The trace has one rank, so there is nothing to balance: record with ranks=8, or give --ranks 8."
+    # Causes in the order in which a user can do something about them: only the first one is named
     if slots == 0:
         return NO_ROOM
     if too_large := too_much_memory(best["replica_bytes_on_fullest_rank"], memory):
@@ -92,6 +96,7 @@ def advice(answer: dict[str, Any]) -> str:
         return (
             "The MoE layers are too small a part of this step: try more tokens per rank (--tokens) or larger experts."
         )
+    # Balancing shortens experts, not the bytes of the all-to-all
     if static["predicted_a2a_s"] > static["predicted_expert_s"]:
         share = static["predicted_a2a_s"] / static["predicted_layer_s"]
         return (
@@ -102,7 +107,7 @@ def advice(answer: dict[str, Any]) -> str:
 
 
 def too_much_memory(replica_bytes: int, memory_bytes: int | None) -> str:
-    """What to do where replicas take over a quarter of a device, which also holds the model; else nothing."""
+    """Say what to do where replicas take over a quarter of a device, which also holds the model; else nothing."""
     if not memory_bytes or replica_bytes <= memory_bytes // 4:
         return ""
     mend = "give fewer --slots, and set replica_memory_bytes in EngineConfig."
@@ -112,7 +117,7 @@ def too_much_memory(replica_bytes: int, memory_bytes: int | None) -> str:
 
 
 def lines_to_add(planner: str) -> str:
-    """How a training loop gets what `planner` gains."""
+    """Name the lines by which a training loop gets what `planner` gains."""
     named = "" if planner == "prophet" else f", config=prophet.EngineConfig(planner={planner!r})"
     return (
         f"To gain it, add to your loop: prophet.convert(model), then prophet.attach(model, optimizer{named}); "
@@ -129,6 +134,6 @@ def milliseconds(seconds: float) -> str:
 
 
 def binary(n: float) -> str:
-    """Bytes in the largest unit of 1024s that leaves at least 1."""
+    """Bytes in the largest binary unit of which there is at least one."""
     power = min(int(math.log2(max(n, 1))) // 10, 4)
     return f"{n / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -30,10 +30,14 @@ if TYPE_CHECKING:
     from prophet.machine.benchmark_files import ExpertKind
     from prophet.ranks.launch import Launch
 
-_LIMIT_S = 3600.0  # on ranks that the command starts itself, all together
-_NOISY = 0.08  # spread of samples beyond which figures are not worth keeping
-_MOST = 1 << 16  # of an expert's dimensions
-_REPEATS = 25  # samples per size
+# on ranks that the command starts itself, all together
+_LIMIT_S = 3600.0
+# spread of samples beyond which figures are not worth keeping
+_NOISY = 0.08
+# of an expert's dimensions
+_MOST = 1 << 16
+# samples per size
+_REPEATS = 25
 _RANKS = 2
 _EXPERT: dict[str, Any] = {"dim": 256, "hidden": 512, "activation": "gelu", "dtype": "float32"}
 _SIZES = ("--dim", "--hidden")
@@ -45,7 +49,14 @@ _DTYPE_OF_BYTES = {4: "float32", 2: "bfloat16"}
 class Job:
     """What every rank does: picklable, and equal on all of them.
 
-    lines: fixed, per unit and per expert seconds by operation, of a file that is checked; None where lines are fitted.
+    Attributes:
+        out: The topology file to write; None: none is written.
+        lines: Seconds by operation, fixed, per unit and per expert, of a file that is checked; None: lines are fitted.
+        held_out: Whether sizes are measured that the fit has not seen.
+        expert: Width, inner width, activation and element type.
+        ranks_per_node: Ranks of a node; None: all are on one.
+        rows: The smallest and the largest number of token rows.
+        repeats: Samples per size.
     """
 
     out: Path | None
@@ -109,9 +120,10 @@ def add(commands: Any) -> None:
 
 
 def _expert(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is asked for of the expert, by field: the options' values, then the model's."""
+    """What is asked for of the expert, by field: options win over the model."""
     from prophet.spec.feed_forward import parts_of
 
+    # What nobody asked for stays out, so that a checked file's expert can take its place
     found = {name: getattr(arguments, name) for name in _EXPERT}
     if arguments.model is not None:
         sizes = needs_experts(model_sizes(arguments, None))
@@ -128,6 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     from prophet.ranks.launch import launched
 
     launch = None if arguments.files else launched()
+    # Under a launcher only rank 0 writes, so only it checks (in `_join`)
     if job.out and launch is None:
         check_can_write("--out", job.out)
     if arguments.files:
@@ -136,7 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
         answer = _join(launch, job, ranks)
     else:
         answer = _start(job, ranks or _RANKS)
-    if answer is None:  # another rank speaks
+    # Under a launcher, rank 0 prints for all
+    if answer is None:
         return 0
     if arguments.json:
         print(json.dumps(answer, indent=2))
@@ -151,6 +165,7 @@ def _start(job: Job, ranks: int) -> dict[str, Any]:
     from prophet.ranks.launch import run_ranks
     from prophet.terminal import working
 
+    # With more ranks than that, figures would show how they wait for a core
     most = 4 * (os.cpu_count() or ranks)
     if ranks > most:
         raise UsageError(f"--ranks: expected at most four ranks per core ({most}), got {ranks}")
@@ -166,6 +181,7 @@ def _start(job: Job, ranks: int) -> dict[str, Any]:
             timeout_s=DEFAULT_TIMEOUT_S,
             what="the calibration",
         )
+        # A file, since processes that were started share no memory
         answer: dict[str, Any] = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     return answer
 
@@ -182,7 +198,7 @@ def _from_files(files: list[Path], job: Job, expert: dict[str, Any], ranks: int 
 
 
 def _described(kind: ExpertKind) -> dict[str, Any]:
-    """An expert's fields; what benchmarks' files leave open is as usual."""
+    """An expert's fields; those that benchmarks' files leave open have their defaults."""
     return {name: getattr(kind, name) or usual for name, usual in _EXPERT.items()}
 
 
@@ -192,7 +208,7 @@ def _name(job: Job) -> str:
 
 
 def _about(job: Job, ranks: int, device: str) -> dict[str, Any]:
-    """What an answer says besides its figures."""
+    """What an answer has besides its figures."""
     return {"ranks": ranks, "device": device, "file": None, "folders_made": [], **job.expert, "repeats": job.repeats}
 
 
@@ -203,6 +219,7 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
     low, high = arguments.rows
     if low >= high:
         raise UsageError(f"--rows: expected the smaller number first, got {low} {high}")
+    # Refused before torch is imported and ranks are started: mistakes must not cost half a minute
     if arguments.machine and arguments.files:
         raise UsageError("--from reads measurements, --machine checks a file by new ones: expected one of them")
     if arguments.machine:
@@ -235,6 +252,7 @@ def _checked(
     from prophet.machine.topology import read_fits
     from prophet.spec import Topology
 
+    # A preset has no measured lines to check against
     topology = machine(file).source
     if not isinstance(topology, Topology):
         raise UsageError(f"--machine: expected a topology file, got {file}, whose figures were never measured")
@@ -248,6 +266,8 @@ def _checked(
         expert["activation"] = "swiglu" if measured.get("swiglu") else "gelu"
     expert |= asked
     shape = shape_of(expert["dim"], expert["hidden"], expert["activation"], _dtype(expert["dtype"]))
+    # Lines that follow from the planners' model come first. Those that were fitted to an operation alone replace them:
+    # they are what the file claims
     found = model_lines(topology, shape)
     lines = {o: (line.fixed_s, line.unit_s, line.count_s) for o, line in found.items()}
     for operation, figures in fits.items():
@@ -271,25 +291,27 @@ def _join(launch: Launch, job: Job, ranks: int | None) -> dict[str, Any] | None:
 
     if ranks not in (None, launch.ranks):
         raise UsageError(f"--ranks {ranks}: this process is one of {launch.ranks} that were started already")
+    # One rank needs no process group, and no port to meet at
     if launch.ranks == 1:
         if job.out:
             check_can_write("--out", job.out)
         with working("Measuring"):
             return _measure(job, collective_for(None), launch.device)
+    # torchrun starts as many ranks on every node
     if job.ranks_per_node is None and launch.local_ranks is not None:
         job = replace(job, ranks_per_node=launch.local_ranks)
     with joined_group(launch, timeout_s=DEFAULT_TIMEOUT_S) as collective:
-        speaks = collective.rank == 0
-        if job.out and speaks:
+        reports = collective.rank == 0
+        if job.out and reports:
             check_can_write("--out", job.out)
-        with working(f"Measuring on {launch.ranks} ranks") if speaks else contextlib.nullcontext():
+        with working(f"Measuring on {launch.ranks} ranks") if reports else contextlib.nullcontext():
             answer = _measure(job, collective, launch.device)
         collective.close()
-    return answer if speaks else None
+    return answer if reports else None
 
 
 def _rank_body(rank: int, job: Job, answer: Path) -> None:
-    """What every rank does that this command has started."""
+    """Run one rank that this command has started."""
     from prophet.ranks.process_group import collective_for
 
     found = _measure(job, collective_for(None), "cpu")
@@ -298,12 +320,13 @@ def _rank_body(rank: int, job: Job, answer: Path) -> None:
 
 
 def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
-    """Calibrate or check; rank 0 writes the topology file. The answer is what `--json` prints."""
+    """Calibrate or check, collective; rank 0 writes the topology file. Returns what `--json` prints."""
     from prophet.machine.calibrate import calibrate, check
     from prophet.machine.fit import Line
     from prophet.machine.measure import Ranges
     from prophet.machine.memory import keep_memory
 
+    # Fresh pages for every tensor would be measured along with the operations
     if device == "cpu":
         keep_memory()
     layer: dict[str, Any] = {
@@ -323,7 +346,7 @@ def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
 
 
 def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dict[str, Any]:
-    """The answer with a calibration's figures in it; writes the topology file if one is wanted."""
+    """Add a calibration's figures to an answer; with `write`, also write the topology file if one is wanted."""
     from prophet.machine.topology import write_topology
 
     topology = found.topology
@@ -338,12 +361,14 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
         }
         if fit.unit == "token":
             figures |= {"count_s": fit.line.count_s, "dim": job.expert["dim"], "hidden": job.expert["hidden"]}
+            # Fits are tables of numbers in the topology file
             figures["swiglu"] = float(job.expert["activation"] == "swiglu")
         if fit.held_out:
             figures |= {"mean_error": fit.mean_error, "max_error": fit.max_error}
         return figures
 
     if job.out and write:
+        # Listed before the file is written, which makes them
         folders = [str(folder) for folder in reversed(job.out.parents) if not folder.exists()]
         write_topology(job.out, topology, fits={f.operation: figures_of(f) for f in found.fits})
         answer |= {"file": str(job.out), "folders_made": folders}
@@ -403,6 +428,7 @@ def _print(answer: dict[str, Any]) -> None:
     rows = []
     model = {row["operation"]: row for row in answer["model"]}
     for row in answer["operations"]:
+        # On a fast link a fit may find no time per byte at all
         rate = 1.0 / row["unit_s"] if row["unit_s"] > 0 else float("inf")
         token = row["unit"] == "token"
         rows.append(

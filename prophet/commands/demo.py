@@ -10,7 +10,8 @@ from typing import Any
 from prophet.commands.arguments import add_json, check_can_write, positive, say_torch_is_imported
 from prophet.errors import TextError, UsageError
 
-_LIMIT_S, _LIMIT_S_PER_STEP = 1200.0, 48.0  # on the whole demo; it takes a tenth of that on two cores
+# Limits on the whole demo, ten times what it takes on two cores
+_LIMIT_S, _LIMIT_S_PER_STEP = 1200.0, 48.0
 
 
 def add(commands: Any) -> None:
@@ -41,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, and print the comparison."""
     if arguments.ranks == 1:
         raise UsageError("--ranks: expected at least 2: one rank computes all tokens, so balancing can show nothing")
+    # What can be refused is refused before torch is imported, which takes seconds
     check_can_write("--out", arguments.out, folder=True)
     say_torch_is_imported()
     from prophet.demo.launch import LaunchConfig, default_ranks
@@ -49,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from prophet.ranks.cores import usable_cores
     from prophet.terminal import console
 
+    # Found once, since the output names the number that decided on the ranks
     cores = usable_cores()
     config = LaunchConfig(
         out=arguments.out,

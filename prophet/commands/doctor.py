@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from prophet.doctor.check import Check
     from prophet.ranks.launch import Launch
 
-_ALONE_S = 8.0  # for what a rank looks at alone
-_PAIR_S = 10.0  # for two ranks that are started here to wait for each other
-_ALL_S, _IMPORTS_S = 27.0, 12.0  # from the start of this process; of these, the most that imports are counted with
+# Limit on the checks of one rank alone
+_ALONE_S = 8.0
+# Limit on each wait of two ranks that are started here
+_PAIR_S = 10.0
+# Limit from the start of this process, and the most that imports count of it: a slow disk must leave time for checks
+_ALL_S, _IMPORTS_S = 27.0, 12.0
 _MARKS = {"sound": "ok", "finding": "!!", "not checked": "--"}
 
 
@@ -42,7 +45,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, print one report for all ranks, and return 1 where there are findings."""
+    """Run the checks, print one report for all ranks, and return 1 where there are findings."""
     from prophet.doctor.check import unseen
     from prophet.doctor.installed import versions
     from prophet.doctor.launcher import launcher, port
@@ -55,11 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     why = "what is wrong with launcher or port comes first" if _findings(meeting) else "one rank has no other"
     try:
         if alone:
+            # Started before torch is imported here, so that all three processes import it at the same time
             pair = Pair(environment, _PAIR_S)
     except OSError as error:
         why = f"two ranks need a folder to meet in: {error}"
     try:
-        from prophet.doctor.alone import Asked, look_alone  # imports torch, as the two processes do meanwhile
+        from prophet.doctor.alone import Asked, look_alone
         from prophet.ranks.launch import launched
 
         installed, launch = versions(), None if _findings(meeting) else launched()
@@ -89,7 +93,11 @@ def _with_others(
     backend: str,
     left_s: float,
 ) -> int:
-    """The same with what all ranks of a launcher find; rank 0 prints it."""
+    """Join the other ranks of a launcher; rank 0 prints what all of them find.
+
+    Returns:
+        The exit code.
+    """
     from prophet.doctor.check import Look, look
     from prophet.doctor.launcher import INTERFACE
     from prophet.doctor.ranks import together
@@ -113,13 +121,16 @@ def _with_others(
     if first:
         _show([*checks, *failed], [installed], as_json=arguments.json)
         leave(1)
-    print(f"prophet: rank {os.environ['RANK']}: exchange: {failed[0].said}", file=sys.stderr)
-    leave(0)  # rank 0 reports; a launcher would end it, were this one to end with an error before
+    print(f"prophet: rank {os.environ['RANK']}: exchange: {failed[0].message}", file=sys.stderr)
+    # Rank 0 reports. A launcher would end it, were this rank to end with an error before
+    leave(0)
 
 
 def _age_s() -> float:
     """Seconds since this process was started; 0 where the system does not say."""
     try:
+        # The name of the program, in brackets, may hold spaces and brackets. Behind it, the start time is the 20th
+        # field
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
@@ -131,7 +142,7 @@ def _findings(checks: Sequence[Check]) -> list[Check]:
 
 
 def _show(checks: Sequence[Check], by_rank: Sequence[Mapping[str, str]], *, as_json: bool) -> None:
-    """Print the report. by_rank: versions by name, of one rank at least."""
+    """Print the report; `by_rank` has versions by name, of one rank at least."""
     found = _findings(checks)
     if as_json:
         answer = {
@@ -149,12 +160,15 @@ def _show(checks: Sequence[Check], by_rank: Sequence[Mapping[str, str]], *, as_j
     to.print()
     for check in checks:
         if check.state != "finding":
-            to.print(f"{_MARKS[check.state]} {check.name}: {check.said}", markup=False, highlight=False)
+            to.print(f"{_MARKS[check.state]} {check.name}: {check.message}", markup=False, highlight=False)
+    # Findings come last, next to the prompt
     for check in found:
-        to.print(f"{_MARKS[check.state]} {check.name}: {check.said}", markup=False, highlight=False, style="bold red")
-        # as one line, to be copied whatever the terminal's width
+        line = f"{_MARKS[check.state]} {check.name}: {check.message}"
+        to.print(line, markup=False, highlight=False, style="bold red")
+        # As one line, to be copied whatever the terminal's width
         to.print(f"   mend: {check.mend}", markup=False, highlight=False, soft_wrap=True)
     total = f"{len(found)} finding{'s' * (len(found) != 1)}" if found else "No findings"
     not_seen = sum(check.state == "not checked" for check in checks)
     to.print(f"\n{total}, {not_seen} not checked.", highlight=False)
+    # `leave` ends a process without flushing
     sys.stdout.flush()

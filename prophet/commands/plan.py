@@ -34,10 +34,13 @@ if TYPE_CHECKING:
     from prophet.traces.replay import Replay
 
 _DEFAULT_PLANNERS = ("static", "top2", "top3", "pro-prophet", "prophet")
-_MOST_ITERATIONS = 25  # of a trace that are judged, evenly spread: medians no longer move with more
-_ASSUMED_MODEL = "Mixtral-8x7B"  # where neither options nor the trace say the sizes
+# Iterations of a trace that are judged, evenly spread: medians no longer move with more
+_MOST_ITERATIONS = 25
+# Its sizes are taken where neither options nor the trace have any
+_ASSUMED_MODEL = "Mixtral-8x7B"
 _ALL = "all sizes"
-_UNSAID = {  # what `ModelSizes` then takes
+# Defaults of `ModelSizes`, as an answer lists them among what is assumed
+_DEFAULTS = {
     "top_k": "top 1",
     "activation": "swiglu",
     "heads": "attention of one head",
@@ -87,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Replay every trace with every planner, and print the comparison."""
     from prophet.planner import get_planner
 
+    # Every figure is relative to no balancing, so `static` is first whoever was asked for
     names = list(dict.fromkeys(["static", *planner_names(arguments.planner, _DEFAULT_PLANNERS)]))
     if arguments.html:
         _check_page(arguments.html, names)
@@ -108,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_page(file: Path, planners: list[str]) -> None:
-    """Refuse before anything is replayed what `--html` cannot be, or cannot be drawn here."""
+    """Refuse, before anything is replayed, an `--html` that cannot be written or drawn here."""
     from prophet.report import check_can_draw
 
     if len(planners) < 2:
@@ -118,7 +122,7 @@ def _check_page(file: Path, planners: list[str]) -> None:
 
 
 def _together(answers: list[_Answer]) -> dict[str, Any]:
-    """Several traces in one JSON document."""
+    """Put several traces into one JSON document."""
     common = {"slots_per_rank": answers[0].answer["slots_per_rank"]}
     return common | {"traces": [{k: v for k, v in a.answer.items() if k not in common} for a in answers]}
 
@@ -128,16 +132,22 @@ def _together(answers: list[_Answer]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What a trace and the options say together. groups: that hold the same layers, one after the other in the trace.
+    """What a trace and the options come to together.
 
-    pairs: (iteration before, iteration) that are judged.
+    Attributes:
+        file: The trace.
+        trace: Its counts, on the ranks and with the tokens that are asked for.
+        groups: Groups that hold the same layers, one after the other in the trace.
+        sizes: The model's sizes.
+        top_k_given: Whether somebody gave the experts per token.
+        pairs: Steps of the iteration before and of the iteration, for all that are judged.
     """
 
     file: Path
     trace: RoutingTrace
     groups: int
     sizes: ModelSizes
-    top_k_said: bool
+    top_k_given: bool
     pairs: list[tuple[slice, slice]]
 
     @property
@@ -147,12 +157,12 @@ class _Job:
 
     @property
     def microbatches(self) -> float:
-        """Of a step, mean over those judged."""
+        """Microbatches of a step, mean over those judged."""
         return float(sum(now.stop - now.start for _, now in self.pairs)) / len(self.pairs)
 
     @property
     def planned_from_itself(self) -> bool:
-        """What servers publish is often one dump."""
+        """Whether the trace has one iteration, as most of what servers publish; it is then planned from itself."""
         return self.pairs[0][0] == self.pairs[0][1]
 
 
@@ -166,29 +176,34 @@ def _job(arguments: argparse.Namespace, file: Path) -> _Job:
 
     trace = read_any(file, experts=arguments.experts, ranks=arguments.ep, job=arguments.ranks)
     _check_experts(file, trace, arguments.experts)
-    said = recorded_sizes(trace.meta, str(file))
+    of_trace = recorded_sizes(trace.meta, str(file))
     groups = trace.meta.get("groups", 1)
+    # The metadata comes from outside; `True` would pass as the number 1
     if type(groups) is not int or not 1 <= groups <= trace.layers or trace.layers % groups:
         raise UsageError(f"{file}: meta: groups: expected a divisor of its {trace.layers} layers")
     if arguments.dp is not None and arguments.dp < groups:
         raise UsageError(f"--dp {arguments.dp}: {file} has {groups} groups that train the same layers")
-    if said.get("experts", trace.experts) != trace.experts:
-        raise UsageError(f"{file}: meta: experts: expected the {trace.experts} of its counts, got {said['experts']}")
+    if of_trace.get("experts", trace.experts) != trace.experts:
+        got = of_trace["experts"]
+        raise UsageError(f"{file}: meta: experts: expected the {trace.experts} of its counts, got {got}")
     options = {n: v for n in ("dim", "hidden", "top_k", "layers", "heads") if (v := getattr(arguments, n)) is not None}
     recorded = {"layers": trace.layers // groups, "experts": trace.experts}
     try:
         only = list(trace.iteration_slices())
+        # A plan is made from the iteration before. With a single one there is none, so the answer is an upper bound
         pairs = [(only[0], only[0])] if len(only) == 1 else choose_iterations(trace, _MOST_ITERATIONS)
         if not any(trace.counts[now].any() for _, now in pairs):
             raise SpecError("counts: expected tokens in the iterations that are judged, all of their counts are 0")
-        base = MODELS[_ASSUMED_MODEL] if arguments.model else _without_model(recorded, said, options)
+        base = MODELS[_ASSUMED_MODEL] if arguments.model else _without_model(recorded, of_trace, options)
         sizes = model_sizes(arguments, base)
         if arguments.model:
             needs_experts(sizes)
-            _check_same(file, said, sizes, options)
-        elements = {"element_bytes": sizes.element_bytes or said.get("element_bytes")}
+            _check_same(file, of_trace, sizes, options)
+        elements = {"element_bytes": sizes.element_bytes or of_trace.get("element_bytes")}
+        # The counts show how many experts there are, whatever a model has
         sizes = sizes.with_options({"experts": trace.experts} | elements)
         if arguments.tokens is not None:
+            # Counts are of routed tokens: each token is counted once for every expert that it goes to
             trace = scaled(trace, arguments.tokens * sizes.top_k)
     except (SpecError, TraceError) as error:
         raise UsageError(f"{file}: {error}") from None
@@ -197,7 +212,7 @@ def _job(arguments: argparse.Namespace, file: Path) -> _Job:
         trace=trace,
         groups=groups,
         sizes=sizes,
-        top_k_said=bool(arguments.model) or "top_k" in said | options,
+        top_k_given=bool(arguments.model) or "top_k" in of_trace | options,
         pairs=pairs,
     )
 
@@ -208,44 +223,49 @@ def _check_experts(file: Path, trace: RoutingTrace, asked: int | None) -> None:
         raise UsageError(f"--experts {asked}: {file} says itself that it has {experts} experts")
     if experts % ranks:
         common = math.gcd(experts, ranks)
-        ways = [f"--ep {common}"] if common > 1 else []
+        options = [f"--ep {common}"] if common > 1 else []
         raise UsageError(
             f"{file}: {experts} experts cannot be divided among {ranks} ranks, and every rank is home to as many: give "
-            f"{' or '.join([*ways, f'--ranks {common if common > 1 else experts}'])}, or for a log in which experts "
+            f"{' or '.join([*options, f'--ranks {common if common > 1 else experts}'])}, or for a log in which experts "
             f"without tokens are missing --experts {-(-experts // ranks) * ranks}"
         )
 
 
-def _without_model(recorded: dict[str, int], said: dict[str, Any], options: dict[str, int]) -> ModelSizes:
+def _without_model(recorded: dict[str, int], of_trace: dict[str, Any], options: dict[str, int]) -> ModelSizes:
     """The sizes where there is no `--model`.
 
-    recorded: what the counts show. said: by the trace's metadata, which wins over it. options: win over both.
+    Args:
+        recorded: Sizes that the counts show.
+        of_trace: Sizes in the trace's metadata, which win over those.
+        options: Sizes from the command line, which win over both.
     """
     from prophet.machine.models import MODELS
     from prophet.machine.sizes import ModelSizes
 
-    known: dict[str, Any] = {**recorded, **said, **options}
-    if "layers" in options and said.get("moe_layers") == said.get("layers"):
-        known.pop("moe_layers", None)  # all of them have experts, as all of the trace's
+    known: dict[str, Any] = {**recorded, **of_trace, **options}
+    if "layers" in options and of_trace.get("moe_layers") == of_trace.get("layers"):
+        # All layers of the trace have experts, so all of the model's have some too
+        known.pop("moe_layers", None)
     kept = []
-    if {"dim", "heads"} & options.keys():  # what follows from the recorded width does not hold for another
+    if {"dim", "heads"} & options.keys():
+        # What follows from the recorded width does not hold for another
         for name in {"dense_params", "heads", "kv_heads", "head_dim"} - options.keys():
             known.pop(name, None)
-        kept = [f"{name} {known[name]} as recorded" for name in ("sequence", "vocabulary") if name in said]
+        kept = [f"{name} {known[name]} as recorded" for name in ("sequence", "vocabulary") if name in of_trace]
     if not {"dim", "hidden"} <= known.keys():
         there = ("layers", "moe_layers", "experts", "top_k", "sequence", "element_bytes")
         return MODELS[_ASSUMED_MODEL].with_options({n: known.get(n) for n in there} | {"assumed": (_ALL,)})
-    unsaid = [words for name, words in _UNSAID.items() if name not in known] + kept
+    assumed = [text for name, text in _DEFAULTS.items() if name not in known] + kept
     if known.get("moe_layers", known["layers"]) < known["layers"] and "dense_hidden" not in known:
-        unsaid.append("blocks without experts as wide as an expert")
-    return ModelSizes(**{"name": "unnamed", "assumed": tuple(unsaid), **known})
+        assumed.append("blocks without experts as wide as an expert")
+    return ModelSizes(**{"name": "unnamed", "assumed": tuple(assumed), **known})
 
 
-def _check_same(file: Path, said: dict[str, Any], sizes: ModelSizes, options: dict[str, int]) -> None:
+def _check_same(file: Path, of_trace: dict[str, Any], sizes: ModelSizes, options: dict[str, int]) -> None:
     """Refuse a model that the trace's metadata contradicts, where no option decides."""
     theirs = {name: getattr(sizes, name) for name in ("dim", "hidden", "top_k") if name not in options}
-    if names := [name for name, size in theirs.items() if said.get(name, size) != size]:
-        model, recorded = (", ".join(f"{name} {of[name]}" for name in names) for of in (theirs, said))
+    if names := [name for name, size in theirs.items() if of_trace.get(name, size) != size]:
+        model, recorded = (", ".join(f"{name} {of[name]}" for name in names) for of in (theirs, of_trace))
         decide = " ".join(f"--{name.replace('_', '-')} {theirs[name]}" for name in names)
         raise UsageError(
             f"--model: {sizes.name} has {model}, {file} was recorded with {recorded}: leave --model out, or decide, "
@@ -300,12 +320,14 @@ def _answer(job: _Job, where: Machine, slots: int, dp: int | None, planners: lis
     context = PlanContext(
         topology=topology,
         shape=sizes.shape(element_bytes),
+        # Experts lie on ranks in order, as many on each: where MoE layers have them at first
         home=tuple(e * trace.ranks // trace.experts for e in range(trace.experts)),
         windows=windows,
         slots_per_rank=slots,
     )
     n, copies = len(job.pairs), dp or job.groups
     with progress(f"Replaying {job.file.name}", job.pairs * len(planners), n * len(planners)) as left:
+        # One line of progress for all planners: each takes its part of it
         results = [replay(trace, planner, context, itertools.islice(left, n)) for planner in planners]
     rest = rest_of_step(
         sizes,
@@ -313,6 +335,8 @@ def _answer(job: _Job, where: Machine, slots: int, dp: int | None, planners: lis
         tokens=tokens,
         windows=windows,
         element_bytes=element_bytes,
+        # Gradients of what every rank has are averaged over all groups, so it is the whole job that says who shares a
+        # node
         ranks_per_node=where.topology(trace.ranks * copies).ranks_per_node,
         groups=copies,
     )
@@ -324,7 +348,7 @@ def _answer(job: _Job, where: Machine, slots: int, dp: int | None, planners: lis
             "ranks": trace.ranks,
             "experts": trace.experts,
             "top_k": sizes.top_k,
-            "top_k_assumed": not job.top_k_said,
+            "top_k_assumed": not job.top_k_given,
             "groups": job.groups,
             "tokens_per_rank": tokens,
             "iterations_judged": n,
@@ -355,8 +379,10 @@ def _as_json(job: _Job, results: list[Replay], rest_s: float, replica_bytes: int
     found: list[dict[str, Any]] = []
     for r in results:
         judged, groups = len(r.layers_s), job.groups
+        # [iterations, groups, layers]: layers of a group follow each other, the slowest group is waited for
         layers_s = r.layers_s.reshape(judged, groups, -1).sum(axis=2).max(axis=1).mean()
         held = r.rank_copies.reshape(judged, groups, -1, job.trace.ranks).sum(axis=2).max()
+        # Only some of the model's layers were recorded; the others are taken to be like them
         replicas = math.ceil(job.repeats * int(held))
         found.append(
             {
@@ -390,7 +416,7 @@ def _ratio(before_s: float, after_s: float) -> float:
 
 
 def _describe(answer: dict[str, Any]) -> str:
-    """Sizes of a trace in words."""
+    """The sizes of a trace as a sentence."""
     trace = answer["trace"]
     judged = f"{trace['iterations_judged']} iterations judged, each planned from the one before."
     if trace["planned_from"] == "itself":

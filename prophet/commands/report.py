@@ -40,9 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or file.parent / "report.html"
     check_can_write("--out", out)
     with working(f"Drawing the page of {file.parent}"):
+        # Reading a long run takes a while: a missing Matplotlib is named before it
         check_can_draw()
         steps = read_steps(file)
         timelines = joined(file.parent).items()
+        # The page may be moved together with its run, so links are relative to it
         links = [(f"step {n}", quote(os.path.relpath(path, out.parent))) for n, path in timelines]
         try:
             page = make_report(steps, name=file.parent.name or str(file), timelines=links)

@@ -37,11 +37,15 @@ if TYPE_CHECKING:
 _PLANNERS = ("static", "pro-prophet", "prophet", "forced-balance")
 _STATIC = "static"
 _RANKS = "8,64,512"
-_GROUP = 64  # ranks of one expert-parallel group, at most
+# The most ranks of an expert-parallel group that is chosen without --ep
+_GROUP = 64
 _MODEL = "Mixtral-8x7B"
 _MOST_RANKS, _MOST_LAYERS, _MOST_EXPERTS = 1 << 16, 10_000, 1 << 16
-_MOST_SPLIT_BYTES = 1 << 33  # a process holds the splits of a stage: int64 [layers, ranks, experts, ranks]
-_MANY_LAYERS, _WORKERS = 200, 3  # of all groups and planners; each process holds one group's splits
+# A process holds the splits of a stage: int64 [layers, ranks, experts, ranks]
+_MOST_SPLIT_BYTES = 1 << 33
+# Layers of all groups and planners from which on processes are worth starting, and the most of these: each holds one
+# group's splits in memory
+_MANY_LAYERS, _WORKERS = 200, 3
 
 
 def add(commands: Any) -> None:
@@ -99,11 +103,12 @@ def add(commands: Any) -> None:
 
 def _ranks(text: str) -> list[int]:
     try:
-        values = [positive(word) for word in text.split(",") if word]
+        values = [positive(part) for part in text.split(",") if part]
     except ValueError:
         values = []
     if not values or max(values) > _MOST_RANKS:
         raise argparse.ArgumentTypeError(f"expected numbers of ranks from 1 to {_MOST_RANKS}, got {text!r}")
+    # A number that is given twice would be simulated twice
     return list(dict.fromkeys(values))
 
 
@@ -123,12 +128,14 @@ def run(arguments: argparse.Namespace) -> int:
     where = machine(arguments.machine)
     sizes = needs_experts(model_sizes(arguments, model_named(_MODEL)))
     asked = planner_names(arguments.planner, _PLANNERS, [BALANCED])
+    # `_rows` relies on this order: no balancing first, even routing last
     names = list(dict.fromkeys([_STATIC, *(name for name in asked if name != BALANCED), BALANCED]))
     if arguments.html:
         from prophet.report import check_can_draw
 
         check_can_write("--html", arguments.html)
         check_can_draw()
+    # All sizes are checked before the first is simulated, which may take minutes
     jobs = [_scenario(arguments, where, sizes, ranks) for ranks in arguments.ranks]
     total = sum(len(names) * job.samples_of for job in jobs)
     rows: list[dict[str, Any]] = []
@@ -137,7 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
         for job in jobs:
             found = [extrapolate(job, name, MEASURED, over=over, done=lambda: next(steps)) for name in names]
             rows += _rows(job, found)
-        next(steps, None)  # the line of progress ends with its last item
+        # The line of progress ends with its last item
+        next(steps, None)
     answer = {
         "machine": where.name,
         "model": sizes.name,
@@ -171,12 +179,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _processes(layers: int) -> Iterator[Any]:
-    """`map`, or that of a few processes where so many layers are worth starting them."""
+    """Give `map`, or that of a few processes where there are so many layers that starting them pays."""
+    # Cores that this process may use: a container or a batch system may allow fewer than there are
     workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _WORKERS)
     if layers < _MANY_LAYERS or workers < 2:
         yield map
         return
-    # spawned: a line of progress is a thread, and a process with threads must not be forked
+    # Spawned, because a line of progress is a thread, and a process with threads must not be forked
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         yield pool.map
 
@@ -185,7 +194,11 @@ def _processes(layers: int) -> Iterator[Any]:
 
 
 def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, ranks: int) -> Scenario:
-    """The job on so many ranks; `UsageError` where they do not form its groups and stages."""
+    """The job on so many ranks.
+
+    Raises:
+        UsageError: They do not form its groups and stages, or there is too much to simulate.
+    """
     from prophet.spec import PlanContext
     from prophet.traces.extrapolate import Scenario, stretched
 
@@ -204,6 +217,7 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
     if group * groups * stages != ranks:
         product = f"--ep {group} x --dp {groups} x --pp {stages}" if arguments.dp else f"--ep {group} x --pp {stages}"
         raise UsageError(f"--ranks: expected {'' if arguments.dp else 'a multiple of '}{product}, got {ranks}")
+    # The memory of one process, counted before it is asked for
     split_bytes = 8 * -(-layers // stages) * experts * group**2
     if split_bytes > _MOST_SPLIT_BYTES:
         raise UsageError(
@@ -212,7 +226,9 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
         )
     whole = where.topology(ranks)
     topology = stretched(whole, group)
+    # The mean rank: windows are those of the whole group
     rate = sum(topology.flops_per_s) / group
+    # With four microbatches for every stage, the bubble of a 1F1B schedule is at most a fifth of the step
     microbatches = arguments.microbatches or (4 * stages if stages > 1 else 1)
     context = PlanContext(
         topology=topology,
@@ -221,7 +237,8 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
         windows=sizes.windows(arguments.tokens, rate),
         slots_per_rank=arguments.slots,
     )
-    dense = sizes.with_options({"dense_params": sizes.dense_block})  # a block without experts
+    # A block without experts
+    dense = sizes.with_options({"dense_params": sizes.dense_block})
     dense_layers = sizes.layers - layers
     return Scenario(
         context=context,
@@ -240,7 +257,7 @@ def _scenario(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes, 
 
 
 def _largest_group(ranks: int, experts: int, groups: int | None) -> int:
-    """The largest group of at most 64 ranks that the ranks and the experts can be shared out to."""
+    """The largest group of at most `_GROUP` ranks among which both ranks and experts can be divided."""
     if groups is not None and ranks % groups == 0 and experts % (ranks // groups) == 0:
         return ranks // groups
     return max(p for p in range(1, min(ranks, _GROUP) + 1) if ranks % p == 0 and experts % p == 0)
@@ -261,11 +278,11 @@ def _rows(job: Scenario, found: list[Extrapolated]) -> list[dict[str, Any]]:
     ]
 
 
-# --- words ---
+# --- text ---
 
 
 def _assumed(arguments: argparse.Namespace, where: Machine, sizes: ModelSizes) -> list[str]:
-    """What nobody measured or said, an item each."""
+    """What nobody measured or gave, an item each."""
     model = f"the sizes of {sizes.name}" if arguments.model is None else None
     of_machine = where.assumed or (None if sizes.element_bytes else f"{where.element_bytes} bytes an element")
     return [item for item in (model, *sizes.assumed, of_machine, "the routing (--skew)") if item]
@@ -278,7 +295,7 @@ def _ms(seconds: float) -> str:
 
 
 def _head(answer: dict[str, Any]) -> list[str]:
-    """What is said first."""
+    """The lines above the table."""
     assumed = answer["assumed"]
     several = "" if answer["microbatches"] == 1 else f" in each of {answer['microbatches']} microbatches"
     return [
@@ -306,7 +323,7 @@ def _count(n: int, what: str) -> str:
 
 
 def _tail(answer: dict[str, Any]) -> list[str]:
-    """Gain, cost and advice, and how sure that is."""
+    """The lines below the table: gain, cost and advice, and how sure that is."""
     lines = []
     for ranks in dict.fromkeys(r["ranks"] for r in answer["rows"]):
         best = _best(answer, ranks)
@@ -344,6 +361,7 @@ def _advice(answer: dict[str, Any]) -> str:
     """What to do next, in one sentence; of the largest number of ranks."""
     ranks = max(r["ranks"] for r in answer["rows"])
     best = _best(answer, ranks)
+    # By the order of `names` in `run`
     static, *others, even = [r for r in answer["rows"] if r["ranks"] == ranks]
     experts = answer["experts"]
     if static["group"] == 1:
@@ -356,6 +374,7 @@ def _advice(answer: dict[str, Any]) -> str:
         return lines_to_add(best["planner"])
     if static["max_mean"] <= EVEN:
         return TOO_EVEN
+    # Even routing is the most that any planner could reach
     if even["gain"] < WORTH:
         return (
             f"Most of this step is {_MOST[static['limited_by']]}, and balancing does not change that: try more tokens "
@@ -371,7 +390,8 @@ def _advice(answer: dict[str, Any]) -> str:
     return TOO_DEAR
 
 
-_MOST = {  # of the step, as the table has it
+# What takes most of a step, as the table names it
+_MOST = {
     "experts": "experts",
     "all-to-all": "all-to-all",
     "transfers": "exposed transfers",

@@ -11,7 +11,8 @@ from typing import Any
 from prophet.commands.arguments import add_json
 from prophet.errors import UsageError
 
-_EVERY_S = 1.0  # between two reads of the run's file
+# Seconds between two reads of the run's file
+_EVERY_S = 1.0
 
 
 def add(commands: Any) -> None:
@@ -55,7 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         with Live(
-            f"{tail.file}: waiting for the first step", console=to, screen=to.is_terminal, auto_refresh=False
+            # The alternate screen leaves a terminal's text as it was; a log has no such screen
+            f"{tail.file}: waiting for the first step",
+            console=to,
+            screen=to.is_terminal,
+            auto_refresh=False,
         ) as live:
             while True:
                 if tail.rows or tail.left_out.count:

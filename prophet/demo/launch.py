@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prophet.demo.model import ModelConfig
-from prophet.demo.progress import Teller, shown_progress
+from prophet.demo.progress import StatusWriter, shown_progress
 from prophet.demo.text import VOCABULARY, load_corpus
 from prophet.demo.train import Listener, RunResult, TrainConfig, train
 from prophet.errors import SpecError
@@ -19,7 +19,8 @@ from prophet.spec import check_experts_per_rank
 from prophet.traces.npz import TraceWriter
 
 PLANNERS = {"off": "static", "on": "prophet"}
-SEEDS = (0, 1, 2)  # the first three: none is picked
+# The first three, so that nobody can have picked those that look best
+SEEDS = (0, 1, 2)
 _FEWEST, _MOST = 2, 8
 
 Results = dict[int, dict[str, RunResult]]  # by seed and name of the run
@@ -29,9 +30,16 @@ Results = dict[int, dict[str, RunResult]]  # by seed and name of the run
 class LaunchConfig:
     """Where and how the demo runs.
 
-    out: folder for what it writes. train: for every seed; its own seed is not used. text: a file or folder to train on
-    instead of the standard library's sources. limit_s: on all ranks together. Raises `SpecError` when the experts
-    cannot be divided among the ranks.
+    Attributes:
+        out: Folder for what it writes.
+        ranks: Expert-parallel ranks.
+        train: What every seed trains; its own seed is not used.
+        seeds: Seeds, all different.
+        text: A file or folder to train on; None: the standard library's sources.
+        limit_s: Limit in seconds on all ranks together.
+
+    Raises:
+        SpecError: The experts cannot be divided among the ranks, or seeds are equal.
     """
 
     out: Path
@@ -55,11 +63,17 @@ def default_ranks(cores: int, *, experts: int = ModelConfig().experts) -> int:
 def launch(config: LaunchConfig) -> Results:
     """Train a model with each of `PLANNERS` for every seed, and return the results.
 
-    Writes `metrics.jsonl` and `routing.npz` (the balanced run's routing, first seed) into `config.out`, and what it is
-    doing to standard error. Raises `RankFailed` when a rank dies or the time is up; no process survives.
+    Writes `metrics.jsonl` and `routing.npz` (the balanced run's routing, first seed) into `config.out`, and shows its
+    progress on standard error.
+
+    Raises:
+        TextError: The text cannot be used.
+        RankFailed: A rank has died, or the time is up; no process survives.
     """
-    load_corpus(config.text)  # says what is wrong with the text before anything is started
+    # What is wrong with the text is raised here, before ranks are started
+    load_corpus(config.text)
     config.out.mkdir(parents=True, exist_ok=True)
+    # Every seed appends to the file, so that of an earlier demo has to go
     (config.out / "metrics.jsonl").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="prophet-demo-") as scratch:
         folder = Path(scratch)
@@ -75,6 +89,7 @@ def launch(config: LaunchConfig) -> Results:
                 what="the demo",
                 traces=config.out,
             )
+        # Read before the folder of the ranks' files goes
         return {seed: {n: _of_all_ranks(folder, seed, n, config.ranks) for n in PLANNERS} for seed in config.seeds}
 
 
@@ -89,28 +104,29 @@ def _of_all_ranks(folder: Path, seed: int, name: str, ranks: int) -> RunResult:
 
 
 def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
-    """What every rank's process does."""
-    teller = Teller(folder, rank)
-    teller.begin("reading the text")
+    """Run one rank, in its process."""
+    status = StatusWriter(folder, rank)
+    status.begin("reading the text")
     corpus = load_corpus(config.text)
     for seed in config.seeds:
 
-        def tell(doing: str, seed: int = seed) -> None:
-            teller.begin(f"seed {seed}: {doing}")
+        def on_phase(doing: str, seed: int = seed) -> None:
+            status.begin(f"seed {seed}: {doing}")
 
         with contextlib.ExitStack() as stack:
             listeners: list[Listener] = []
             if rank == 0:
-                listeners = [*_listeners(config, seed, corpus.source, stack), teller.step]
+                listeners = [*_listeners(config, seed, corpus.source, stack), status.step]
             own = replace(config.train, seed=seed)
-            results = train(own, corpus, planners=PLANNERS, listeners=listeners, tell=tell)
+            results = train(own, corpus, planners=PLANNERS, listeners=listeners, on_phase=on_phase)
         for name, result in results.items():
             result.save(_file_of(folder, seed, name, rank))
-    teller.begin("ending")
+    status.begin("ending")
 
 
 def _listeners(config: LaunchConfig, seed: int, source: str, stack: contextlib.ExitStack) -> Iterator[Listener]:
-    """Those of rank 0: the log, and for the first seed the routing trace."""
+    """What follows rank 0's steps: the log, and for the first seed the routing trace."""
+    # Line by line, so that the file can be followed while ranks train
     metrics = stack.enter_context((config.out / "metrics.jsonl").open("a", buffering=1, encoding="utf-8"))
     yield lambda step: print(json.dumps(step.as_json()), file=metrics)
     if seed != config.seeds[0]:
@@ -139,4 +155,5 @@ def _listeners(config: LaunchConfig, seed: int, source: str, stack: contextlib.E
         },
     )
     trace = stack.enter_context(writer)
+    # Both runs route alike but for rounding, so one run's counts are enough
     yield lambda step: trace.append(step.report.counts, iteration=step.step) if step.run == "on" else None

@@ -35,26 +35,37 @@ from prophet.terminal import console as new_console
 def run_demo(config: LaunchConfig, console: Console | None, *, cores: int | None = None) -> dict[str, Any]:
     """Run the demo and return what `summary.json` holds.
 
-    cores: physical ones that the ranks may use; None finds out. The console, if there is one, gets the result, its
-    first line what balancing gains; progress goes to standard error. Writes `report.html`, `routing.npz`,
-    `metrics.jsonl`, `step.json` (a trace of both runs' last step, first seed, for a viewer such as Perfetto) and
-    `summary.json` into `config.out`; raises what `launch` raises.
+    Writes `report.html`, `routing.npz`, `metrics.jsonl`, `step.json` (a trace of both runs' last step, first seed, for
+    a viewer such as Perfetto) and `summary.json` into `config.out`. Progress goes to standard error.
+
+    Args:
+        config: Where and how the demo runs.
+        console: Gets the result, its first line what balancing gains; None: nobody.
+        cores: Physical cores that the ranks may use; None: find out.
+
+    Raises:
+        TextError: The text cannot be used.
+        RankFailed: A rank has died, or the time is up.
     """
+    # A missing Matplotlib is named now, not after minutes of training
     check_can_draw()
     cores = usable_cores() if cores is None else cores
-    told = new_console(stderr=True)
+    # Standard error, so that --json leaves nothing but JSON on standard output
+    status = new_console(stderr=True)
     model, train = config.train.model, config.train
     source = load_corpus(config.text).source
-    told.print(
+    status.print(
         f"Training byte-level MoE language models on the {source}: {model.blocks} blocks, {model.experts} experts, "
         f"top {model.top_k}. {config.ranks} ranks; cores they may use: {cores}. Without and with balancing in turns, "
         f"{train.steps} steps each from each of {len(config.seeds)} seeds.",
         highlight=False,
     )
+    # Ranks are separate processes; this one only watches them
     outcome = outcome_of(launch(config), config, cores=cores)
-    told.print("Predicting the same routing on real machines", highlight=False)
+    status.print("Predicting the same routing on real machines", highlight=False)
     predictions = predict(outcome.first["on"].counts, model.top_k)
-    told.print("Drawing the report", highlight=False)
+    status.print("Drawing the report", highlight=False)
+    # The summary is written first: it is there even if drawing fails
     summary = summarise(outcome)
     (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     write_trace(config.out / "step.json", {run.name: run.spans for run in outcome.first.values()})
@@ -82,7 +93,12 @@ def _show(console: Console, outcome: Outcome, config: LaunchConfig, predictions:
 
 
 def fitted(table: Table, ranks: Sequence[int]) -> FittedTable:
-    """A report's table for a terminal; the first column has words, the others figures."""
+    """Make a report's table fit a terminal; the first column has text, the others figures.
+
+    Args:
+        table: The table.
+        ranks: Rank of every column: where there is little room, those of a higher one go first.
+    """
     columns = [
         Column(head, rank, "right" if index else "left", wrap=not index)
         for index, (head, rank) in enumerate(zip(table.columns, ranks, strict=True))

@@ -23,14 +23,21 @@ from prophet.terminal import console as new_console
 
 STARTING = "starting and importing PyTorch"
 _LOOK_S = 0.25
-_LONGEST_BYTES = 4096  # more than two lines of a rank's file have
-_LINE_S = 10.0  # where the output is not a terminal: at least one line in so many seconds
+# More than two lines of a rank's file have, so a read of the end holds a whole line
+_LONGEST_BYTES = 4096
+# Where the output is no terminal, there is a line in so many seconds at least
+_LINE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What one rank is doing. stage: how many things it has begun so far. steps: done by it, in all. shown: what the
-    last step came to, for as long as it trains.
+    """What one rank is doing.
+
+    Attributes:
+        stage: How many things it has begun so far.
+        doing: What it does now.
+        steps: Training steps that it has done, in all.
+        shown: Figures of its last step, for as long as it trains.
     """
 
     stage: int = 0
@@ -39,7 +46,7 @@ class Status:
     shown: str = ""
 
 
-class Teller:
+class StatusWriter:
     """A rank's side: writes what it does into a file of `folder`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -47,14 +54,14 @@ class Teller:
         self._now = Status()
 
     def begin(self, doing: str) -> None:
-        """From now on this rank is `doing` something else."""
+        """Write that this rank now does something else."""
         self._write(Status(self._now.stage + 1, doing, self._now.steps))
 
     def step(self, result: StepResult) -> None:
-        """One more training step is done."""
+        """Write that one more training step is done."""
         where = f"seed {result.seed}, balancing {result.run}, step {result.step + 1}"
-        words = f"{where}: loss {result.loss:.3f}, busiest rank {result.report.max_mean:.2f} × mean"
-        self._write(Status(self._now.stage, self._now.doing, self._now.steps + 1, words))
+        text = f"{where}: loss {result.loss:.3f}, busiest rank {result.report.max_mean:.2f} × mean"
+        self._write(Status(self._now.stage, self._now.doing, self._now.steps + 1, text))
 
     def _write(self, status: Status) -> None:
         self._now = status
@@ -66,19 +73,21 @@ def _file_of(folder: Path, rank: int) -> Path:
 
 
 def read_status(folder: Path, rank: int) -> Status:
-    """The last whole line that this rank has written; `STARTING` before its first one."""
+    """The last whole line that a rank has written; `STARTING` before its first one."""
     try:
         with _file_of(folder, rank).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_BYTES))
             lines = file.read().split(b"\n")
     except OSError:
         return Status()
+    # Behind the last line break stands nothing, or a line that is being written
     return Status(**json.loads(lines[-2])) if len(lines) > 1 else Status()
 
 
 def describe(statuses: Sequence[Status]) -> str:
-    """What all ranks do, and which of them the others wait for."""
+    """Say what all ranks do, and which of them the others wait for."""
     furthest = max(statuses, key=lambda s: s.stage)
+    # All ranks do the same things in the same order, so a lower stage is a rank that is late
     behind = [(rank, s) for rank, s in enumerate(statuses) if s.stage < furthest.stage]
     if not behind:
         return furthest.doing
@@ -88,7 +97,14 @@ def describe(statuses: Sequence[Status]) -> str:
 
 @contextmanager
 def shown_progress(folder: Path, *, ranks: int, steps: int, console: Console | None = None) -> Iterator[None]:
-    """Show what the ranks write into `folder` until the block ends. steps: that rank 0 will do, in all."""
+    """Show what ranks write into a folder until the block ends.
+
+    Args:
+        folder: Folder of the ranks' files.
+        ranks: Number of ranks.
+        steps: Steps that rank 0 will do, in all.
+        console: Where it is shown; None: standard error.
+    """
     console = new_console(stderr=True) if console is None else console
     columns = (
         TimeElapsedColumn(),
@@ -105,10 +121,11 @@ def shown_progress(folder: Path, *, ranks: int, steps: int, console: Console | N
             statuses = [read_status(folder, rank) for rank in range(ranks)]
             doing, first = describe(statuses), statuses[0]
             together = len({status.stage for status in statuses}) == 1
-            words = first.shown if first.shown and together else doing
-            bar.update(task, completed=first.steps, description=words)
+            # A step's figures are worth less than the name of a rank that all others wait for
+            text = first.shown if first.shown and together else doing
+            bar.update(task, completed=first.steps, description=text)
             if not console.is_terminal:
-                lines.show(doing, f"{first.steps}/{steps} steps  {words}")
+                lines.show(doing, f"{first.steps}/{steps} steps  {text}")
 
         look()
         watcher = threading.Thread(target=_repeat, args=(look, ended), name="demo-progress", daemon=True)
@@ -117,6 +134,7 @@ def shown_progress(folder: Path, *, ranks: int, steps: int, console: Console | N
             yield
         finally:
             ended.set()
+            # The last steps may have come after the last look
             watcher.join()
             look()
 
@@ -133,9 +151,9 @@ class _Lines:
         self._console = console
         self._last, self._began, self._at = "", time.monotonic(), 0.0
 
-    def show(self, doing: str, words: str) -> None:
+    def show(self, doing: str, text: str) -> None:
         now = time.monotonic() - self._began
         if doing == self._last and now < self._at + _LINE_S:
             return
         self._last, self._at = doing, now
-        self._console.print(f"{now:4.0f} s  {words}", highlight=False, soft_wrap=True)
+        self._console.print(f"{now:4.0f} s  {text}", highlight=False, soft_wrap=True)

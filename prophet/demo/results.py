@@ -1,4 +1,4 @@
-"""What the demo has to say: the summary, the table, the predictions and the report, all from the runs' results.
+"""What the demo shows: the summary, the table, the predictions and the report, all from the runs' results.
 
 Shape legend: T steps, L layers, R ranks, E experts.
 """
@@ -22,12 +22,20 @@ from prophet.traces.regroup import scaled
 from prophet.traces.replay import choose_iterations, replay, routed_per_rank
 
 PREDICTED_ON = ("hpwnv:MoE-GPT-M", "h100-nvlink:Mixtral-8x7B", "ethernet-25g:Mixtral-8x7B")
-PREDICTED_TOKENS = 8192  # per rank: what such machines train with, where the demo has half of it
+# Per rank: what such machines train with, where the demo has half of it
+PREDICTED_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """One preset's predicted seconds: of an MoE layer, and of the rest of its block."""
+    """One preset's predicted times.
+
+    Attributes:
+        preset: Machine and model.
+        static_layer_s: Seconds of an MoE layer without balancing.
+        balanced_layer_s: Seconds of it with balancing.
+        rest_s: Seconds of the rest of its block.
+    """
 
     preset: str
     static_layer_s: float
@@ -37,9 +45,13 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The results of all seeds. pairs: step times of both runs; None where ranks share cores, and time shows nothing.
+    """The results of all seeds.
 
-    cores: physical ones that the ranks may use.
+    Attributes:
+        results: Results by seed and name of the run.
+        ranks: Expert-parallel ranks.
+        cores: Physical cores that the ranks may use.
+        pairs: Step times of both runs; None where ranks share cores, and time shows nothing.
     """
 
     results: Results
@@ -53,7 +65,7 @@ class Outcome:
         return next(iter(self.results.values()))
 
     def runs(self, name: str) -> list[RunResult]:
-        """One run, from every seed."""
+        """One of the runs, from every seed."""
         return [runs[name] for runs in self.results.values()]
 
     def difference(self) -> float:
@@ -66,10 +78,18 @@ class Outcome:
 
 
 def outcome_of(results: Results, config: LaunchConfig, *, cores: int) -> Outcome:
-    """What came out. The first of several pairs of a seed is its warm-up."""
+    """Pair the step times of both runs. The first of several pairs of a seed is its warm-up.
+
+    Args:
+        results: Results by seed and name of the run.
+        config: How the demo ran.
+        cores: Physical cores that the ranks may use.
+    """
     runs = results.values()
     pairs = None
     turn = config.train.turn
+    # Ranks that share a core work one after the other, so an even share of work cannot make a step shorter. With a
+    # single turn there is no pair besides the warm-up.
     if cores >= config.ranks and config.train.steps // turn > 1:
         pairs = Pairs(
             names=[f"seed {seed}" for seed in results],
@@ -81,16 +101,17 @@ def outcome_of(results: Results, config: LaunchConfig, *, cores: int) -> Outcome
 
 def turn_medians(step_s: np.ndarray[Any, Any], turn: int) -> np.ndarray[Any, Any]:
     """The median step of every whole turn, [P], from the seconds of all steps, [T]."""
+    # A turn that was cut short by the last step is left out: its median is of fewer steps
     whole = len(step_s) // turn
     medians: np.ndarray[Any, Any] = np.median(step_s[: whole * turn].reshape(whole, turn), axis=1)
     return medians
 
 
-# --- words ---
+# --- text ---
 
 
 def headline(outcome: Outcome) -> str:
-    """What balancing gains in time on this machine, or why that cannot be said."""
+    """Say what balancing gains in time on this machine, or why there is no such figure."""
     pairs, ranks, cores = outcome.pairs, outcome.ranks, outcome.cores
     if cores < ranks:
         shared = "1 core" if cores == 1 else f"{cores} cores"
@@ -112,13 +133,14 @@ def headline(outcome: Outcome) -> str:
 
 
 def balance_line(outcome: Outcome) -> str:
-    """How even the ranks are, in one sentence."""
+    """Say how even the ranks are, in one sentence."""
+    # Medians, as a single early step may be far off
     before, after = (_median_max_mean(outcome.runs(name)) for name in ("off", "on"))
     return f"The busiest rank computes {before:.2f} times the mean without balancing, {after:.2f} times with it."
 
 
 def loss_line(outcome: Outcome) -> str:
-    """That the losses are equal, in one sentence."""
+    """Say that the losses are equal, in one sentence."""
     seeds = _count(len(outcome.results), "seed")
     return f"The losses do not change: their largest relative difference is {outcome.difference():.1e} ({seeds})."
 
@@ -132,7 +154,7 @@ def _median_max_mean(runs: Iterable[RunResult]) -> float:
 
 
 def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
-    """What this machine can and cannot show, in plain words."""
+    """Say what this machine can and cannot show."""
     ranks, cores, train = outcome.ranks, outcome.cores, config.train
     seeds = ", ".join(map(str, outcome.results))
     if cores < ranks:
@@ -173,13 +195,14 @@ def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
 
 
 def summarise(outcome: Outcome) -> dict[str, Any]:
-    """What `summary.json` holds. Without `step_ratio` and any time where ranks share cores."""
+    """What `summary.json` holds; without `step_ratio` and any time where ranks share cores."""
     found: dict[str, Any] = {"headline": headline(outcome)}
     if outcome.pairs is not None:
         found["step_ratio"] = _ratio(outcome.pairs)
     step_s = outcome.step_s()
     for name in ("off", "on"):
         runs = outcome.runs(name)
+        # [seeds, T, L]: each seed, step and layer counts alike
         ratio = np.stack([max_mean(run.rank_load) for run in runs])
         found[name] = {
             "max_mean_median": float(np.median(ratio)),
@@ -201,6 +224,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
 
 
 def _ratio(pairs: Pairs) -> dict[str, Any]:
+    # [seeds, pairs]; the warm-up is the first pair of every seed
     counted = pairs.ratios[:, pairs.warm_up :]
     return {
         "median": pairs.median,
@@ -214,15 +238,18 @@ def _ratio(pairs: Pairs) -> dict[str, Any]:
 
 
 def predict(counts: np.ndarray[Any, Any], top_k: int) -> list[Prediction]:
-    """What the performance model says of this routing on real machines, at their sizes and `PREDICTED_TOKENS`."""
+    """What the performance model predicts for this routing on real machines, at their sizes and `PREDICTED_TOKENS`."""
     trace = RoutingTrace(counts, np.arange(len(counts), dtype=np.int32))
+    # A step is planned from the one before
     if trace.steps < 2 or not counts.any():
         return []
+    # With the demo's few tokens, such machines would spend their time on latencies
     trace = scaled(trace, PREDICTED_TOKENS * top_k)
     pairs = choose_iterations(trace, 20)
     predictions = []
     for name in PREDICTED_ON:
         routed = routed_per_rank(trace)
+        # The preset brings the sizes of its model; the demo's routing brings experts, ranks and top k
         context = get_preset(name).context(trace.ranks, trace.experts, routed_per_rank=routed, top_k=top_k)
         static, balanced = (replay(trace, get_planner(p), context, pairs).layer_s for p in ("static", "prophet"))
         rest_s = context.windows.fnec_s + context.windows.bnec_s
@@ -240,6 +267,7 @@ def measured_table(outcome: Outcome) -> Table:
         return label, format(a[key], form), format(b[key], form)
 
     def activity(label: str, *names: str) -> tuple[str, str, str]:
+        # Parts of a step that belong to one activity are added up before the mean over seeds
         sums = ([sum(run.seconds[n] for n in names) for run in outcome.runs(name)] for name in ("off", "on"))
         before, after = (f"{1e3 * np.mean(values):.1f} ms" for values in sums)
         return label, before, after
@@ -254,6 +282,7 @@ def measured_table(outcome: Outcome) -> Table:
         rows.append((f"seed {seed}: loss, last step", f"{off.loss[-1]:.5f}", f"{on.loss[-1]:.5f}"))
         rows.append((f"seed {seed}: held-out loss", f"{off.held_out_loss:.5f}", f"{on.held_out_loss:.5f}"))
     rows.append(("largest relative difference of the losses", "", f"{summary['loss_max_relative_difference']:.1e}"))
+    # Times stay out where they would show how ranks share cores
     if step_s:
         rows = [
             ("step time, median", f"{1e3 * step_s['off']:.0f} ms", f"{1e3 * step_s['on']:.0f} ms"),
@@ -301,7 +330,14 @@ def predicted_table(predictions: Sequence[Prediction]) -> Table:
 
 
 def make_report(outcome: Outcome, config: LaunchConfig, predictions: Sequence[Prediction], *, source: str) -> Report:
-    """The page of the demo."""
+    """The page of the demo.
+
+    Args:
+        outcome: The results of all seeds.
+        config: How the demo ran.
+        predictions: Times on real machines; may be empty.
+        source: What was trained on, for the page's head.
+    """
     train, summary = config.train, summarise(outcome)
     model, a, b = train.model, summary["off"], summary["on"]
     tables = [measured_table(outcome)]
@@ -327,6 +363,7 @@ def make_report(outcome: Outcome, config: LaunchConfig, predictions: Sequence[Pr
         others=[(off, on) for off, on in others],
         counts=on.counts,
         pairs=outcome.pairs,
+        # Where ranks share cores, a timeline shows how the system schedules them
         spans=() if outcome.pairs is None else on.spans,
         figures=(
             *_time_tiles(outcome),

@@ -23,13 +23,20 @@ Bytes = npt.NDArray[np.uint8]
 VOCABULARY = 256
 DEFAULT_MAX_BYTES = 4 << 20
 
+# Not there on every machine, or not the same
 _SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
 _HELD_OUT_ONE_IN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes to train on, and bytes of other files that training never sees."""
+    """Bytes to train on, and bytes that training never sees.
+
+    Attributes:
+        train: Bytes to train on.
+        held_out: Bytes of other files.
+        source: Where the text is from, for a reader.
+    """
 
     train: Bytes
     held_out: Bytes
@@ -37,11 +44,17 @@ class Corpus:
 
 
 def load_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:
-    """Load at most about `max_bytes` of text: the file or folder `path`, or the standard library's sources.
+    """Load text: a file or folder, or the standard library's sources.
 
-    Files are taken in an order that depends on their names only (a stable shuffle, so that a cap does not
-    mean "the letter a"), and one in ten is held out. A single file gives its last tenth instead. Files that
-    are not text are passed over. Raises `TextError` when nothing, or too little, is left.
+    Files are taken in an order that depends on their names only, and one in ten is held out. A single file gives its
+    last tenth instead. Files that are not text are passed over.
+
+    Args:
+        path: A file or folder; None: the standard library.
+        max_bytes: The most bytes to load, about.
+
+    Raises:
+        TextError: There is no text, or too little.
     """
     if max_bytes < 1:
         raise TextError(f"max_bytes must be positive, got {max_bytes}")
@@ -66,6 +79,7 @@ def load_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 
 
 def _array(pieces: Iterable[bytes]) -> Bytes:
     array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+    # Views of it are handed out; none may change the text
     array.setflags(write=False)
     return array
 
@@ -85,6 +99,8 @@ def _stable_hash(name: str) -> bytes:
 
 def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> Corpus:
     """Fill both parts in the order of the names' hashes; every tenth file goes to the held-out part."""
+    # A stable shuffle: by name, a cap on bytes would leave nothing but the letter "a". Python's own `hash` differs in
+    # every process
     keyed = sorted((_stable_hash(p.relative_to(root).as_posix()), p) for p in files)
     train: list[bytes] = []
     held_out: list[bytes] = []
@@ -96,9 +112,11 @@ def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> C
             with file.open("rb") as f:
                 data = f.read(max_bytes - total)
         except OSError:
-            continue  # unreadable for this user: one file less
+            # Unreadable for this user: one file less
+            continue
         if not data or b"\0" in data:
             continue
+        # Whole files are held out, as a part of a file is too much like its rest
         (held_out if used % _HELD_OUT_ONE_IN == _HELD_OUT_ONE_IN - 1 else train).append(data)
         total += len(data)
         used += 1
@@ -108,11 +126,26 @@ def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> C
 
 
 def rank_batch(data: Bytes, *, seed: int, step: int, sequences: int, length: int, rank: int, ranks: int) -> IntArray:
-    """This rank's rows of the step's global batch, [b, T + 1] token ids; the next byte of each is its target.
+    """This rank's rows of a step's global batch; the next byte of each token is its target.
 
-    The global batch of B = `sequences` rows is drawn from (seed, step) alone, and rank r takes rows r*b ..
-    (r+1)*b-1: the tokens of a step are the same whatever the number of ranks. Raises `TextError` when the
-    text is shorter than a row, ValueError when the rows cannot be divided among the ranks.
+    The global batch is drawn from (seed, step) alone, and rank r takes rows r*b .. (r+1)*b-1. So the tokens of a step
+    are the same whatever the number of ranks.
+
+    Args:
+        data: The text.
+        seed: Seed of the run.
+        step: Number of the step.
+        sequences: Rows of the global batch, B.
+        length: Tokens of a row, T.
+        rank: This rank.
+        ranks: Number of ranks.
+
+    Returns:
+        Token ids [b, T + 1].
+
+    Raises:
+        TextError: The text is shorter than a row.
+        ValueError: The rows cannot be divided among the ranks.
     """
     if sequences % ranks:
         raise ValueError(f"{sequences} sequences cannot be divided among {ranks} ranks")
@@ -123,7 +156,19 @@ def rank_batch(data: Bytes, *, seed: int, step: int, sequences: int, length: int
 
 
 def held_out_rows(data: Bytes, *, sequences: int, length: int) -> IntArray:
-    """Rows spread evenly over the held-out text, [`sequences`, T + 1]; the same at every call."""
+    """Rows spread evenly over the held-out text; the same at every call.
+
+    Args:
+        data: The text.
+        sequences: Number of rows.
+        length: Tokens of a row, T.
+
+    Returns:
+        Token ids [`sequences`, T + 1].
+
+    Raises:
+        TextError: The text is shorter than a row.
+    """
     _check_length(data, length)
     starts = np.linspace(0, data.size - length - 1, num=sequences).astype(np.int64)
     return _rows(data, starts, length)

@@ -40,8 +40,19 @@ ACTIVITIES = ("gate", "counts", "a2a", "expert", "exposed_trans", "exposed_agg",
 class TrainConfig:
     """What is trained, and for how long.
 
-    steps: of each model. turn: steps of one model before another one's. sequences_per_rank: of one step.
-    held_out_sequences_per_rank: rows of held-out text. timeout_s: limit on every wait for another rank.
+    Attributes:
+        model: Sizes of the model.
+        steps: Steps of each model.
+        turn: Steps of one model before another one's.
+        sequences_per_rank: Sequences of a rank in one step.
+        held_out_sequences_per_rank: Rows of held-out text.
+        learning_rate: Step size of the optimizer.
+        seed: Seed of initial values and data.
+        slots_per_rank: Replicas that a rank may hold per layer.
+        timeout_s: Limit in seconds on every wait for another rank.
+
+    Raises:
+        ValueError: A number is out of range.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -66,11 +77,19 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class RunResult:
-    """What one run measured. Equal on all ranks, but for `step_s`, which is this rank's clock.
+    """What one run measured. Equal on all ranks, but for `step_s` and `spans`, which are this rank's.
 
-    loss, step_s: [T], the loss is the mean over ranks. rank_load, copies: [T, L, R]. counts: [T, L, R, E].
-    seconds: mean over ranks of the median over steps of each activity's host seconds. held_out_loss: after the last
-    step. spans: what happened in the last step, by `train` on this rank.
+    Attributes:
+        name: Name of the run.
+        tokens_per_step: Tokens of all ranks in a step.
+        loss: Mean over ranks, [T].
+        step_s: Seconds of every step by this rank's clock, [T].
+        rank_load: Rows that every rank computed, [T, L, R].
+        copies: Replicas that every rank held, [T, L, R].
+        counts: Tokens by rank and expert, [T, L, R, E].
+        seconds: Host seconds of each activity: mean over ranks of the median over steps.
+        held_out_loss: Loss on held-out text after the last step.
+        spans: What happened on this rank in the last step.
     """
 
     name: str
@@ -85,24 +104,35 @@ class RunResult:
     spans: tuple[Span, ...] = ()
 
     def save(self, path: Path) -> None:
-        """Write it to an npz archive without pickle."""
-        words = {k: getattr(self, k) for k in ("name", "tokens_per_step", "seconds", "held_out_loss")}
-        words["spans"] = [astuple(span) for span in self.spans]
+        """Write the result to an npz archive without pickle."""
+        values = {k: getattr(self, k) for k in ("name", "tokens_per_step", "seconds", "held_out_loss")}
+        values["spans"] = [astuple(span) for span in self.spans]
         arrays = {k: getattr(self, k) for k in ("loss", "step_s", "rank_load", "copies", "counts")}
-        np.savez(path, words=np.asarray(json.dumps(words)), **arrays)
+        # What is no array goes in as a JSON string, since numpy would pickle it
+        np.savez(path, words=np.asarray(json.dumps(values)), **arrays)
 
     @classmethod
     def load(cls, path: Path) -> RunResult:
         """Read what `save` wrote."""
         with np.load(path, allow_pickle=False) as z:
-            words = json.loads(str(z["words"]))
-            words["spans"] = tuple(Span(*values) for values in words["spans"])
-            return cls(**words, **{k: z[k] for k in z.files if k != "words"})
+            values = json.loads(str(z["words"]))
+            values["spans"] = tuple(Span(*span) for span in values["spans"])
+            return cls(**values, **{k: z[k] for k in z.files if k != "words"})
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step as it ends, for a progress bar or a log. `loss` is the mean over ranks, `step_s` this rank's clock."""
+    """One step as it ends, for a progress bar or a log.
+
+    Attributes:
+        run: Name of the run.
+        seed: Its seed.
+        step: Number of the step, from 0.
+        loss: Mean over ranks.
+        step_s: Seconds by this rank's clock.
+        tokens: Tokens of all ranks.
+        report: What the engine reports of the step.
+    """
 
     run: str
     seed: int
@@ -135,27 +165,38 @@ def train(
     planners: Mapping[str, str | Planner],
     group: Any = None,
     listeners: Iterable[Listener] = (),
-    tell: Callable[[str], None] = lambda doing: None,
+    on_phase: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, RunResult]:
-    """Train a model with each of `planners`, from `config.seed`, in turns; collective over `group`.
+    """Train a model with each of several planners, in turns; collective over `group`.
 
-    Everything that differs between runs is the planner: the data and the initial parameters follow from the seed. The
-    order within a round rotates, and begins elsewhere for the next seed. `tell` hears what begins now.
+    Runs differ in nothing but the planner: the data and the initial parameters follow from the seed.
+
+    Args:
+        config: What is trained, and for how long.
+        corpus: The text.
+        planners: A planner for every run, by name of the run.
+        group: The ranks, as `prophet.MoE` takes them; None: all.
+        listeners: Called with every step as it ends.
+        on_phase: Called with what begins now, in a few words.
+
+    Returns:
+        The results by name of the run.
     """
     ranks = collective_for(group, timeout_s=config.timeout_s)
     listeners = list(listeners)
     with ExitStack() as stack:
-        tell(f"building {len(planners)} equal models")
+        on_phase(f"building {len(planners)} equal models")
         runs = [stack.enter_context(closing(_Run(config, n, p, ranks))) for n, p in planners.items()]
-        tell("training")
+        on_phase("training")
         for turn, start in enumerate(range(0, config.steps, config.turn)):
+            # The order within a round rotates, and begins elsewhere for the next seed, so that no run always goes first
             first = (config.seed + turn) % len(runs)
             for run in runs[first:] + runs[:first]:
                 for step in range(start, min(start + config.turn, config.steps)):
                     result = run.step(corpus, step)
                     for listener in listeners:
                         listener(result)
-        tell("measuring the loss on held-out text")
+        on_phase("measuring the loss on held-out text")
         return {run.name: run.result(corpus) for run in runs}
 
 
@@ -172,6 +213,7 @@ class _Run:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
         )
+        # A preset instead of a measurement at the start, so that every demo plans alike
         topology = CLUSTERS["gloo-loopback"].topology(ranks.size)
         balancing = EngineConfig(planner=planner, slots_per_rank=config.slots_per_rank, topology=topology)
         self.engine = attach(self.model, self.optimizer, config=balancing)
@@ -183,6 +225,7 @@ class _Run:
         began = time.perf_counter()
         with ExitStack() as stack:
             if step == self.config.steps - 1:
+                # Recording has a cost, and the last step is the one whose timeline is drawn
                 self.recording = stack.enter_context(self.engine.recording())
             loss = self._update(corpus, step)
         if self.engine.last_step is None:
@@ -193,7 +236,7 @@ class _Run:
         return result
 
     def _update(self, corpus: Corpus, step: int) -> float:
-        """Returns the loss averaged over the ranks."""
+        """Do one optimizer step and return the loss averaged over the ranks."""
         config, ranks = self.config, self.engine.collective
         rows = rank_batch(
             corpus.train,
@@ -207,7 +250,9 @@ class _Run:
         self.optimizer.zero_grad()
         loss = self.model.loss(torch.from_numpy(rows))
         loss.backward()
+        # The mean over ranks rides along with the gradients, in one collective
         shown = loss.detach().clone()
+        # Experts' gradients are complete when `backward` returns; all other parameters are replicated, as with DDP
         own = [p for p in self.model.parameters() if not getattr(p, "prophet_expert", False)]
         shared = [p.grad for p in own if p.grad is not None]
         ranks.all_reduce_mean_([*shared, shown], op=Operation("mean of gradients"))
@@ -235,7 +280,7 @@ class _Run:
         )
 
     def close(self) -> None:
-        """End balancing."""
+        """Detach the engine, which ends balancing."""
         self.engine.close()
 
 
@@ -244,6 +289,7 @@ def _held_out_loss(config: TrainConfig, corpus: Corpus, model: MoEGPT, ranks: Co
     """Loss on text of files that training never sees, mean over the ranks' equal shares."""
     sequences = config.held_out_sequences_per_rank * ranks.size
     rows = held_out_rows(corpus.held_out, sequences=sequences, length=config.model.length)
+    # Every rank has as many rows, so the mean over ranks is that over all rows
     mine = torch.from_numpy(rows[ranks.rank :: ranks.size])
     model.eval()
     total = torch.zeros(())

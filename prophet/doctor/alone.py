@@ -17,7 +17,13 @@ _MEASURE = "`prophet calibrate --out FILE` measures this machine"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What the user says of the job; None for what he does not."""
+    """What the user has asked for on the command line; None for what was left out.
+
+    Attributes:
+        backend: The job's backend.
+        checkpoints: Folder for its checkpoints.
+        topology: Its topology file.
+    """
 
     backend: str | None = None
     checkpoints: Path | None = None
@@ -27,7 +33,19 @@ class Asked:
 def look_alone(
     asked: Asked, environment: Mapping[str, str], versions: Mapping[str, str], local_ranks: int, limit_s: float
 ) -> tuple[list[Check], str]:
-    """The checks, and the backend that this rank takes. versions: by `installed.versions`."""
+    """Run the checks that need no other rank.
+
+    Args:
+        asked: What the user has asked for.
+        environment: Environment variables.
+        versions: What is installed, by `installed.versions`.
+        local_ranks: Ranks of this machine.
+        limit_s: Seconds for all checks together.
+
+    Returns:
+        The checks, and the backend that this rank takes.
+    """
+    # Should the drivers hang, the report goes on with a backend that needs none
     backend = "gloo"
 
     def gpus() -> list[Check]:
@@ -45,6 +63,7 @@ def look_alone(
     ]
     for folder in disks.folders(environment, versions, asked.checkpoints):
         looks.append(Look(folder.name, partial(disks.writable, folder), folder.elsewhere))
+    # DeepSpeed is what compiles extensions at their first use
     if versions["deepspeed"] != installed.NOT_INSTALLED:
         hangs = f"`ls {extensions.root(environment)}` says why"
         looks.append(Look("extension lock", partial(extensions.locks, environment), hangs))
@@ -60,6 +79,7 @@ def topology(file: Path | None) -> list[Check]:
         return [unseen("topology", "no file was given (--machine FILE)")]
     try:
         found = read_topology(file)
+    # An error of a file that the user named is a finding like any other, and not the end of the report
     except (TopologyError, OSError) as error:
         return [finding("topology", str(error), _MEASURE)]
     return [sound("topology", f"{file}: {found.name}, {found.ranks} ranks")]

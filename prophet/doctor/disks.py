@@ -16,13 +16,22 @@ from prophet.doctor.installed import NOT_INSTALLED
 from prophet.kernels.tuning import cache_file
 
 _TRIED_BYTES = 1 << 20
-_LEAST_BYTES = 64 << 20  # for a compiled extension, and what a compiler leaves while it works
-_CHECKPOINT_BYTES = 1 << 30  # of a small model
+# Room for a compiled extension, and for what a compiler writes while it works
+_LEAST_BYTES = 64 << 20
+# Room for the checkpoint of a small model
+_CHECKPOINT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folder:
-    """A folder that is written to. elsewhere: what puts it somewhere else. need_bytes: fewer are a finding."""
+    """A folder that training writes to.
+
+    Attributes:
+        name: What it is for.
+        path: The folder; it may have to be made.
+        elsewhere: What puts it somewhere else.
+        need_bytes: Free bytes that it needs; fewer are a finding.
+    """
 
     name: str
     path: Path
@@ -31,7 +40,14 @@ class Folder:
 
 
 def folders(environment: Mapping[str, str], versions: Mapping[str, str], checkpoints: Path | None) -> list[Folder]:
-    """Where the library, torch and DeepSpeed keep files, and where checkpoints shall go."""
+    """The folders of the library, torch and DeepSpeed, and the one for checkpoints.
+
+    Args:
+        environment: Environment variables.
+        versions: What is installed, by `installed.versions`.
+        checkpoints: The job's folder for checkpoints; None: it was not given.
+    """
+    # Read from the variables instead of asking Triton, which may not be installed
     triton = Path(environment.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     places = {
         "temporary files": (Path(environment.get("TMPDIR") or tempfile.gettempdir()), "TMPDIR"),
@@ -51,7 +67,7 @@ def folders(environment: Mapping[str, str], versions: Mapping[str, str], checkpo
 
 
 def writable(folder: Folder) -> list[Check]:
-    """Whether a file can be written to a folder, or to the nearest one above it that exists, and how much is free."""
+    """Check that a file can be written to a folder, or to the nearest one there is above it, and that room is left."""
     place = folder.path.expanduser().absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -59,6 +75,7 @@ def writable(folder: Folder) -> list[Check]:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".prophet-doctor-") as file:
             file.write(bytes(_TRIED_BYTES))
             file.flush()
+            # A network disk or a quota may refuse bytes only when they reach it
             os.fsync(file.fileno())
         free = shutil.disk_usage(place).free
     except OSError as error:
@@ -66,9 +83,9 @@ def writable(folder: Folder) -> list[Check]:
         first = (
             f"delete files (`df -h {place}`)" if full else f"make it writable (`findmnt -T {place}; ls -ld {place}`)"
         )
-        said = f"{place} cannot be written to: {error.strerror or error}"
-        return [finding(folder.name, said, f"{first}, or {folder.elsewhere}")]
+        message = f"{place} cannot be written to: {error.strerror or error}"
+        return [finding(folder.name, message, f"{first}, or {folder.elsewhere}")]
     if free < folder.need_bytes:
-        said = f"{place} has {free >> 20} MiB free, expected at least {folder.need_bytes >> 20} MiB"
-        return [finding(folder.name, said, f"delete files (`df -h {place}`), or {folder.elsewhere}")]
+        message = f"{place} has {free >> 20} MiB free, expected at least {folder.need_bytes >> 20} MiB"
+        return [finding(folder.name, message, f"delete files (`df -h {place}`), or {folder.elsewhere}")]
     return [sound(folder.name, f"{folder.path} is writable, {free / 2**30:.1f} GiB free")]

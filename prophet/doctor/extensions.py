@@ -15,20 +15,21 @@ from prophet.doctor.check import Check, finding, sound
 
 
 def root(environment: Mapping[str, str]) -> Path:
-    """The folder under which all extensions lie."""
-    told = environment.get("TORCH_EXTENSIONS_DIR")
+    """The folder that torch puts all extensions in."""
+    value = environment.get("TORCH_EXTENSIONS_DIR")
     caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(told) if told else caches / "torch_extensions"
+    return Path(value) if value else caches / "torch_extensions"
 
 
 def folders_of(name: str, environment: Mapping[str, str]) -> list[Path]:
-    """Where the extension `name` was built for this Python, or is being built; "*" stands for all."""
-    python = f"py{sys.version_info.major}{sys.version_info.minor}_*/"  # what follows names the device
+    """The folders in which the extension `name` was built for this Python, or is being built; "*" stands for all."""
+    # torch adds a folder for Python and device, as py311_cu126, unless it is given a folder by the variable
+    python = f"py{sys.version_info.major}{sys.version_info.minor}_*/"
     return sorted(root(environment).glob(name if environment.get("TORCH_EXTENSIONS_DIR") else python + name))
 
 
 def first_use(name: str, environment: Mapping[str, str]) -> str:
-    """What to say before the extension `name` is loaded; empty where it was built and nothing is in the way."""
+    """What to print before the extension `name` is loaded; empty where it was built and nothing is in the way."""
     folders = folders_of(name, environment)
     for folder in folders:
         if (lock := folder / "lock").exists():
@@ -39,7 +40,7 @@ def first_use(name: str, environment: Mapping[str, str]) -> str:
 
 
 def locks(environment: Mapping[str, str]) -> list[Check]:
-    """Locks that lie on torch's extensions."""
+    """Check for locks on torch's extensions."""
     found = [folder / "lock" for folder in folders_of("*", environment)]
     mend = "unless a process compiles it now: `rm {}`"
     return [finding("extension lock", _locked(lock), mend.format(lock)) for lock in found if lock.exists()] or [
@@ -50,7 +51,8 @@ def locks(environment: Mapping[str, str]) -> list[Check]:
 def _locked(lock: Path) -> str:
     try:
         age_s = max(0.0, time.time() - lock.stat().st_mtime)
-    except OSError:  # released in between
+    except OSError:
+        # Released since it was seen
         age_s = 0.0
     age = f"{age_s:.0f} s" if age_s < 120 else f"{age_s / 60:.0f} min"
     return f"{lock} is {age} old, and torch waits for it without a limit"

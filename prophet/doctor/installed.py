@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def core() -> list[Check]:
-    """Whether the planner's compiled core is there, and of these sources."""
+    """Check that the planner's compiled core is there, and was built from these sources."""
     try:
         from prophet.planner import core as built
 
@@ -39,13 +39,14 @@ def core() -> list[Check]:
     except CoreError as error:
         lacking = str(error)
     if lacking:
-        said, _, mend = lacking.partition(": ")
-        return [finding("core", said, mend)]
+        message, _, mend = lacking.partition(": ")
+        return [finding("core", message, mend)]
     return [sound("core", f"built, and of this version's sources ({built.version()[:8]})")]
 
 
 def clash() -> list[Check]:
-    """Whether PyPI's `prophet` is installed beside."""
+    """Check that PyPI's `prophet`, a forecasting library, is not installed beside this one."""
+    # Importing it would not tell: both own the same import name
     others = [d for d in metadata.distributions() if (d.metadata["Name"] or "").lower() == "prophet"]
     if not others:
         return [sound("import name", "no other distribution owns `prophet`")]
@@ -59,7 +60,7 @@ def clash() -> list[Check]:
 
 
 def equal(by_rank: list[Mapping[str, str]]) -> list[Check]:
-    """Whether all ranks have the same versions; [R] mappings of `versions`."""
+    """Check that all ranks have the same versions; [R] mappings of `versions`."""
     checks = []
     for name in by_rank[0]:
         ranks: dict[str, list[int]] = {}
@@ -67,11 +68,13 @@ def equal(by_rank: list[Mapping[str, str]]) -> list[Check]:
             ranks.setdefault(found.get(name, NOT_INSTALLED), []).append(rank)
         if len(ranks) == 1:
             continue
+        # What most ranks have is taken for right, so that the fewest machines have to change
         usual = max(ranks, key=lambda version: len(ranks[version]))
-        said = "; ".join(f"{version} on {named(which)}" for version, which in ranks.items())
+        message = "; ".join(f"{version} on {named(which)}" for version, which in ranks.items())
         others = [rank for version, which in ranks.items() if version != usual for rank in which]
         how = "the same checkout and core" if name in ("moe-prophet", "core") else f"{name} {usual}"
         where = "all" if usual == NOT_INSTALLED else f"the machine of {named(sorted(others))}"
+        # Python, the core and a checkout are not installed by a version from PyPI
         pip = f"`pip install {name}=={usual}`" if name in PACKAGES[1:] and usual != NOT_INSTALLED else f"install {how}"
-        checks.append(finding("versions", f"{name} differs: {said}", f"{pip} on {where}"))
+        checks.append(finding("versions", f"{name} differs: {message}", f"{pip} on {where}"))
     return checks or [sound("versions", f"equal on all {len(by_rank)} ranks")]

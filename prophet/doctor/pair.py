@@ -23,20 +23,31 @@ _ANSWER = "answer.json"
 
 
 class Pair:
-    """The two processes; none outlives `close`. timeout_s: for each wait of theirs. `OSError` without a folder."""
+    """The two processes; none outlives `close`.
+
+    Args:
+        environment: Environment variables for both.
+        timeout_s: Limit in seconds on each of their waits.
+
+    Raises:
+        OSError: There is no folder for temporary files.
+    """
 
     def __init__(self, environment: Mapping[str, str], timeout_s: float) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="prophet-doctor-")
         self._folder = Path(self._scratch.name)
         with socket.socket() as free:
+            # The system picks a free port. Another program could take it before the first rank does; that would be a
+            # finding
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+        # Without GPUs: CUDA would take seconds to start, and the exchange is over gloo
+        fixed = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "prophet.doctor.pair", self._scratch.name, f"{timeout_s:.1f}"]
         self._processes = []
         for rank in ("0", "1"):
             with self._errors(rank).open("w") as errors:
-                given = {**environment, **told, "RANK": rank, "LOCAL_RANK": rank}
+                given = {**environment, **fixed, "RANK": rank, "LOCAL_RANK": rank}
                 out = subprocess.DEVNULL
                 self._processes.append(subprocess.Popen(command, env=given, stdin=out, stdout=out, stderr=errors))
 
@@ -44,13 +55,14 @@ class Pair:
         return self._folder / f"rank-{rank}.txt"
 
     def checks(self, left_s: float) -> list[Check]:
-        """What they have found; where they are not ready within `left_s`, that this could not be checked."""
+        """What the two have found; a check that could not be done where they are not ready within `left_s` seconds."""
         deadline = time.monotonic() + left_s
         try:
             for rank, process in enumerate(self._processes):
                 code = process.wait(max(0.0, deadline - time.monotonic()))
                 if code:
                     lines = self._errors(rank).read_text(encoding="utf-8", errors="replace").split("\n")
+                    # A traceback's last line names the error
                     last = next((line.strip() for line in reversed(lines) if line.strip()), "no words")
                     return [finding("exchange", f"one of two ranks ended with exit code {code}: {last}", INTERFACE)]
         except subprocess.TimeoutExpired:
@@ -59,7 +71,7 @@ class Pair:
         return [Check(**check) for check in answer]
 
     def close(self) -> None:
-        """End them."""
+        """End both processes and remove their folder."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -67,7 +79,7 @@ class Pair:
 
 
 def main(folder: str, seconds: str) -> None:
-    """One of the two ranks; the first leaves what it has found in `folder`."""
+    """Run one of the two ranks; the first writes what it has found into `folder`."""
     from prophet.doctor.ranks import exchange
     from prophet.ranks.launch import joined_group, launched
 

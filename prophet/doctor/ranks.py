@@ -1,4 +1,4 @@
-"""Ranks that meet, tell each other what they have found, and exchange something.
+"""Ranks that meet, gather what each has found, and exchange something.
 
 Shape legend: R ranks.
 """
@@ -19,21 +19,24 @@ from prophet.ranks.collective import Collective
 from prophet.ranks.launch import Launch, joined_group
 from prophet.ranks.operation import Operation
 
-_ROWS, _WIDTH = 256, 1024  # of float32 to each rank: 1 MiB
+# Rows of float32 that go to each rank: 1 MiB
+_ROWS, _WIDTH = 256, 1024
 
 
 def exchange(collective: Collective, device: str) -> list[Check]:
-    """One all-to-all whose content is compared; every rank gets the same answer."""
+    """Run one all-to-all and compare its content; collective, and every rank gets the same answer."""
     R, rank = collective.size, collective.rank
     rows = [_ROWS] * R
     sent = torch.arange(R * _ROWS, device=device, dtype=torch.float32).add_(rank * R * _ROWS).unsqueeze(1)
     sent = sent.expand(-1, _WIDTH).contiguous()
     op = Operation("exchange of `prophet doctor`")
-    collective.all_to_all(sent, rows, rows, op=op).wait()  # makes the connections
+    # The first exchange makes the connections, which would be in the time
+    collective.all_to_all(sent, rows, rows, op=op).wait()
     before = time.perf_counter()
     got = collective.all_to_all(sent, rows, rows, op=op).wait()
     sources = torch.arange(R, device=device).repeat_interleave(_ROWS) * R * _ROWS
     expected = sources + torch.arange(_ROWS, device=device).repeat(R) + rank * _ROWS
+    # Numbers name the row that they were sent from. Up to 256 ranks, float32 tells all of them apart
     right = bool((got == expected.unsqueeze(1)).all())
     took_s = time.perf_counter() - before
     verdicts = [json.loads(text) for text in gather(collective, json.dumps([right, took_s]))]
@@ -46,10 +49,11 @@ def exchange(collective: Collective, device: str) -> list[Check]:
 
 
 def gather(collective: Collective, text: str) -> list[str]:
-    """`text` of all ranks, by rank; over the host's group."""
+    """Gather `text` of all ranks, by rank, over the host's group."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8)
     op = Operation("what `prophet doctor` has found")
     sizes = collective.all_gather(torch.tensor([len(data)]), op=op).reshape(-1).tolist()
+    # An all-gather needs equal lengths
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(data)] = data
     rows = collective.all_gather(padded, op=op)
@@ -64,23 +68,33 @@ def together(
     limit_s: float,
     show: Callable[[list[Check], list[dict[str, str]]], None],
 ) -> None:
-    """Put into `checks`, which has what this rank has seen alone, what all ranks see: the same on each of them.
+    """Put what all ranks see into `checks`; collective, and the same on each of them.
 
-    `show` is called with it before any rank ends: a launcher ends the others of one that ends with findings.
+    Args:
+        launch: What the launcher has written into the environment.
+        versions: What is installed here.
+        backend: The backend that the job takes.
+        checks: What this rank has seen alone; replaced by what all have seen.
+        limit_s: Limit in seconds on each wait for other ranks.
+        show: Called with checks and versions by rank before any rank ends: a launcher ends the others of one that ends
+            with findings.
     """
     device = launch.device if backend == "nccl" else "cpu"
-    groups = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # words travel on the host
+    # Text travels on the host, so gloo is needed in any case
+    groups = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     with joined_group(launch, timeout_s=limit_s, backend=groups) as collective:
         mine = {"versions": dict(versions), "device": device, "checks": [asdict(check) for check in checks]}
-        told = [json.loads(text) for text in gather(collective, json.dumps(mine))]
-        by_rank = [one["versions"] for one in told]
-        checks[:] = merged([[Check(**check) for check in one["checks"]] for one in told]) + equal(by_rank)
-        without = [rank for rank, one in enumerate(told) if one["device"] == "cpu"]
-        if 0 < len(without) < len(told):
+        reports = [json.loads(text) for text in gather(collective, json.dumps(mine))]
+        by_rank = [report["versions"] for report in reports]
+        checks[:] = merged([[Check(**check) for check in report["checks"]] for report in reports]) + equal(by_rank)
+        without = [rank for rank, report in enumerate(reports) if report["device"] == "cpu"]
+        # The exchange takes one device for all, or ranks would wait for each other in different groups
+        if 0 < len(without) < len(reports):
             device = "cpu"
-            said = f"no GPU for {named(without)}, and one for the others"
-            checks.append(finding("GPUs", said, "start as many ranks on each machine as it has GPUs"))
+            message = f"no GPU for {named(without)}, and one for the others"
+            checks.append(finding("GPUs", message, "start as many ranks on each machine as it has GPUs"))
         checks += exchange(collective, device)
         show(checks, by_rank)
+        # Nobody leaves before rank 0 has printed
         gather(collective, "shown")
         collective.close()

@@ -14,8 +14,10 @@ from prophet.errors import MonitorError
 from prophet.monitor.sinks import FORMAT, Row
 
 MAX_LINE_BYTES = 8 << 20
-_MOST = 1 << 16  # layers, ranks or experts of a layer
-_LARGEST = float(1 << 53)  # of any number: integers stay exact in a float
+# Layers, ranks or experts of a layer
+_MOST = 1 << 16
+# Numbers up to this one: integers stay exact in a float
+_LARGEST = float(1 << 53)
 _BY_LAYER = ("max_mean", "max_mean_static", "copies", "dropped", "rows")
 _BY_LAYER_AT_TIMES = ("gain_predicted",)
 _AT_TIMES = ("step_s", "gain_measured", "skipped")
@@ -23,7 +25,11 @@ _WHOLE = {"copies", "dropped", "rows", "experts", "rank_load", "rank_load_static
 
 
 def parsed(line: bytes) -> Any:
-    """The value of a line of JSON; `MonitorError` where it is none."""
+    """Parse a line of JSON.
+
+    Raises:
+        MonitorError: It is none, or too long.
+    """
     if len(line) > MAX_LINE_BYTES:
         raise MonitorError(f"expected at most {MAX_LINE_BYTES} bytes")
     try:
@@ -33,12 +39,16 @@ def parsed(line: bytes) -> Any:
 
 
 def is_start(row: Any) -> bool:
-    """Whether a line means to be the start of a run."""
+    """Whether a line is meant as the start of a run."""
     return isinstance(row, dict) and "start" in row
 
 
 def start_of(row: Row) -> Row:
-    """The header in a run's first line; `MonitorError` names the field that does not fit."""
+    """Check the header in a run's first line, and return the fields that are used.
+
+    Raises:
+        MonitorError: A field does not fit; the error names it.
+    """
     if row.get("format") != FORMAT:
         raise MonitorError(f"format: expected {FORMAT}, got {row.get('format')!r:.40}")
     start = row["start"]
@@ -60,7 +70,11 @@ def start_of(row: Row) -> Row:
 
 
 def step_of(row: Any, header: Row) -> Row:
-    """The fields of a step that are shown; `MonitorError` names the one that does not fit the run's header."""
+    """Check a step's line, and return the fields that are shown.
+
+    Raises:
+        MonitorError: A field does not fit the run's header; the error names it.
+    """
     if not isinstance(row, dict):
         raise MonitorError("expected an object")
     layers = header["layers"]
@@ -79,6 +93,7 @@ def step_of(row: Any, header: Row) -> Row:
     take("hottest", _hottest(row.get("hottest"), layers), f"{layers} lists of [expert, share]")
     seconds = row.get("seconds")
     take("seconds", isinstance(seconds, dict) and all(map(_number, seconds.values())), "numbers by activity")
+    # These are left out or null where there was nothing to measure
     for name in _AT_TIMES:
         if row.get(name) is not None:
             take(name, _number(row[name], whole=name in _WHOLE), "a number")
@@ -91,6 +106,7 @@ def step_of(row: Any, header: Row) -> Row:
     for name, wide in (("experts", experts), ("rank_load", ranks), ("rank_load_static", ranks)):
         if name in row:
             table = row[name]
+            # Without a limit by the header, a single line could ask a view for a table of any size
             fits = (
                 isinstance(table, list) and len(table) == layers and all(_numbers(t, wide, whole=True) for t in table)
             )
@@ -100,6 +116,7 @@ def step_of(row: Any, header: Row) -> Row:
 
 def _number(value: object, *, whole: bool = False, signed: bool = False) -> bool:
     """Whether it is a number that every view can show: not NaN, and not negative unless it is `signed`."""
+    # `True` is an int to Python. A comparison with NaN is false, so NaN fails too
     kinds = int if whole else (int, float)
     return isinstance(value, kinds) and not isinstance(value, bool) and -signed * _LARGEST <= value <= _LARGEST
 

@@ -18,13 +18,20 @@ from prophet.errors import MonitorError
 from prophet.monitor.lines import MAX_LINE_BYTES, is_start, parsed, start_of, step_of
 from prophet.monitor.sinks import FILE, Row
 
-_TAIL_BYTES = 8 << 20  # what is read of a long file's end
-_MOST_STEPS = 4096  # kept for a report: of a longer run every second one, every fourth, ...
-_MOST_KEPT_BYTES = 16 << 20  # of the lines that are kept; in memory their numbers take up to nine times as much
+# Bytes that are read of a long file's end
+_TAIL_BYTES = 8 << 20
+# Steps that are kept for a report: of a longer run every second one, every fourth, ...
+_MOST_STEPS = 4096
+# Bytes of the lines that are kept; in memory their numbers take up to nine times as much
+_MOST_KEPT_BYTES = 16 << 20
 
 
 def run_file(run: str | Path) -> Path:
-    """The file of a run, given its folder or the file itself; `MonitorError` where there is none."""
+    """The file of a run, given its folder or the file itself.
+
+    Raises:
+        MonitorError: There is none.
+    """
     path = Path(run)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
@@ -36,7 +43,12 @@ def run_file(run: str | Path) -> Path:
 
 @dataclass(slots=True)
 class LeftOut:
-    """How many lines of a start were left out, and why the first of them was."""
+    """Counts the lines of a start that were left out.
+
+    Attributes:
+        count: How many.
+        why: Why the first of them was.
+    """
 
     count: int = 0
     why: str = ""
@@ -52,13 +64,20 @@ class LeftOut:
 
 
 def no_steps(file: Path, left_out: LeftOut) -> str:
-    """What is said where a run has no step."""
+    """The message for a run without a step."""
     return f"{file}: no step has been written yet" + (f": {left_out}" if left_out.count else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The last start of a run: its header and its steps in order. starts: how often it was started."""
+    """The last start of a run.
+
+    Attributes:
+        header: Its header.
+        rows: Its steps in order.
+        starts: How often the run was started.
+        left_out: The lines that are no steps.
+    """
 
     header: Row
     rows: list[Row]
@@ -89,9 +108,10 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def read_steps(run: str | Path) -> Steps:
-    """Every step of the last start, thinned where there are more than 4096 or more than 16 MiB.
+    """Read every step of the last start, thinned where there are more than 4096 or more than 16 MiB.
 
-    `MonitorError` where there is none.
+    Raises:
+        MonitorError: There is no run, or no step.
     """
     file = run_file(run)
     rows: list[Row] = []
@@ -107,11 +127,13 @@ def read_steps(run: str | Path) -> Steps:
                 row = parsed(line)
                 if is_start(row):
                     header, starts, left_out = start_of(row), starts + 1, LeftOut()
+                    # A resumed run appends to the file; only its last start is shown
                     rows, stride, seen, kept_bytes = [], 1, 0, 0
                     continue
                 row = step_of(row, header)
             except MonitorError as error:
-                if line.endswith(b"\n") and line.strip():  # else it is being written, or empty
+                # A line without its end is still being written
+                if line.endswith(b"\n") and line.strip():
                     left_out.add(error)
                 continue
             if seen % stride == 0:
@@ -119,6 +141,7 @@ def read_steps(run: str | Path) -> Steps:
                 kept_bytes += len(line)
             seen += 1
             while len(rows) > _MOST_STEPS or (kept_bytes > _MOST_KEPT_BYTES and len(rows) > 1):
+                # Every second step goes, and from then on every second one is kept: steps stay evenly spread
                 rows, stride, kept_bytes = rows[::2], 2 * stride, kept_bytes // 2
     if header is None or not rows:
         raise MonitorError(no_steps(file, left_out))
@@ -127,7 +150,16 @@ def read_steps(run: str | Path) -> Steps:
 
 @dataclass(slots=True)
 class Tail:
-    """The end of a run's file, read on as it grows. keep: steps held."""
+    """The end of a run's file, read on as it grows.
+
+    Attributes:
+        file: The file.
+        keep: Steps that are held.
+        header: Header of the last start.
+        rows: The last steps of it.
+        starts: How often the run was started.
+        left_out: Lines that are no steps.
+    """
 
     file: Path
     keep: int = 240
@@ -140,9 +172,14 @@ class Tail:
     _rest: bytes = b""
 
     def poll(self) -> bool:
-        """Read what has been added; True where that was something. `MonitorError` where it is no run's file."""
+        """Read what has been added, and return whether there was something.
+
+        Raises:
+            MonitorError: It is no run's file.
+        """
         size = self.file.stat().st_size
-        if size < self._offset:  # the run was begun anew
+        # A shorter file is another one: the run was begun anew
+        if size < self._offset:
             self._begin()
             self._offset, self._rest, self.starts = 0, b"", 0
         if size == self._offset:
@@ -154,6 +191,7 @@ class Tail:
                     return False
                 self.header, self.starts = _check_first(self.file, first), 1
                 self._offset = len(first)
+                # Hours of a run are skipped. The line in which the tail begins is cut, so it is skipped too
                 if size - self._offset > _TAIL_BYTES:
                     stream.seek(size - _TAIL_BYTES)
                     self._offset = size - _TAIL_BYTES + len(stream.readline(_TAIL_BYTES))
@@ -161,7 +199,8 @@ class Tail:
             data = stream.read(_TAIL_BYTES)
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[: MAX_LINE_BYTES + 1]  # more only shows again that it is too long
+        # More of a line would only show again that it is too long
+        self._rest = self._rest[: MAX_LINE_BYTES + 1]
         for line in lines:
             self._take(line)
         return True

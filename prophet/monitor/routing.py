@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     from prophet.layer.moe import MoE
 
 MOST_STEPS = 300
-MOST_BYTES = 64 << 20  # of the counts that are kept; two steps are in any case
+# Bytes of the counts that are kept; two steps are in any case
+MOST_BYTES = 64 << 20
 
 
 class Routing:
     """Keeps the last steps' counts, and writes them as a trace that is whole or absent at any moment.
 
     The file is written anew when as many steps have come as it holds: after 1, 2, 4, 8 steps, and so on, later every
-    `MOST_STEPS`. So a step is written about twice, however long the run is. It follows the run, since a placement is
-    planned from the step before: thinned out, steps would have other neighbours than they had.
+    `MOST_STEPS`. So a step is written about twice, however long the run is.
+
+    Args:
+        folder: The run's folder.
+        layers: The MoE layers, all with as many experts.
+        ranks: Ranks of the expert-parallel group.
     """
 
     name = "the routing trace"
@@ -40,6 +45,8 @@ class Routing:
         self._layers, self._ranks, self._experts = len(layers), ranks, layers[0].num_experts
         self._sizes = _sizes(layers)
         most = MOST_BYTES // (4 * self._layers * ranks * self._experts)
+        # The last steps as they followed each other. A placement is planned from the step before, and thinned out,
+        # steps would have other neighbours than they had
         self._kept: deque[tuple[int, int, npt.NDArray[np.uint32]]] = deque(maxlen=min(MOST_STEPS, max(2, most)))
         self._added, self._next = 0, 1
 
@@ -57,11 +64,13 @@ class Routing:
 
     def write(self) -> None:
         """Write what is kept, unless the file has it."""
+        # Just written: `_next` is set from these numbers
         if self._added + len(self._kept) == self._next or not self._kept:
             return
         meta = dict(self._sizes)
         if top_k := meta.get("top_k"):
             chosen = sum(dropped + int(counts.sum()) for _, dropped, counts in self._kept)
+            # Dropped choices were routed too. Each token has made `top_k` choices on its rank
             meta["tokens"] = max(1, round(chosen / (len(self._kept) * self._layers * self._ranks * top_k)))
         shape = {"layers": self._layers, "ranks": self._ranks, "experts": self._experts}
         with TraceWriter(self._file, **shape, meta=meta) as writer:
@@ -71,7 +80,7 @@ class Routing:
 
 
 def _sizes(layers: Sequence[MoE]) -> dict[str, Any]:
-    """What the layers say of their sizes, under the names of `prophet.machine.sizes.ModelSizes`."""
+    """The layers' sizes, under the names of `prophet.machine.sizes.ModelSizes`."""
     first = layers[0]
     bank = first.experts
     sizes: dict[str, Any] = {
@@ -82,7 +91,8 @@ def _sizes(layers: Sequence[MoE]) -> dict[str, Any]:
         "layers": len(layers),
         "moe_layers": len(layers),
     }
-    if first.top_k:  # else choices are counted as rows
+    # Without top k, choices are counted as rows
+    if first.top_k:
         sizes["top_k"] = first.top_k
     if isinstance(bank, FeedForwardBank):
         biased = bank.bias_in is not None or bank.bias_out is not None

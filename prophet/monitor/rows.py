@@ -1,4 +1,4 @@
-"""What one step's line says: a StepReport as plain numbers, and what the performance model makes of it; pure.
+"""One step's line: a StepReport as plain numbers, and what the performance model makes of it; pure.
 
 Shape legend: L layers, R ranks, E experts.
 """
@@ -16,24 +16,33 @@ from prophet.planner.base import Planner
 from prophet.planner.model.cost import step_cost
 from prophet.spec import IntArray, PlanContext, Split
 
-HOTTEST = 4  # experts named per layer
-NUMBERS_PER_STEP = 2048  # details are written as often as keeps their mean below this
+# Experts that are named per layer
+HOTTEST = 4
+# Details are written as often as keeps their mean below this
+NUMBERS_PER_STEP = 2048
 
 
 def detail_period(layers: int, ranks: int, experts: int) -> int:
-    """Every how many steps the loads of all experts and ranks are written, where nobody has said."""
+    """Every how many steps the loads of all experts and ranks are written by default.
+
+    Args:
+        layers: MoE layers.
+        ranks: Ranks of the group.
+        experts: Experts of the largest layer.
+    """
     return max(1, layers * (experts + 3 * ranks) // NUMBERS_PER_STEP)
 
 
 def ratios(load: IntArray) -> list[float]:
-    """Largest rank load over the mean of every layer, [L, R] -> [L]; 1 where there are no rows."""
+    """Largest rank load over the mean of every layer, [L, R] to [L]; 1 where there are no rows."""
     mean = load.mean(axis=1)
     return [float(x) for x in np.divide(load.max(axis=1), mean, out=np.ones(len(load)), where=mean > 0).round(4)]
 
 
 def hottest(experts: IntArray, count: int = HOTTEST) -> list[list[list[float]]]:
-    """The experts with the most choices of every layer, [L, E] -> [L][count][expert, choices over the mean]."""
+    """The experts with the most choices of every layer, [L, E] to [L][count][expert, choices over the mean]."""
     mean = np.maximum(experts.mean(axis=1), 1e-12)
+    # Stable, so that equal experts stay in the same order from step to step
     order = np.argsort(-experts, axis=1, kind="stable")[:, :count]
     return [
         [[int(e), round(float(row[e] / m), 3)] for e in chosen if row[e] > 0]
@@ -42,10 +51,10 @@ def hottest(experts: IntArray, count: int = HOTTEST) -> list[list[list[float]]]:
 
 
 def measured_gain(report: StepReport, rank: int) -> float | None:
-    """Seconds of the busiest ranks without replicas over those with them and all that they left exposed.
+    """The busiest ranks' time without replicas, over their time with them and all that they left exposed.
 
-    Seconds per row are those that `rank` has measured in this step; rows are exact. The step without replicas did not
-    run: its seconds are its rows at that rate. None where nothing was measured.
+    The step without replicas did not run: its seconds are its rows, which are exact, at the seconds per row that `rank`
+    has measured in this step. None where nothing was measured.
     """
     rows, expert_s = int(report.rank_load[:, rank].sum()), report.seconds.get("expert", 0.0)
     if not rows or not expert_s > 0:
@@ -56,16 +65,24 @@ def measured_gain(report: StepReport, rank: int) -> float | None:
 
 
 def predicted_gains(report: StepReport, planner: Planner, contexts: Sequence[PlanContext]) -> list[float]:
-    """What the performance model says of every layer: seconds without replicas over seconds with them, [L].
+    """Predicted seconds of every layer without replicas over those with them, [L].
 
-    Of the step's summed counts, as if they had come in one microbatch.
+    Counts are those of the whole step, as if they had come in one microbatch.
+
+    Args:
+        report: The step's report.
+        planner: The planner, which splits the tokens.
+        contexts: Machine and sizes of every layer.
     """
     gains = []
     for load, placement, context in zip(report.counts, report.placements, contexts, strict=True):
+        # Counts have as many columns as the layer with the most experts
         counts = load[:, : context.experts]
+        # Without replicas, both are the same step
         if placement.is_static or not counts.any():
             gains.append(1.0)
             continue
+
         own = replace(context, previous=None)
         homes = context.homes_only()
         static = step_cost(Split.to_homes(counts, homes), homes, own).total_s
@@ -77,8 +94,12 @@ def predicted_gains(report: StepReport, planner: Planner, contexts: Sequence[Pla
 def step_row(report: StepReport, *, time_s: float, step_s: float | None, detail: bool, rank: int = 0) -> dict[str, Any]:
     """One step's line, without the predicted gain.
 
-    time_s: since the epoch. step_s: since the last step ended, None in the first. detail: with all experts' and ranks'
-    loads.
+    Args:
+        report: The step's report.
+        time_s: Seconds since the epoch.
+        step_s: Seconds since the last step ended; None in the first.
+        detail: Whether all experts' and ranks' loads are in it.
+        rank: The rank that has measured the seconds.
     """
     experts = report.counts.sum(axis=1)
     gain = measured_gain(report, rank)

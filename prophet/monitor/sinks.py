@@ -21,9 +21,11 @@ from prophet.traces.importers import STEPS
 
 FILE = STEPS
 FORMAT = 1
-_CELL = 8  # pixels of one cell of a heat map
-_LARGEST = 1 << 20  # cells of a heat map; a larger one is not drawn
-# dark blue, grey and yellow: readable without telling red from green
+# Pixels of one cell of a heat map
+_CELL = 8
+# Cells of a heat map; a larger one is not drawn
+_LARGEST = 1 << 20
+# Dark blue, grey and yellow: readable without telling red from green
 _RAMP = np.array([(0, 34, 78), (124, 123, 120), (254, 232, 56)], dtype=np.float64)
 
 Row = dict[str, Any]
@@ -58,9 +60,11 @@ class JsonLines:
         self._write(row)
 
     def _write(self, row: Row) -> None:
-        # after a crash the file may end within a line: what follows begins on one of its own
+        # After a crash the file may end within a line: what follows begins on a new one
         line = ("\n" if self._cut else "") + json.dumps(row, separators=(",", ":")) + "\n"
-        self._cut = True  # unless this line is written whole
+        # Until this line is written whole
+        self._cut = True
+        # Unbuffered, a write may take a part of the bytes only
         data = memoryview(line.encode())
         while data:
             data = data[self._file.write(data) :]
@@ -71,7 +75,16 @@ class JsonLines:
 
 
 def heat_map(values: npt.NDArray[Any], *, low: float = 0.0, high: float = 2.0) -> npt.NDArray[np.uint8]:
-    """Cells as colours from `low` (dark blue) over grey to `high` (yellow): [L, n] -> [8 L, 8 n, 3]."""
+    """Draw cells as colours, from dark blue over grey to yellow.
+
+    Args:
+        values: A number for every cell, [L, n].
+        low: What is dark blue; less is too.
+        high: What is yellow; more is too.
+
+    Returns:
+        Pixels, [8 L, 8 n, 3].
+    """
     level = np.clip((np.asarray(values, dtype=np.float64) - low) / (high - low), 0.0, 1.0) * (len(_RAMP) - 1)
     at = np.minimum(level.astype(int), len(_RAMP) - 2)
     part = (level - at)[..., None]
@@ -86,7 +99,7 @@ def over_mean(load: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """A step's numbers by name; those of single layers where the step has its details."""
+    """A step's numbers by name; those of single layers only where the step has its details."""
     found = {
         "prophet/max_mean": float(np.mean(row["max_mean"])),
         "prophet/max_mean_static": float(np.mean(row["max_mean_static"])),
@@ -129,7 +142,7 @@ class TensorBoard:
 
     @staticmethod
     def installed() -> bool:
-        """Whether its writer can be imported."""
+        """Whether TensorBoard's writer can be imported."""
         return importlib.util.find_spec("tensorboard") is not None
 
     def start(self, header: Row) -> None:
@@ -164,11 +177,13 @@ class WandB:
 
     @staticmethod
     def active() -> Any:
-        """The run that is under way in this process, or None; never imports the library."""
+        """The run of this process, or None; never imports the library."""
+        # A program that has a run has imported the library; importing it here would take seconds for nothing
         return getattr(sys.modules.get("wandb"), "run", None)
 
     def start(self, header: Row) -> None:
         self._run.define_metric("prophet/step")
+        # Without this, W&B would draw our lines over its count of `log` calls, which the caller's own calls advance too
         self._run.define_metric("prophet*", step_metric="prophet/step")
         self._run.config.update({"prophet": header}, allow_val_change=True)
 

@@ -21,6 +21,7 @@ from prophet.spec import FloatArray
 
 
 def _detailed(steps: Steps) -> list[Row]:
+    # Only some lines carry them, as many numbers would make the file large
     rows = [r for r in steps.rows if {"experts", "rank_load", "rank_load_static"} <= r.keys()]
     if not rows:
         raise MonitorError("no step of this run has the loads of its experts and ranks; was it cut short?")
@@ -32,7 +33,7 @@ def _mean(values: list[float]) -> float:
 
 
 def layers_table(steps: Steps) -> Table:
-    """Every layer in numbers, over all steps that were kept."""
+    """Every layer in figures, over all steps that were kept."""
     rows = steps.rows
     predicted = [r["gain_predicted"] for r in rows if r.get("gain_predicted")]
     counts = np.sum([r["experts"] for r in _detailed(steps)], axis=0)
@@ -84,15 +85,26 @@ def summarise(steps: Steps) -> dict[str, Any]:
 def _losses(rows: Sequence[Row], at: Sequence[Row]) -> FloatArray:
     """The latest loss at each of some rows, NaN before the first one; losses may be logged every few steps."""
     known = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    # Rows are in order of their steps, so the latest loss is found by bisection
     before = [bisect_right(known, row["step"], key=itemgetter(0)) for row in at]
     return np.array([known[n - 1][1] if n else np.nan for n in before])
 
 
 def make_report(steps: Steps, *, name: str, timelines: Sequence[tuple[str, str]] = ()) -> Report:
-    """The page of a run; `MonitorError` where it has too little to show. timelines: as of `Report`."""
+    """The page of a run.
+
+    Args:
+        steps: Its last start.
+        name: Name for the page's title.
+        timelines: A file's name for readers, and its path from the page, for every timeline.
+
+    Raises:
+        MonitorError: The run has too little to show.
+    """
     rows, detailed = steps.rows, _detailed(steps)
     static = np.array([r["rank_load_static"] for r in detailed])
     balanced = np.array([r["rank_load"] for r in detailed])
+    # The run without replicas did not take place, so it has no losses
     unknown = np.full(len(detailed), np.nan)
     found = summarise(steps)
     ratios = f"{found['max_mean_static_median']:.2f} → {found['max_mean_median']:.2f}"
@@ -107,19 +119,21 @@ def make_report(steps: Steps, *, name: str, timelines: Sequence[tuple[str, str]]
     if found["gain_measured_median"] is not None:
         figures.append((f"{found['gain_measured_median']:.2f} ×", "measured gain of the experts' time"))
     header = steps.header
-    words = [f"{k}: {v}" for k, v in header.get("notes", {}).items()]
+    notes = [f"{k}: {v}" for k, v in header.get("notes", {}).items()]
     return Report(
         title=f"Balance of {name}",
         lead=f"Steps {rows[0]['step'] + 1} to {rows[-1]['step'] + 1} of {header['layers']} MoE layers on "
         f"{header['ranks']} ranks, planner {header.get('planner', 'unknown')}.",
+        # The same routing sent to the experts' homes: the engine counts it in every step
         before=Run(name="without replicas (counted)", loss=unknown, rank_load=static),
         after=Run(name="as it ran", loss=_losses(rows, detailed), rank_load=balanced),
+        # A line has sums over ranks; the page wants [T, L, R, E], so they go in as those of one rank
         counts=np.array([r["experts"] for r in detailed])[:, :, None, :],
         figures=figures,
         tables=(layers_table(steps),),
         timelines=timelines,
         remarks=(
-            *words,
+            *notes,
             *([f"{FILE}: {steps.left_out}."] if steps.left_out.count else []),
             "“Without replicas” was not run: it is what every rank would have computed of the same routing, which is "
             "exact in rows.",

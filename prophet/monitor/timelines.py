@@ -28,15 +28,26 @@ from prophet.ranks.process_group import process_rank, processes
 from prophet.scheduler.recording import Recording
 from prophet.scheduler.timeline import to_trace, write_document
 
-FOLDER = "timeline"  # in a run's folder
+# In a run's folder
+FOLDER = "timeline"
 _STEP = re.compile(r"step-(\d{1,18})")
-_MOST_BYTES = 1 << 28  # of one rank's part
+# Of one rank's part
+_MOST_BYTES = 1 << 28
 _CLOSE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
 class Timelines:
-    """Records the given steps of an engine, counted as in its reports, and nothing in the others."""
+    """Records the given steps of an engine, and nothing in the others.
+
+    Args:
+        engine: The engine.
+        run: The run's folder.
+        steps: Numbers of the steps, as in the engine's reports.
+
+    Raises:
+        OSError: The folder cannot be made.
+    """
 
     def __init__(self, engine: Engine, run: Path, steps: Iterable[int]) -> None:
         many = processes() > 1
@@ -44,11 +55,14 @@ class Timelines:
         self.ranks = processes() if many else engine.collective.size
         self.steps = frozenset(map(int, steps))
         self.folder = run / FOLDER
-        self.folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is an error at once
-        for step in self.steps:  # what an earlier start left must not be joined with this one's
+        # Made now, so that a folder that cannot be made is an error at once
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for step in self.steps:
+            # What an earlier start has written must not be joined with this one's
             self._part(step).unlink(missing_ok=True)
             if self.rank == 0:
                 whole(self.folder, step).unlink(missing_ok=True)
+        # The engine calls this object; a strong reference back would keep both alive after training
         self._engine: weakref.ref[Engine] = weakref.ref(engine)
         self._recorded = ExitStack()
         self._recording: Recording | None = None
@@ -70,7 +84,7 @@ class Timelines:
         recording, self._recording = self._recording, None
         self._recorded.close()
         if recording is not None and recording.steps:
-            # a slow disk holds no step up, and the interpreter waits for this thread before it ends
+            # On a thread, so that a slow disk holds no step up; the interpreter waits for it before it ends
             writer = threading.Thread(target=self._write, args=(recording, report.step), name="prophet-timeline")
             self._writers.append(writer)
             writer.start()
@@ -83,9 +97,12 @@ class Timelines:
             part.parent.mkdir(parents=True, exist_ok=True)
             began_s = spans[0].start_s + _clock_s()
             write_document(part, to_trace({"": spans}) | {"otherData": {"began_s": began_s}})
+            # The last rank to write joins the parts, so that ranks need not talk. Two may find all there, and write the
+            # same
             if len(_parts(part.parent)) >= self.ranks:
                 _log.info("the timeline of step %d is in %s", step, join(part.parent))
-        except Exception as error:  # monitoring must not end a training run
+        except Exception as error:
+            # Monitoring must not end a training run
             warnings.warn(f"monitoring: the timeline of step {step} was not written: {error!r}", stacklevel=2)
 
     def close(self) -> None:
@@ -99,18 +116,20 @@ class Timelines:
 
 
 def whole(folder: Path, step: int) -> Path:
-    """The file of a step with all ranks, in a run's folder of timelines."""
+    """The file that holds a step of all ranks, in a run's folder of timelines."""
     return folder / f"step-{step}.json"
 
 
 def join(parts: Path) -> Path:
-    """Write what ranks have written into a step's folder as one timeline beside it, and return that file.
+    """Join the parts in a step's folder into one timeline beside it, and return that file.
 
-    Raises `MonitorError` for a part that no rank has written.
+    Raises:
+        MonitorError: A part was not written by a rank.
     """
     documents = [_read(part) for part in _parts(parts)]
     zero_s = min(began_s for began_s, _ in documents)
     for began_s, events in documents:
+        # Each part counts from its own begin
         later_us = round(1e6 * (began_s - zero_s), 3)
         for event in events:
             if "ts" in event:
@@ -145,7 +164,8 @@ def _read(part: Path) -> tuple[float, list[dict[str, Any]]]:
 
 
 def _clock_s() -> float:
-    """Seconds since the epoch when `time.perf_counter` was zero; the tightest of a few tries."""
+    """Seconds since the epoch when `time.perf_counter` was zero."""
+    # A process may be interrupted between two readings of the clocks: the try that took the least time is the best
     tries = []
     for _ in range(8):
         began_s, now_s, ended_s = time.perf_counter(), time.time(), time.perf_counter()

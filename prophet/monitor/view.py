@@ -16,7 +16,8 @@ from prophet.monitor.sinks import Row
 from prophet.terminal import Column, FittedTable
 
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 16  # columns of the course of max/mean
+# columns of the course of max/mean
+_WIDTH = 16
 _COLUMNS = (
     Column("layer"),
     Column("max/mean"),
@@ -27,18 +28,19 @@ _COLUMNS = (
     Column("dropped", 4),
     Column("hottest experts", 5, "left"),
 )
-_QUIET_STEPS = 20  # a run is called quiet after as many of its steps' time without one
+# A run is called quiet after the time of so many steps without one
+_QUIET_STEPS = 20
 
 
 def course(values: Sequence[float], width: int = _WIDTH) -> str:
-    """The last values as bars; the lowest bar is 1.0, the highest at least 1.5."""
+    """Draw the last values as bars; the lowest bar is 1.0, the highest at least 1.5."""
     shown = list(values)[-width:]
     top = max([1.5, *shown])
     return "".join(_BARS[min(len(_BARS) - 1, int((v - 1.0) / (top - 1.0) * (len(_BARS) - 1) + 0.5))] for v in shown)
 
 
 def last_known(rows: Sequence[Row], name: str) -> list[float] | None:
-    """The latest value of what is not in every line."""
+    """The latest value of a field that not every line has."""
     return next((row[name] for row in reversed(rows) if row.get(name)), None)
 
 
@@ -49,6 +51,7 @@ def _colour(ratio: float) -> str:
 def chosen_layers(row: Row, most: int) -> list[int]:
     """At most `most` layers: the worst ones where there are more, in the model's order."""
     ratio = row["max_mean"]
+    # Ties by number, so that the table does not jump from frame to frame
     worst = sorted(range(len(ratio)), key=lambda i: (-ratio[i], i))[: max(1, most)]
     return sorted(worst)
 
@@ -58,11 +61,19 @@ def _experts(row: Row, layer: int, most: int) -> str:
 
 
 def frame(tail: Tail, *, now_s: float, height: int = 40, width: int = 100) -> RenderableType:
-    """The view of `tail` at `now_s` (since the epoch), for a terminal of `height` lines and `width` columns."""
+    """One view of a run.
+
+    Args:
+        tail: The end of the run's file; it has a step.
+        now_s: The time, in seconds since the epoch.
+        height: Lines of the terminal.
+        width: Columns of the terminal.
+    """
     rows = list(tail.rows)
     last = rows[-1]
     wide = width >= 96
-    layers = chosen_layers(last, height - (10 if wide else 16))  # narrow, the lines around the table are wrapped
+    # Lines around the table; in a narrow terminal they are wrapped and need more
+    layers = chosen_layers(last, height - (10 if wide else 16))
     gains = last_known(rows, "gain_predicted")
     cells = []
     for layer in layers:
@@ -94,6 +105,7 @@ def _head(tail: Tail, rows: Sequence[Row], now_s: float) -> Text:
     )
     if step_s is not None:
         text.append(f"  {1e3 * step_s:.1f} ms/step", "default")
+    # At least ten seconds, or any pause of a run with short steps would be called quiet
     quiet = ago_s > max(10.0, _QUIET_STEPS * (step_s or 0.0))
     text.append(f"  last step {ago_s:.0f} s ago", "bold red" if quiet else "dim")
     if tail.starts > 1:

@@ -26,7 +26,8 @@ from prophet.monitor.timelines import Timelines
 from prophet.ranks.process_group import process_rank
 from prophet.spec import checked
 
-WAITING = 64  # steps that may wait to be written; a report holds [L, R, E] counts
+# Steps that may wait to be written; a report holds [L, R, E] counts, so they are not free
+WAITING = 64
 _CLOSE_S = 10.0
 _Item = tuple[StepReport, float, float | None, float | Tensor | None]
 _log = logging.getLogger(__name__)
@@ -38,6 +39,15 @@ class Monitor:
     Handing a report over takes microseconds and never waits: when `WAITING` steps wait already, the step is left out
     and counted in `skipped`. A sink that fails is left out from then on, with one warning; training goes on. A crash
     loses the steps that have not been written yet, in the common case at most the last one.
+
+    Args:
+        engine: The engine.
+        sinks: Functions that make the sinks; none on ranks that do not write.
+        routing: Keeps the routing trace; None: none is kept.
+        header: The start of the run.
+        detail_every: Steps between two that carry the loads of all experts and ranks.
+        predict_every: Steps between two predicted gains; 0: none.
+        timelines: Records single steps; None: none is recorded.
     """
 
     def __init__(
@@ -64,22 +74,25 @@ class Monitor:
         self._queue: queue.Queue[_Item | None] = queue.Queue(WAITING)
         self._closed = not sinks
         if sinks:
+            # A daemon, so that a sink that hangs does not keep the process; `close` at the interpreter's end waits for
+            # it, with a limit
             self._thread = threading.Thread(
                 target=self._work, args=(sinks, routing, header), name="prophet-monitor", daemon=True
             )
             self._thread.start()
             engine.on_step.append(self._on_step)
+            # Scripts end without closing their monitor
             atexit.register(self.close)
 
     def log(self, *, loss: float | Tensor) -> None:
-        """Have a loss in the line of the step that ends next: to be called before `optimizer.step()`.
+        """Have a loss in the line of the step that ends next: call it before `optimizer.step()`.
 
         A tensor is read on the monitor's thread, so that this one need not wait for its device.
         """
         self._loss = loss.detach() if isinstance(loss, Tensor) else float(loss)
 
     def _on_step(self, report: StepReport) -> None:
-        """Called by the engine on the training thread: hand over, and nothing else."""
+        """Hand a report over, and nothing else: the engine calls it on the training thread."""
         now = time.perf_counter()
         step_s, self._last_s = None if self._last_s is None else now - self._last_s, now
         loss, self._loss = self._loss, None
@@ -90,6 +103,7 @@ class Monitor:
 
     def _work(self, makers: list[Callable[[], Sink]], routing: Routing | None, header: Row) -> None:
         sinks: list[Sink] = []
+        # Made here, so that a slow import of TensorBoard does not hold the first step up
         for make in makers:
             self._guarded(lambda make=make: sinks.append(make()), make.__name__)  # type: ignore[misc]
         sinks = [s for s in sinks if self._guarded(lambda s=s: s.start(header), s.name)]  # type: ignore[misc]
@@ -105,9 +119,10 @@ class Monitor:
             self._guarded(sink.close, sink.name)
 
     def _guarded(self, call: Callable[[], object], what: str) -> bool:
-        """Whether `call` came to its end; monitoring must not end a training run."""
+        """Call a function, and return whether it came to its end."""
         try:
             call()
+        # Monitoring must not end a training run
         except Exception as error:
             warnings.warn(f"monitoring: {what} failed and is left out from now on: {error!r}", stacklevel=2)
             return False
@@ -118,6 +133,7 @@ class Monitor:
         row = step_row(report, time_s=time_s, step_s=step_s, detail=detail, rank=self._rank)
         if self._predict_every and self._written % self._predict_every == 0:
             row["gain_predicted"] = predicted_gains(report, self._planner, self._contexts)
+        # JSON has no NaN
         if loss is not None and math.isfinite(float(loss)):
             row["loss"] = float(loss)
         if self.skipped:
@@ -137,6 +153,7 @@ class Monitor:
         if engine is not None and self._on_step in engine.on_step:
             engine.on_step.remove(self._on_step)
         try:
+            # Ends the thread once all that waits is written
             self._queue.put(None, timeout=_CLOSE_S)
         except queue.Full:
             return
@@ -164,19 +181,30 @@ def monitor(
     notes: Mapping[str, object] | None = None,
     timeline: Sequence[int] = (),
 ) -> Monitor:
-    """Write every step of `engine` from now on into the folder `run`: for `prophet watch`, `report` and `plan`.
+    """Write every step of `engine` from now on into a folder: for `prophet watch`, `report` and `plan`.
 
     Call it on every rank; process 0 writes, the others only what `timeline` asks for, and nothing is communicated.
 
-    tensorboard: None where it is installed, True to insist, False for none. wandb: None for the run that is under way
-    in this process if there is one, a run object, or False. detail_every: steps between two that carry the loads of all
-    experts and ranks; None for what keeps a line near 2048 numbers on average. predict_every: steps between two
-    predicted gains (0: none). heat_every: details between two sets of heat maps. notes: words for the head of the
-    page. timeline: steps, counted from 0, of which all ranks record what they do, for Perfetto; no other step has a
-    cost.
+    Args:
+        engine: What `prophet.attach` returned.
+        run: The run's folder; it is made.
+        tensorboard: Whether to write for TensorBoard; None: where it is installed.
+        wandb: A run of Weights & Biases, True for the one of this process, or False; None: the one of this process if
+            there is one.
+        detail_every: Steps between two that carry the loads of all experts and ranks; None: as many as keep a line near
+            2048 numbers on average.
+        predict_every: Steps between two predicted gains; 0: none.
+        heat_every: Details between two sets of heat maps.
+        notes: Text for the head of the page, by name.
+        timeline: Steps, counted from 0, of which all ranks record what they do, for Perfetto; no other step has a cost.
 
-    Raises ValueError for numbers out of range and where `run` is a file, ImportError where TensorBoard was asked for
-    and is missing, OSError where the folder cannot be made.
+    Returns:
+        The monitor; close it to stop before the program ends.
+
+    Raises:
+        ValueError: A number is out of range, `run` is a file, or there is no run of Weights & Biases.
+        ImportError: TensorBoard was asked for and is missing.
+        OSError: The folder cannot be made.
     """
     for name, value, least in (
         ("detail_every", 1 if detail_every is None else detail_every, 1),
@@ -207,10 +235,12 @@ def monitor(
     }
     sinks: list[Callable[[], Sink]] = []
     routing = None
+    # Several expert-parallel groups have a rank 0 each: only that of the first process writes
     if process_rank() == 0 and engine.collective.rank == 0:
         folder = Path(run)
         _log.info("every step of %r goes to %s", engine, folder)
-        lines = JsonLines(folder)  # made here, so that a folder which cannot be written to is an error at once
+        # Made here, so that a folder which cannot be written to is an error at once
+        lines = JsonLines(folder)
         sinks.append(lambda: lines)
         routing = Routing(folder, engine.layers, ranks) if Routing.serves(engine.layers) else None
         if TensorBoard.installed() if tensorboard is None else tensorboard:

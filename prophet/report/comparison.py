@@ -43,9 +43,16 @@ _STATIC = "no balancing"
 class Comparison:
     """One trace on the page.
 
-    results: what each planner made of it, plain expert parallelism first. step_s: predicted seconds of a step with
-    each. iterations: [I] as the trace numbers them. subtitle: sizes and machine, one line. remarks: gain, cost and
-    advice, a sentence or two each.
+    Attributes:
+        name: Name of the trace.
+        subtitle: Sizes and machine, in one line.
+        iterations: Numbers of the judged iterations in the trace, [I].
+        results: What each planner made of it, plain expert parallelism first.
+        step_s: Predicted seconds of a step with each planner.
+        remarks: Gain, cost and advice, a sentence or two each.
+
+    Raises:
+        ReportError: There are fewer than two results, or lengths do not match.
     """
 
     name: str
@@ -79,6 +86,7 @@ class Comparison:
 
     def worst_layers(self) -> list[int]:
         """Up to six layers, those with the most unequal load before, in the model's order."""
+        # As many as a phone can show one below the other without scrolling for long
         ratio = max_mean(self.results[0].rank_load)
         return sorted(np.argsort(-ratio, kind="stable")[:_SHOWN_LAYERS].tolist())
 
@@ -89,7 +97,9 @@ def _load(report: Comparison, label: str) -> str:
     rows = -(-len(layers) // 2)
 
     def draw(figure: Any) -> None:
+        # matplotlib returns a single axes, a row or a grid, by how many there are
         grid = np.atleast_1d(figure.subplots(rows, min(2, len(layers)), sharex=True, sharey=True)).ravel()
+        # An odd number of layers leaves a place in the grid empty
         for axes in grid[len(layers) :]:
             axes.set_axis_off()
         for axes, layer in zip(grid, layers, strict=False):
@@ -100,6 +110,7 @@ def _load(report: Comparison, label: str) -> str:
             ):
                 load = result.rank_load[layer]
                 axes.bar(ranks + offset, load / max(load.mean(), 1e-9), 0.4, color=colour, label=name)
+            # All ranks finish together where every bar ends at this line
             axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=(0, (3, 3)))
             axes.set_title(f"layer {layer}", fontsize=8.5)
             axes.grid(visible=False, axis="x")
@@ -129,11 +140,14 @@ def _time(report: Comparison, label: str) -> str:
             part = np.array([1e3 * getattr(r, attribute) for r in report.results])
             axes.barh(y, part, 0.62, left=left, color=colour, label=name)
             left += part
+        # The total stands behind its bar: the eye compares lengths, and needs a number for the sum
         for i, total in enumerate(left):
             axes.text(total + 0.01 * float(left.max()), i, f"{total:.3g}", va="center", fontsize=8)
         axes.set_yticks(y, [_STATIC, *(r.planner for r in report.results[1:])])
+        # The first planner on top, as in the table
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
+        # Room for the number behind the longest bar; a trace without tokens has bars of no length
         axes.set_xlim(0, 1.12 * max(float(left.max()), 1e-12))
         axes.set_xlabel("predicted ms of one layer in one step, forward and backward")
         figure.legend(loc="outside upper center", ncols=2)
@@ -144,6 +158,7 @@ def _time(report: Comparison, label: str) -> str:
 def _copies(report: Comparison, label: str) -> str:
     copies, layers = report.best.copies, report.worst_layers()
     iterations, experts = len(report.iterations), copies.shape[2]
+    # One scale for all layers, so that their colours can be compared
     most = max(1, int(copies.max()))
 
     def draw(figure: Any) -> None:
@@ -156,13 +171,15 @@ def _copies(report: Comparison, label: str) -> str:
                 copies[:, layer].T,
                 aspect="auto",
                 cmap="cividis",
-                norm=PowerNorm(0.5, vmin=0, vmax=most),  # a single copy has to be seen
+                # a single copy has to be seen
+                norm=PowerNorm(0.5, vmin=0, vmax=most),
                 interpolation="nearest",
                 extent=(-0.5, iterations - 0.5, experts - 0.5, -0.5),
             )
             axes.grid(visible=False)
             axes.set_ylabel(f"layer {layer}\nexpert", fontsize=8)
             axes.set_yticks(few(experts, 4))
+        # Iterations are spread over the trace, so the axis has places and the ticks name the trace's numbers
         ticks = few(iterations, 6)
         grid[-1].set_xticks(ticks, [str(report.iterations[i]) for i in ticks])
         grid[-1].set_xlabel("iteration of the trace (those judged)")
@@ -210,6 +227,7 @@ def _numbers(report: Comparison) -> Table:
 def _one(report: Comparison, label: str) -> str:
     static, best = report.results[0], report.best
     shown = len(report.worst_layers())
+    # Readers must know that they do not see all layers
     which = "" if shown == static.rank_load.shape[0] else f" The {shown} layers with the most unequal load are shown."
     figures = (
         (f"{static.max_mean_median:.2f} → {best.max_mean_median:.2f}", "busiest rank over the mean (median)"),
@@ -248,7 +266,11 @@ def _one(report: Comparison, label: str) -> str:
 
 
 def render_comparison(reports: Sequence[Comparison]) -> str:
-    """The page as one string of HTML, a part for every trace; raises `ReportError` when matplotlib is missing."""
+    """The page as one string of HTML, a part for every trace.
+
+    Raises:
+        ReportError: There is no trace, or matplotlib is missing.
+    """
     if not reports:
         raise ReportError("expected at least one trace")
     parts = "\n".join(_one(report, f"Trace {i + 1}") for i, report in enumerate(reports))

@@ -35,6 +35,7 @@ def median_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Inter
     """
     found, ordered, below = None, np.sort(values), 0
     for k in range(len(values) // 2):
+        # Python's whole numbers: the sum is exact for any number of values
         below += comb(len(values), k)
         if 1 - 2 * below / 2 ** len(values) < confidence:
             break
@@ -46,8 +47,14 @@ def median_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Inter
 class Pairs:
     """Step times of two runs that took turns.
 
-    names: of the S seeds. before_s, after_s: [S, P], seconds of a turn's median step. warm_up: pairs at the beginning
-    of each seed that do not count.
+    Attributes:
+        names: Names of the S seeds.
+        before_s: Seconds of a turn's median step without balancing, [S, P].
+        after_s: The same with balancing, [S, P].
+        warm_up: Pairs at the beginning of each seed that do not count.
+
+    Raises:
+        ReportError: Shapes do not match, a time is not above zero, or no pair counts.
     """
 
     names: Sequence[str]
@@ -69,7 +76,7 @@ class Pairs:
 
     @property
     def ratios(self) -> FloatArray:
-        """[S, P]: a balanced step's share of an unbalanced one; below 1 balancing gains time."""
+        """A balanced step's share of an unbalanced one, [S, P]; below 1 balancing gains time."""
         ratios: FloatArray = self.after_s / self.before_s
         return ratios
 
@@ -80,17 +87,18 @@ class Pairs:
 
     @property
     def median(self) -> float:
-        """Of the counted ratios."""
+        """The median of the counted ratios."""
         return float(np.median(self.counted))
 
     @property
     def interval(self) -> Interval | None:
-        """Of the median; None where there are too few pairs."""
+        """The confidence interval of the median; None where there are too few pairs."""
         return median_interval(self.counted)
 
     @property
     def measurable(self) -> bool:
         """Whether there is a difference: there is an interval, and it does not span 1."""
+        # An interval that holds 1 allows for no difference
         found = self.interval
         return found is not None and not found.low <= 1 <= found.high
 
@@ -102,9 +110,10 @@ class Pairs:
 
 
 def draw_gain(pairs: Pairs, names: tuple[str, str]) -> str:
-    """The ratio of every pair with the median and its interval, and the step times below; as themed SVG."""
+    """Draw the ratio of every pair with the median and its interval, and the step times below; as themed SVG."""
     seeds, count = pairs.ratios.shape
-    at = np.arange(count)[None, :] + (count + 1.0) * np.arange(seeds)[:, None]  # a gap between seeds
+    # A gap between seeds
+    at = np.arange(count)[None, :] + (count + 1.0) * np.arange(seeds)[:, None]
 
     def draw(figure: Any) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -113,12 +122,14 @@ def draw_gain(pairs: Pairs, names: tuple[str, str]) -> str:
             for seed in range(seeds):
                 label = name if seed == 0 else None
                 bottom.plot(at[seed], 1e3 * times[seed], color=colour, marker=".", markersize=4, label=label)
+        # From zero, so that a small difference does not look large
         bottom.set(ylabel="step, ms", ylim=(0, None))
         for axes in (top, bottom):
             axes.grid(visible=False, axis="x")
         bottom.set_xticks(at.mean(axis=1), pairs.names)
         bottom.tick_params(axis="x", length=0)
         bottom.set_xlabel("pairs of turns, in the order of time")
+        # One legend for both panels
         parts = [axes.get_legend_handles_labels() for axes in (top, bottom)]
         handles, labels = ([*above, *below] for above, below in zip(*parts, strict=True))
         figure.legend(handles, labels, loc="outside upper center", ncols=2)
@@ -132,6 +143,7 @@ def _draw_ratios(axes: Any, pairs: Pairs, at: FloatArray) -> None:
     if interval is not None:
         axes.axhspan(*interval, color=THIRD, alpha=0.2, linewidth=0, label=f"{CONFIDENCE:.0%} interval")
     axes.axhline(pairs.median, color=THIRD, linewidth=1.2, label=f"median {pairs.median:.3f}")
+    # Warm-up pairs are drawn hollow instead of being left away: a reader sees what was not counted
     shown = {"linestyle": "none", "marker": "o", "markersize": 4, "color": THIRD}
     axes.plot(at[:, warm_up:].ravel(), ratios[:, warm_up:].ravel(), **shown, label="a pair")
     axes.plot(

@@ -20,7 +20,14 @@ from prophet.errors import ReportError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A table with a heading, a sentence that says what to see in it, and one row of words per line."""
+    """A table for a page.
+
+    Attributes:
+        title: Its heading.
+        caption: A sentence that says what to see in it.
+        columns: Heads of the columns.
+        rows: Cells of every row, as text.
+    """
 
     title: str
     caption: str
@@ -30,7 +37,7 @@ class Table:
 
 # --- figures ---
 
-# Matplotlib is told these stand-ins, and the SVG gets CSS variables instead. Contrast holds in light and
+# Matplotlib draws with these stand-ins, and the SVG gets CSS variables instead. Contrast holds in light and
 # dark.
 _COLOURS = {
     "#010203": "var(--ink)",
@@ -44,7 +51,11 @@ INK, FAINT, BEFORE, AFTER, THIRD, FOURTH = _COLOURS
 
 
 def check_can_draw() -> None:
-    """Raise `ReportError` where matplotlib is missing: to be called before the work that a page is made of."""
+    """Check that matplotlib is there; call it before the work that a page is made of.
+
+    Raises:
+        ReportError: It is missing.
+    """
     try:
         import matplotlib.backends.backend_svg
         import matplotlib.figure  # noqa: F401
@@ -53,14 +64,25 @@ def check_can_draw() -> None:
 
 
 def draw_figure(draw: Callable[[Any], None], *, height_in: float = 2.5, label: str) -> str:
-    """Run `draw(figure)` on a phone-sized figure and return it as themed inline SVG."""
+    """Draw a phone-sized figure and return it as themed inline SVG.
+
+    Args:
+        draw: Draws onto the figure that it is given.
+        height_in: Height in inches; the width is 4.5.
+        label: What the figure shows, for readers that cannot see it; different for every figure of a page.
+
+    Raises:
+        ReportError: matplotlib is missing.
+    """
     check_can_draw()
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     style: dict[Any, Any] = {
+        # Text stays text: it can be searched, and takes the page's font
         "svg.fonttype": "none",
+        # Identifiers would be random, and equal pages differ
         "svg.hashsalt": "prophet",
         "font.family": "sans-serif",
         "font.size": 8.5,
@@ -82,6 +104,7 @@ def draw_figure(draw: Callable[[Any], None], *, height_in: float = 2.5, label: s
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
+    # Without the XML declaration, which may only stand at the top of a file
     svg = svg[svg.index("<svg") :]
     for stand_in, variable in _COLOURS.items():
         svg = svg.replace(stand_in, variable)
@@ -89,6 +112,7 @@ def draw_figure(draw: Callable[[Any], None], *, height_in: float = 2.5, label: s
     # Identifiers are unique within a figure only; several figures share a page.
     prefix = re.sub(r"\W+", "-", label.lower())[:40]
     svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    # Without a fixed size, CSS can fit the figure to the column
     svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"|<svg ', _accessible(label), svg, count=1)
     return svg
 
@@ -144,7 +168,7 @@ a{color:var(--after)}
 
 
 def table_html(table: Table) -> str:
-    """A table under its heading."""
+    """A table under its heading, as HTML."""
     text = html.escape
     head = "".join(f'<th scope="col">{text(c)}</th>' for c in table.columns)
     body = "".join("<tr>" + "".join(f"<td>{text(c)}</td>" for c in row) + "</tr>" for row in table.rows)
@@ -156,7 +180,13 @@ def table_html(table: Table) -> str:
 
 
 def section(title: str, caption: str, figure: str) -> str:
-    """A figure (SVG) under its heading and the sentences that say what to see in it."""
+    """A figure under its heading, as HTML.
+
+    Args:
+        title: The heading.
+        caption: Sentences that say what to see in it.
+        figure: The figure, as SVG.
+    """
     return (
         f"<section><h2>{html.escape(title)}</h2><figure><figcaption>{html.escape(caption)}</figcaption>"
         f"{figure}</figure></section>"
@@ -164,7 +194,7 @@ def section(title: str, caption: str, figure: str) -> str:
 
 
 def tiles(figures: Sequence[tuple[str, str]]) -> str:
-    """Figures, each with what it is of, side by side."""
+    """Figures, each with what it is of, side by side, as HTML."""
     found = "".join(
         f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(of)}</span></div>' for value, of in figures
     )
@@ -178,14 +208,26 @@ def remarks(lines: Sequence[str], title: str = "What this shows, and what it can
 
 
 def links(title: str, caption: str, files: Sequence[tuple[str, str]]) -> str:
-    """Files that lie beside the page, each by a name and its path, under a heading; nothing where there are none."""
+    """Files that lie beside the page under a heading, as HTML; nothing where there are none.
+
+    Args:
+        title: The heading.
+        caption: What the files are.
+        files: A name for readers and the path from the page, for every file.
+    """
     found = "".join(f'<li><a href="{html.escape(path)}">{html.escape(name)}</a></li>' for name, path in files)
     text = f'<h2>{html.escape(title)}</h2><p class="soft">{html.escape(caption)}</p>'
     return f"<section>{text}<ul>{found}</ul></section>" if found else ""
 
 
 def page(title: str, lead: str, body: str) -> str:
-    """The whole page as one string of HTML."""
+    """The whole page as one string of HTML.
+
+    Args:
+        title: Title and heading.
+        lead: The sentences below it.
+        body: All that follows, as HTML.
+    """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -20,7 +20,7 @@ _LABELS = {"experts": "experts", "rest": "other compute", "tokens": "all-to-all"
 
 
 def block_of(name: str) -> int | None:
-    """The block of a window, like FEC(3), or of a simulated transfer, like Trans(2,0); None where there is none."""
+    """The block of a window, as in FEC(3), or of a simulated transfer, as in Trans(2,0); None where there is none."""
     _, _, numbers = name.partition("(")
     block = numbers.rstrip(")").split(",")[0]
     return int(block) if block.isdigit() else None
@@ -29,14 +29,14 @@ def block_of(name: str) -> int | None:
 def middle_blocks(spans: Iterable[Span]) -> list[int]:
     """Two neighbouring blocks from the middle of those whose compute was recorded; fewer where there are fewer."""
     blocks = sorted({b for s in spans if s.stream == "compute" and (b := block_of(s.name)) is not None})
+    # The first and the last block have a neighbour on one side only, so less of their transfers is hidden
     return blocks[max(0, len(blocks) // 2 - 1) :][:2]
 
 
 def around_blocks(spans: Iterable[Span], blocks: Sequence[int]) -> list[Span]:
     """The spans from the first to the last thing, in the forward pass, that the compute of `blocks` does.
 
-    Cut at the edges, so that transfers that belong to other blocks show where they overlap. Empty where the blocks do
-    not occur.
+    Empty where the blocks do not occur.
     """
     listed = sorted(spans)
     inside = [
@@ -48,6 +48,7 @@ def around_blocks(spans: Iterable[Span], blocks: Sequence[int]) -> list[Span]:
         return []
     start, end = min(s.start_s for s in inside), max(s.end_s for s in inside)
     return [
+        # Cut at the edges, so that transfers that belong to other blocks show where they overlap
         Span(max(s.start_s, start), min(s.end_s, end), s.rank, s.stream, s.name)
         for s in listed
         if s.start_s < end and s.end_s > start
@@ -65,8 +66,13 @@ def _kind(span: Span) -> str:
 def draw_step(groups: Mapping[str, Iterable[Span]], *, blocks: Sequence[int] | None = None, ranks: int = 4) -> Figure:
     """Draw spans by group ("measured", "simulated") one below the other: three rows per rank, time to the right.
 
-    blocks: show the forward pass of these alone (two neighbours say it best). ranks: at most so many are drawn. Every
-    group starts at time zero. ValueError where there is nothing to draw.
+    Args:
+        groups: Spans of every group; each begins at time zero.
+        blocks: Blocks of whose forward pass spans are drawn, best two neighbours; None: all of the step.
+        ranks: The most ranks that are drawn.
+
+    Raises:
+        ValueError: There is nothing to draw.
     """
     from matplotlib.figure import Figure
 
@@ -79,7 +85,16 @@ def draw_step(groups: Mapping[str, Iterable[Span]], *, blocks: Sequence[int] | N
 def chosen_spans(
     groups: Mapping[str, Iterable[Span]], *, blocks: Sequence[int] | None = None, ranks: int = 4
 ) -> dict[str, list[Span]]:
-    """What `draw_step` draws of each group; ValueError where that is nothing."""
+    """Choose what `draw_step` draws of each group.
+
+    Args:
+        groups: Spans of every group.
+        blocks: Blocks of whose forward pass spans are drawn; None: all of the step.
+        ranks: The most ranks that are drawn.
+
+    Raises:
+        ValueError: There is nothing to draw.
+    """
     shown: dict[str, list[Span]] = {}
     for name, spans in groups.items():
         kept = [s for s in spans if s.stream in STREAMS and s.rank < ranks]
@@ -95,19 +110,27 @@ def _rows(spans: Iterable[Span]) -> int:
 
 
 def height_in(shown: Mapping[str, Sequence[Span]]) -> float:
-    """Height of a figure in inches that holds these spans."""
+    """Height in inches of a figure that holds these spans."""
     return 0.9 + 0.22 * sum(_rows(spans) for spans in shown.values()) + 0.5 * len(shown)
 
 
 def paint_step(figure: Any, shown: Mapping[str, Sequence[Span]], colours: Mapping[str, str] = COLOURS) -> None:
-    """Paint what `chosen_spans` has chosen onto an empty figure. `colours` has the keys of `COLOURS`."""
+    """Paint spans onto an empty figure.
+
+    Args:
+        figure: The figure.
+        shown: What `chosen_spans` has chosen.
+        colours: Colours, by the keys of `COLOURS`.
+    """
     heights = [_rows(spans) for spans in shown.values()]
+    # Rows are as high in every group, however many ranks it has
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     seen: dict[str, Any] = {}
     for axis, (name, spans) in zip(axes, shown.items(), strict=True):
         _draw(axis, spans, seen, colours)
         axis.set_title(name, loc="left", fontsize=9)
     axes[-1].set_xlabel("milliseconds")
+    # In a fixed order, whichever was drawn first
     kinds = [k for k in COLOURS if k in seen]
     figure.legend([seen[k] for k in kinds], [_LABELS[k] for k in kinds], loc="outside upper right", ncols=5, fontsize=8)
 
@@ -125,6 +148,7 @@ def _draw(axis: Any, spans: Sequence[Span], seen: dict[str, Any], colours: Mappi
             color=colours[kind],
             lw=0.0,
         )
+        # The legend lists every kind once, whatever group or rank it occurs in
         seen.setdefault(kind, bars)
     names = {"compute": "compute", "tokens": "all-to-all", "weights": "transfers"}
     axis.set_yticks(range(3 * len(order)))
@@ -139,4 +163,5 @@ def svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
+    # Without the XML declaration, which may only stand at the top of a file
     return text[text.index("<svg") :]

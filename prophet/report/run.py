@@ -2,7 +2,7 @@
 
 Shape legend: T steps, L layers, R ranks, E experts.
 
-`Report` holds the numbers and words, `render_report` turns them into a page.
+`Report` holds the numbers and texts, `render_report` turns them into a page.
 """
 
 from __future__ import annotations
@@ -45,10 +45,17 @@ Ints = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Run:
-    """One training run: `loss` [T] in nats per byte, `rank_load` [T, L, R] tokens computed.
+    """One training run.
 
-    NaN in `loss` where it is not known. Without losses of both runs the page has no section of them; those of `after`
-    alone are drawn under its balance.
+    Without losses of both runs the page has no section of them; those of `after` alone are drawn under its balance.
+
+    Attributes:
+        name: Name of the run.
+        loss: Loss in nats per byte, NaN where it is not known, [T].
+        rank_load: Tokens that every rank computed, [T, L, R].
+
+    Raises:
+        ReportError: Shapes do not match.
     """
 
     name: str
@@ -66,9 +73,24 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Report:
-    """All that the page shows; `before` and `after` train on the same tokens, `counts` are [T, L, R, E].
+    """All that the page shows.
 
-    others: both runs again from other seeds, which the balance and the losses show too. pairs: step times of both.
+    Attributes:
+        title: Title of the page.
+        lead: The sentences below it.
+        before: The run without balancing.
+        after: The run with balancing, on the same tokens.
+        counts: Tokens by rank and expert, [T, L, R, E].
+        others: Both runs again from other seeds, which the balance and the losses show too.
+        pairs: Step times of both runs; None: time shows nothing.
+        figures: A figure and what it is of, for the head of the page.
+        spans: What all ranks did in one step of `after`.
+        tables: Tables.
+        timelines: A file's name for readers, and its path from the page.
+        remarks: Sentences on what the page shows and what it cannot.
+
+    Raises:
+        ReportError: Runs have different layers, ranks or steps, or there are no counts.
     """
 
     title: str
@@ -78,10 +100,10 @@ class Report:
     counts: Ints
     others: Sequence[tuple[Run, Run]] = ()
     pairs: Pairs | None = None
-    figures: Sequence[tuple[str, str]] = ()  # a figure and what it is of, for the head of the page
-    spans: Sequence[Span] = ()  # of one step of `after`, of all ranks
+    figures: Sequence[tuple[str, str]] = ()
+    spans: Sequence[Span] = ()
     tables: Sequence[Table] = ()
-    timelines: Sequence[tuple[str, str]] = ()  # a file's name for readers, and its path from the page
+    timelines: Sequence[tuple[str, str]] = ()
     remarks: Sequence[str] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
@@ -123,6 +145,7 @@ def similarity_by_distance(counts: Ints, distances: Sequence[int]) -> FloatArray
     steps, layers = counts.shape[:2]
     result = np.full((len(distances), layers), np.nan)
     for i, d in enumerate(distances):
+        # At most 64 pairs of steps for each distance: a long run would take minutes, and the mean no longer moves
         starts = np.unique(np.linspace(0, steps - 1 - d, num=min(64, max(0, steps - d))).astype(int))
         for layer in range(layers):
             pairs = [similarity(counts[t, layer], counts[t + d, layer]) for t in starts]
@@ -133,8 +156,10 @@ def similarity_by_distance(counts: Ints, distances: Sequence[int]) -> FloatArray
 
 def expert_shares_by_step(counts: Ints, *, columns: int = 200) -> FloatArray:
     """Each expert's share of its layer's tokens, [L, E, C]; steps are averaged into C columns."""
-    per_step = counts.sum(axis=2, dtype=np.int64).astype(np.float64)  # [T, L, E]
+    # [T, L, E]
+    per_step = counts.sum(axis=2, dtype=np.int64).astype(np.float64)
     shares = per_step / np.maximum(per_step.sum(axis=-1, keepdims=True), 1.0)
+    # More columns than a screen has pixels would only make the file larger
     bins = np.array_split(np.arange(len(shares)), min(columns, len(shares)))
     grouped: FloatArray = np.stack([shares[b].mean(axis=0) for b in bins], axis=-1)
     return grouped
@@ -145,12 +170,14 @@ def expert_shares_by_step(counts: Ints, *, columns: int = 200) -> FloatArray:
 
 def _balance_over_steps(report: Report) -> str:
     loss = report.after.loss
+    # A monitored run has losses of one run only: they cannot be compared, but their course is worth a panel
     beside = bool(np.isfinite(loss).any()) and not np.isfinite(report.before.loss).any()
 
     def draw(figure: Any) -> None:
         axes, *below = figure.subplots(1 + beside, 1, sharex=True, squeeze=False)[:, 0]
         for runs, colour in zip(zip(*report.both_runs, strict=True), (BEFORE, AFTER), strict=True):
-            ratio = np.concatenate([max_mean(run.rank_load) for run in runs], axis=1)  # [T, layers of all seeds]
+            # [T, layers of all seeds]
+            ratio = np.concatenate([max_mean(run.rank_load) for run in runs], axis=1)
             steps = np.arange(1, len(ratio) + 1)
             axes.fill_between(steps, ratio.min(axis=1), ratio.max(axis=1), color=colour, alpha=0.2, linewidth=0)
             axes.plot(steps, np.median(ratio, axis=1), color=colour, label=runs[0].name)
@@ -175,6 +202,7 @@ def _load_by_rank(report: Report) -> str:
             if layer >= layers:
                 axes.set_axis_off()
                 continue
+            # Each step counts alike, whatever its tokens: the mean is of ratios
             for offset, run, colour in ((-0.2, report.before, BEFORE), (0.2, report.after, AFTER)):
                 load = run.rank_load[:, layer].astype(np.float64)
                 mean = np.maximum(load.mean(axis=1, keepdims=True), 1e-9)
@@ -200,6 +228,7 @@ def _expert_heat(report: Report) -> str:
     def draw(figure: Any) -> None:
         grid = np.atleast_1d(figure.subplots(shown, 1, sharex=True))
         image: Any = None
+        # A few extreme steps would leave all others dark
         top = float(np.percentile(shares, 99.5)) * experts
         for layer, axes in enumerate(grid):
             image = axes.imshow(
@@ -224,6 +253,7 @@ def _expert_heat(report: Report) -> str:
 
 def _similarity(report: Report) -> str:
     steps = len(report.counts)
+    # Fibonacci's numbers: near steps closely, far ones sparsely, as the axis is logarithmic
     distances = [d for d in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987) if d < steps] or [0]
     by_distance = similarity_by_distance(report.counts, distances)
 
@@ -246,11 +276,13 @@ def _losses(report: Report) -> str:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
         largest = 0.0
         for i, runs in enumerate(report.both_runs):
+            # The second line is thin and dashed, so that the first shows where both are equal
             for run, colour, width, dash in zip(runs, (BEFORE, AFTER), (2.6, 1.1), ("solid", (0, (4, 2))), strict=True):
                 label = run.name if i == 0 else None
                 steps = np.arange(1, len(run.loss) + 1)
                 top.plot(steps, run.loss, color=colour, linewidth=width, ls=dash, label=label)
             difference = relative_difference(runs[0].loss, runs[1].loss)
+            # A logarithmic axis has no zero; steps that are equal in every bit have no point
             differs = np.flatnonzero(difference)
             bottom.plot(differs + 1, difference[differs], ".", color=THIRD, markersize=3)
             largest = max(largest, float(difference.max()))
@@ -336,6 +368,7 @@ def _timelines(report: Report) -> str:
 
 def render_report(report: Report) -> str:
     """The page as one string of HTML; raises `ReportError` when matplotlib is missing."""
+    # Sections that have nothing to show are left out
     known = np.isfinite(report.before.loss).any() and np.isfinite(report.after.loss).any()
     transfers = any(s.stream == "weights" for s in report.spans)
     timed = report.pairs is not None

@@ -37,7 +37,7 @@ _COLOURS = {
 
 
 def _parts(rows: Sequence[dict[str, Any]], ranks: int) -> str:
-    """A bar for every planner."""
+    """Draw a bar for every planner."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -45,8 +45,10 @@ def _parts(rows: Sequence[dict[str, Any]], ranks: int) -> str:
         left = np.zeros(len(rows))
         for part, colour in _COLOURS.items():
             seconds = np.array([1e3 * row["parts_s"][part] for row in rows])
+            # A part that no planner has would only lengthen the legend
             if seconds.any():
                 axes.barh(y, seconds, 0.62, left=left, color=colour, label=part)
+            # Parts are stacked even where ranks do not wait in all of them, so a bar may be longer than the step
             left += seconds
         for i, row in enumerate(rows):
             axes.text(1.01 * left[i], i, f"{1e3 * row['step_s']:.4g}", va="center", fontsize=8)
@@ -61,18 +63,20 @@ def _parts(rows: Sequence[dict[str, Any]], ranks: int) -> str:
 
 
 def render_simulated(answer: dict[str, Any], sentences: Sequence[str]) -> str:
-    """The page as one string of HTML, of what `prophet simulate --json` prints.
+    """The page as one string of HTML, from what `prophet simulate --json` prints.
 
     Args:
         answer: The answer.
-        sentences: What the command says beside its table.
+        sentences: The lines beside the command's table.
 
     Raises:
         ReportError: matplotlib is missing.
     """
     by_ranks: dict[int, list[dict[str, Any]]] = {}
     for row in answer["rows"]:
+        # Rows come in the order of their numbers of ranks, and `dict` keeps it
         by_ranks.setdefault(row["ranks"], []).append(row)
+    # The last row is even routing, which is no planner
     figures = [
         (f"{max(row['gain'] for row in rows[:-1]):.2f}x", f"a step on {ranks} ranks, over no balancing")
         for ranks, rows in by_ranks.items()
@@ -112,5 +116,14 @@ def render_simulated(answer: dict[str, Any], sentences: Sequence[str]) -> str:
 
 
 def write_simulated(path: str | os.PathLike[str], answer: dict[str, Any], sentences: Sequence[str]) -> None:
-    """Write the page into the file `path`; `ReportError` when matplotlib is missing."""
+    """Write the page of a simulation into a file.
+
+    Args:
+        path: The file; its folder is made.
+        answer: What `prophet simulate --json` prints.
+        sentences: The lines beside the command's table.
+
+    Raises:
+        ReportError: matplotlib is missing.
+    """
     write_page(path, render_simulated(answer, sentences))

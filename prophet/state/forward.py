@@ -22,17 +22,32 @@ NEAR = 8.0
 
 An A800 has 200 GB/s within its node and 25 GB/s out of it.
 """
-_SHORTER = 0.98  # forwarding must save at least 2 % of the busiest port's time
-_FINER = 4  # parts that are sent on are smaller than others: ports then send and take in about as much as each other
+# forwarding must save at least 2 % of the busiest port's time
+_SHORTER = 0.98
+# parts that are sent on are smaller than others: ports then send and take in about as much as each other
+_FINER = 4
+# More rows than this take too much time and memory to plan, so the direct route is taken
 _MOST_ROWS = 4_000_000
 
 
 def spread(missing: Rows, direct: Chosen, nodes: IntArray, members: IntArray, item_bytes: IntArray) -> Chosen:
-    """The rows with forwarding where that relieves the busiest port; `direct` where it does not."""
+    """Let ranks forward to each other where that relieves the busiest port.
+
+    Args:
+        missing: A row for every atom that a rank misses, uncut.
+        direct: The same rows with a holder that sends each.
+        nodes: Node of every rank, [P].
+        members: Tensors, class by class.
+        item_bytes: Bytes of an element of every tensor.
+
+    Returns:
+        The rows with forwarding; `direct` where it would not shorten the busiest port's time by `1 - _SHORTER`.
+    """
     ranks = len(nodes)
     chosen = _scarce(missing, direct, nodes)[missing.atom] if len(missing) else np.zeros(0, dtype=bool)
     if not chosen.any():
         return direct
+    # Between nodes a port has to take in no more than its share, as what comes in is spread inside of the node
     goal = np.repeat([goals(missing, ranks)[0], _incoming_bytes(missing, nodes)], ranks)
     some, rest = missing.taken(np.flatnonzero(chosen)), missing.taken(np.flatnonzero(~chosen))
     parts = _parts(some, goal[some.outside * ranks] / (PARTS * _FINER))
@@ -46,6 +61,7 @@ def spread(missing: Rows, direct: Chosen, nodes: IntArray, members: IntArray, it
     )
     rows = some.with_more(rest)
     source = balanced(rows, goals(rows, ranks), np.zeros(2 * ranks))
+    # A row has a feed only where the relay was chosen; a holder needs nothing before it sends
     on = np.where(source[: len(some)] == some.relay, feed, -1)
     together = _together(Chosen(some, source[: len(some)], on), part)
     found = Chosen(
@@ -53,6 +69,7 @@ def spread(missing: Rows, direct: Chosen, nodes: IntArray, members: IntArray, it
         np.concatenate([together.source, source[len(some) :]]),
         np.concatenate([together.feed, np.full(len(rest), -1)]),
     )
+    # Forwarding adds a message in a row, and rows; it must be worth that
     return found if _busiest(found, nodes) < _SHORTER * _busiest(direct, nodes) else direct
 
 
@@ -65,6 +82,7 @@ def _parts(rows: Rows, most_bytes: FloatArray) -> IntArray:
     """
     outside = rows.outside == 1
     takers = np.where(outside, np.bincount(rows.atom, rows.outside)[rows.atom], np.bincount(rows.atom)[rows.atom])
+    # One part for every rank that lacks the atom, and one more where a single rank holds it
     lacking = np.ones(int(rows.atom.max()) + 1)
     np.maximum.at(lacking, rows.atom, takers + 1 - (rows.hi - rows.lo))
     heads = np.unique(rows.atom, return_index=True)[1]
@@ -74,26 +92,28 @@ def _parts(rows: Rows, most_bytes: FloatArray) -> IntArray:
     many = senders * np.ceil(large / senders)
     most = np.zeros(len(lacking))
     np.maximum.at(most, rows.atom, many * rows.n_bytes / total)
+    # Rounding errors must not make a part more of a whole number
     found: IntArray = np.ceil(most[rows.atom] - 1e-9).astype(np.int64)
     return found
 
 
 def _together(chosen: Chosen, part: IntArray) -> Chosen:
-    """Parts side by side as one where they go the same ways: those of one tensor, then whole boxes of several."""
+    """Merge neighbouring parts whose rows have the same senders: parts of one tensor, then whole boxes of several."""
     for of_tensor in (True, False):
         rows, source, feed = chosen.rows, chosen.source, chosen.feed
         runs = _Runs.by(part)
-        head, ways = runs.start, numbered_lists(source, np.append(runs.start, len(rows)))[0]
-        alike = ways[1:] == ways[:-1]
+        head, sources = runs.start, numbered_lists(source, np.append(runs.start, len(rows)))[0]
+        alike = sources[1:] == sources[:-1]
         for column in (rows.atom, rows.first, rows.last) if of_tensor else (rows.atom, *rows.low.T, *rows.high.T):
             alike &= column[head][1:] == column[head][:-1]
         stays = np.append(True, ~alike)
-        # a row becomes one with the row at its place in the first of these parts
+        # A row is merged into the row at its place in the first of these parts
         first = np.flatnonzero(stays)[np.cumsum(stays) - 1]
         kept, row = stays[runs.of], np.arange(len(rows))
         into = (np.cumsum(kept) - 1)[head[first[runs.of]] + row - head[runs.of]]
         end = np.zeros(int(kept.sum()), np.int64)
-        end[into] = row  # the last that comes stays
+        # numpy keeps the last of several values for one place: the end of the merged box
+        end[into] = row
         n_bytes = np.bincount(into, rows.n_bytes).astype(np.int64)
         one = replace(rows.taken(np.flatnonzero(kept)), high=rows.high[end], last=rows.last[end], n_bytes=n_bytes)
         chosen = Chosen(one, source[kept], np.where(feed >= 0, into[feed], -1)[kept])
@@ -102,7 +122,7 @@ def _together(chosen: Chosen, part: IntArray) -> Chosen:
 
 
 def _incoming_bytes(missing: Rows, nodes: IntArray) -> float:
-    """Bytes that the ports of the busiest node take in on average if all comes from outside once."""
+    """Mean bytes that the ports of the busiest node take in if everything comes from outside once."""
     far = missing.taken(np.flatnonzero(missing.outside))
     node = nodes[far.destination]
     once = numbered(far.atom, node)[1]
@@ -117,10 +137,13 @@ def _scarce(missing: Rows, direct: Chosen, nodes: IntArray) -> BoolArray:
     port = rows.outside * ranks + direct.source
     load = np.bincount(port, rows.n_bytes, 2 * ranks)
     found = np.zeros(int(missing.atom.max()) + 1, dtype=bool)
+    # A port above its goal is what forwarding can relieve
     found[rows.atom[(load > SLACK * goals(missing, ranks))[port]]] = True
+    # What several ranks of a node take from outside would cross the slow links several times
     entering = np.flatnonzero(missing.outside)
     pair, first = numbered(missing.atom[entering], nodes[missing.destination[entering]])
     found[missing.atom[entering[first[np.bincount(pair, minlength=len(first)) > 1]]]] = True
+    # With a single rank that misses an atom there is nobody to forward to
     return found & (np.bincount(missing.atom) > 1)
 
 
@@ -154,13 +177,14 @@ def _passed_on(rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArr
     entry = _entries(rows, inside, nodes, comes_in)
     # of the nodes that a part has to enter, the first one's rank may send it to the others'
     enters = np.bincount(parts.of[inside.start], outside[inside.start], len(parts.start)).astype(np.int64)
-    # in turn for each of the ranks that get a part first in a node, so that as much falls to each of them
+    # The ranks that get a part first in a node send it to other nodes in turn, so that each sends about as much
     turns = np.maximum(enters, 1) * inside.length[inside.of[parts.start]]
     place = (_middles(rows.group[parts.start], rows.n_bytes[parts.start]) * turns).astype(np.int64)
     first = entry[inside.of[parts.start] + place % np.maximum(enters, 1)]
     row = np.arange(len(rows))
     is_entry = entry[inside.of] == row
     feed = np.where(is_entry, np.where(outside & (first[parts.of] != row), first[parts.of], -1), entry[inside.of])
+    # Once a part has entered the node, its other ranks are served from inside: no holder is left for them
     mates = outside & ~is_entry
     found = replace(
         rows,
@@ -175,6 +199,8 @@ def _entries(rows: Rows, inside: _Runs, nodes: IntArray, comes_in: FloatArray) -
     """The row by which a part comes to each node first, [runs]: so that all ports of the node take in about as much."""
     start, ranks = inside.start, len(nodes)
     same, first = numbered(rows.group[start], nodes[rows.destination[start]])
+    # Which rank of a node a part enters by is the same question as who sends a row: so ranks that could take it in
+    # stand where holders do
     heads = replace(
         rows.taken(start),
         lo=start[first][same],
@@ -207,5 +233,6 @@ def _busiest(chosen: Chosen, nodes: IntArray) -> float:
     far = nodes[chosen.source] != nodes[chosen.rows.destination]
     for kind, weight in ((far, 1.0), (~far, 1 / NEAR)):
         for end in (chosen.source, chosen.rows.destination):
+            # Links within a node are faster: a byte there counts less
             found = max(found, weight * float(np.bincount(end[kind], chosen.rows.n_bytes[kind], ranks).max()))
     return found

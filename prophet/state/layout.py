@@ -52,6 +52,7 @@ class Layout:
         self.pieces = rows
         self._made = {}
         for rank, row in enumerate(rows):
+            # By tensor, since every box is compared with every other one
             by_name: dict[str, list[Box]] = {}
             for piece in row:
                 if not space[piece.name].box.contains(piece.box):
@@ -180,7 +181,7 @@ def slice_box(shape: Sequence[int], dim: int, parts: int, index: int) -> Box:
     """
     if not (0 <= dim < len(shape) and 0 <= index < parts):
         raise LayoutError(f"no part {index} of {parts} along dimension {dim} of {list(shape)}")
-    # `torch.tensor_split` cuts alike, and so do vocabularies that do not divide by the ranks
+    # `torch.tensor_split` cuts alike
     size, more = divmod(shape[dim], parts)
     first = index * size + min(index, more)
     whole = Box.whole(shape)
@@ -210,6 +211,7 @@ def flat_shard(tensors: Sequence[TensorSpec], parts: int, index: int) -> list[Pi
     for tensor in tensors:
         first, last = max(low - offset, 0), min(high - offset, tensor.elements)
         if first < last:
+            # A range of a tensor is several boxes, unless it begins and ends with whole rows
             pieces += [Piece(tensor.name, box) for box in flat_boxes(tensor.shape, first, last)]
         offset += tensor.elements
     return pieces

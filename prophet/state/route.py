@@ -27,9 +27,14 @@ from prophet.state.table import box_of, numbered, positions_of, volumes
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One box of one tensor goes from rank `source` to rank `destination`.
+    """One box of one tensor goes from one rank to another.
 
-    hop: how often it has been sent before; 0 where the source held it under the old layout.
+    Attributes:
+        name: The tensor.
+        box: Its part.
+        source: Rank that sends it.
+        destination: Rank that receives it.
+        hop: How often it has been sent before; 0 where the source held it under the old layout.
     """
 
     name: str
@@ -44,10 +49,16 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """All transfers from layout `before` to layout `after`, in an order that every rank derives alike.
+    """All transfers from one layout to another, in an order that every rank derives alike.
 
-    rows: what ranks miss. source: who sends it, [rows]. feed: the row by which the source gets it, -1 where it has held
-    it, [rows]. nodes: the node of every rank, [P].
+    Attributes:
+        before: The old layout.
+        after: The new one.
+        nodes: Node of every rank, [P].
+        atoms: The boxes of which every rank holds all or nothing.
+        rows: What ranks miss.
+        source: Rank that sends each row, [rows].
+        feed: The row by which the source gets it; -1 where it has held it, [rows].
     """
 
     before: Layout
@@ -75,6 +86,7 @@ class Route:
         """Bytes that cross between ranks."""
         return int(self.rows.n_bytes.sum())
 
+    # `bincount` adds weights up in float64, which counts bytes exactly up to 2 ** 53
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes every rank sends, [P]."""
         return tuple(np.bincount(self.source, self.rows.n_bytes, self.ranks).astype(np.int64).tolist())
@@ -97,6 +109,8 @@ class Route:
         found = np.zeros(len(self.rows), np.int64)
         on = np.flatnonzero(self.feed >= 0)
         for _ in range(len(self.rows)):
+            # Feeds form chains: each pass settles the rows that are one hop further on, and a pass without change ends
+            # it
             later = found[self.feed[on]] + 1
             if (later == found[on]).all():
                 break
@@ -104,9 +118,13 @@ class Route:
         return found
 
     def streams(self, waves: IntArray | None = None) -> tuple[IntArray, IntArray]:
-        """Source, destination, hop and wave of everything that is sent together, [S, 4], and its bytes, [S].
+        """Sum up what is sent together: between two ranks, in one hop and wave.
 
-        `waves` [tensors] says in which wave a tensor goes; None: all in wave 0.
+        Args:
+            waves: Wave of every tensor, [tensors]; None: all are in wave 0.
+
+        Returns:
+            Source, destination, hop and wave of every stream, [S, 4], and its bytes, [S].
         """
         row, n_bytes, wave = np.arange(len(self.rows)), self.rows.n_bytes, np.zeros(len(self.rows), np.int64)
         if waves is not None:
@@ -122,6 +140,8 @@ class Route:
     def widest_item_bytes(self) -> int:
         """Bytes of the widest element that travels; 1 where nothing does."""
         many = len(self.atoms.members) + 1
+        # Rows are ranges of members. Counting where ranges begin and end finds which members are in any, without
+        # listing them
         begun, ended = np.bincount(self.rows.first, minlength=many), np.bincount(self.rows.last, minlength=many)
         travels = np.cumsum(begun - ended)[:-1] > 0
         return int(self.space.item_bytes[self.atoms.members[travels]].max(initial=1))
@@ -145,6 +165,7 @@ class Route:
         tensor = self.atoms.members[positions_of(self.rows.first[rows], many)]
         row = np.repeat(rows, many)
         low, destination = self.rows.low[row], self.rows.destination[row]
+        # Both ends of a pair list their transfers in this order
         order = np.lexsort([self.source[row], destination, *low.T[::-1], tensor])
         return tuple(
             Transfer(
@@ -165,7 +186,7 @@ class Route:
         )
 
     def digest(self) -> int:
-        """62 bits that differ where spaces, layouts or transfers do: ranks compare them before they move anything."""
+        """62 bits that differ where spaces, layouts or transfers do; ranks compare them before they move anything."""
         tensors = [(t.name, t.shape, t.dtype, t.kind, t.layer) for t in self.space.tensors]
         found = hashlib.blake2b(repr(tensors).encode(), digest_size=8)
         for table in (self.before.table, self.after.table):
@@ -181,17 +202,28 @@ class Route:
             self.feed,
         ):
             found.update(np.ascontiguousarray(part).tobytes())
+        # A positive int64, as it travels in a tensor
         return int.from_bytes(found.digest(), "little") >> 2
 
 
 def route(before: Layout, after: Layout, *, nodes: Sequence[int] | None = None, forward: bool = True) -> Route:
-    """The transfers that turn `before` into `after`.
+    """Find the transfers that turn `before` into `after`.
 
-    `nodes` [P] says which node a rank is on (default: all on one). A missing piece comes from the same node if it can.
-    Of several ranks that could send it, it comes from those that have least to send, in parts where that helps. Where
-    that leaves a port with more to send than ranks receive, they forward to each other if `forward` lets them. Raises
-    `LayoutError` if a piece that `after` wants lives nowhere.
+    A missing piece comes from the same node if it can. Of several ranks that could send it, it comes from those that
+    have least to send, in parts where that helps.
+
+    Args:
+        before: The layout that is there.
+        after: The layout that is wanted, of the same space and as many ranks.
+        nodes: Node of every rank, [P]; None: all are on one.
+        forward: Whether ranks that miss a piece may send it on to each other. They do where holders would have more to
+            send than ranks receive.
+
+    Raises:
+        LayoutError: The layouts do not match, or a piece that `after` wants lives nowhere.
+        SpecError: `nodes` has another length.
     """
+    # A route does not know how to make, drop or cast tensors: it moves boxes of the same ones
     if before.space != after.space or before.ranks != after.ranks:
         raise LayoutError(
             f"both layouts must be of one space and one number of ranks, got {before.ranks} and {after.ranks} ranks"
@@ -199,6 +231,7 @@ def route(before: Layout, after: Layout, *, nodes: Sequence[int] | None = None, 
     if nodes is not None and len(nodes) != before.ranks:
         raise SpecError(f"nodes needs one entry per rank ({before.ranks}), got {len(nodes)}")
     node = np.zeros(before.ranks, np.int64) if nodes is None else np.asarray(nodes, dtype=np.int64)
+    # Every rank finds the route alone. So all that follows counts in integers and breaks ties by index
     atoms = cut(before.table, after.table)
     sizes = before.space.item_bytes
     missing = missing_rows(atoms, node, sizes)

@@ -28,18 +28,19 @@ from prophet.state.streams import (
 
 @dataclass(frozen=True)
 class Rounds:
-    """What one rank sends and receives in every round of a window; `number` of them."""
+    """What one rank sends and receives in every round of a window."""
 
     going: Chunks
     coming: Chunks
 
     @cached_property
+    # A rank may have nothing to do in a round; the last one in which it has ends its work
     def number(self) -> int:
         return max((*self.going, *self.coming), default=-1) + 1
 
 
 class RouteSchedule:
-    """What `rank` does on a `route`. Each part is found when it is first asked for, and kept.
+    """What one rank does on a route. Each part is found when it is first asked for, and kept.
 
     Not for two threads at the same time.
     """
@@ -51,7 +52,7 @@ class RouteSchedule:
 
     @cached_property
     def digest(self) -> int:
-        """The route's."""
+        """Digest of the route."""
         return self.route.digest()
 
     @cached_property
@@ -73,14 +74,15 @@ class RouteSchedule:
         return self._order if in_place else None
 
     def measures(self, *, in_place: bool) -> Measures:
-        """What a window is chosen by."""
+        """What the window is chosen by, of all ranks."""
         if in_place not in self._measures:
             self._measures[in_place] = Measures.of(self.route, self.waves(in_place=in_place))
         return self._measures[in_place]
 
     def rounds(self, window: Window, *, in_place: bool) -> Rounds:
-        """The chunks of every round of this window."""
+        """This rank's chunks in every round of a window."""
         key = window, in_place
+        # A thread that prepares the move has often found them already, with the same window
         if key not in self._rounds:
             self._rounds[key] = Rounds(*Timetable(self.streams, window, self.waves(in_place=in_place)).rounds())
         return self._rounds[key]
@@ -88,11 +90,23 @@ class RouteSchedule:
     def precompute(
         self, budget_bytes: int, *, in_place: bool, chunk_bytes: int = CHUNK_BYTES, depth: int = DEPTH
     ) -> None:
-        """Find all parts now, as far as others have the same budget and no rank's state takes any of it."""
+        """Find all parts now, so that a move finds them ready.
+
+        The window is a guess: others may have a smaller budget, and in place the state may take some of it. Then the
+        rounds are found again in the move.
+
+        Args:
+            budget_bytes: Bytes that this rank can spare for buffers.
+            in_place: Whether old tensors give way to new ones.
+            chunk_bytes: The most that one message carries.
+            depth: Rounds in flight at once.
+        """
+        # Cached properties: asking is what computes them
         _ = self.digest, self.route.before.on(self.rank), self.route.after.on(self.rank), self.route.link_bytes
         _ = self.streams.number, self.streams.out_bytes, self.streams.in_bytes, self.kept
         try:
             window = window_of(budget_bytes, chunk_bytes, depth, self.measures(in_place=in_place))
         except BudgetError:
-            return  # the ranks find out together
+            # `transition` raises it on all ranks at once; here one rank alone would
+            return
         self.rounds(window, in_place=in_place)

@@ -17,20 +17,37 @@ from prophet.state.table import numbered, positions, positions_of, starts, volum
 
 PARTS = 8
 """Into how many parts the busiest port's bytes are cut where several ranks could send them."""
+# Passes at most; one that finds nothing to move ends them
 _ROUNDS = 24
-SLACK = 1.01  # of the goal, that a port may have
+# A port may have this many times its goal, as whole boxes never add up to it exactly
+SLACK = 1.01
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Missing boxes: row m is the box low[m]:high[m] of the class's members first[m] .. last[m] - 1, within one atom.
+    """Missing boxes: row m is a box of some tensors of one class, within one atom. All but `values` are [M, ...].
 
     Ranks that could send it are values[lo[m]:hi[m]], and relay[m], which gets it first, where that is not -1. A `pick`
-    counts them in this order. All but `values` are [M, ...].
+    counts them in this order.
+
+    Attributes:
+        atom: Which atom.
+        group: A number, equal for atoms that the same ranks hold and the same want.
+        first: The first of the class's members.
+        last: The one behind the last.
+        low: Where the box begins, [M, D].
+        high: Where it ends, [M, D].
+        destination: Rank that misses it.
+        lo: Where its holders begin in `values`.
+        hi: Where they end.
+        outside: 1 where no rank of the destination's node holds it.
+        n_bytes: Bytes of the row.
+        relay: Rank that could send it on; -1: none.
+        values: Ranks, to which `lo` and `hi` point.
     """
 
     atom: IntArray
-    group: IntArray  # equal for atoms that the same ranks hold and the same want
+    group: IntArray
     first: IntArray
     last: IntArray
     low: IntArray
@@ -38,10 +55,10 @@ class Rows:
     destination: IntArray
     lo: IntArray
     hi: IntArray
-    outside: IntArray  # 1 where no rank of the destination's node holds it
+    outside: IntArray
     n_bytes: IntArray
     relay: IntArray
-    values: IntArray  # ranks, to which lo and hi point
+    values: IntArray
 
     def __len__(self) -> int:
         return len(self.atom)
@@ -52,7 +69,7 @@ class Rows:
         return self.hi - self.lo + (self.relay >= 0)
 
     def taken(self, rows: IntArray) -> Rows:
-        """Some of the rows, in this order; one may come several times."""
+        """Some of the rows, in this order; a row may be taken several times."""
         return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     def with_more(self, more: Rows) -> Rows:
@@ -66,7 +83,13 @@ _COLUMNS = ("atom", "group", "first", "last", "low", "high", "destination", "lo"
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """Rows with the rank that sends each, [M], and the row that brings it there first (-1: it has held it), [M]."""
+    """Rows with who sends each.
+
+    Attributes:
+        rows: The rows.
+        source: Rank that sends each, [M].
+        feed: The row that brings it to the source first; -1: the source has held it, [M].
+    """
 
     rows: Rows
     source: IntArray
@@ -74,16 +97,22 @@ class Chosen:
 
 
 def missing_rows(atoms: Atoms, nodes: IntArray, item_bytes: IntArray) -> Rows:
-    """A row for every rank that wants an atom and does not hold it."""
+    """List a row for every rank that wants an atom and does not hold it.
+
+    Args:
+        atoms: What the new layout wants, in boxes of which every rank holds all or nothing.
+        nodes: Node of every rank, [P].
+        item_bytes: Bytes of an element of every tensor.
+    """
     ranks, lists = len(nodes), atoms.lists
     pair, first = numbered(atoms.holders, atoms.takers)
     held, wanted = atoms.holders[first], atoms.takers[first]
-    # per pair of lists: the takers that are no holders
+    # Many atoms have the same two lists of ranks, so who lacks what is found once for each pair of lists
     many = lists.start[wanted + 1] - lists.start[wanted]
     taker = lists.values[positions(lists.start, wanted)]
     of_pair = np.repeat(np.arange(len(first)), many)
     number = np.repeat(np.arange(len(lists.start) - 1), np.diff(lists.start))
-    there = number * ranks + lists.values  # ascends
+    there = number * ranks + lists.values
     lacks = ~np.isin(held[of_pair] * ranks + taker, there)
     of_pair, taker = of_pair[lacks], taker[lacks]
     # holders of a list, those of one node side by side
@@ -94,6 +123,7 @@ def missing_rows(atoms: Atoms, nodes: IntArray, item_bytes: IntArray) -> Rows:
     near = held[of_pair] * width + nodes[taker]
     lo, hi = np.searchsorted(on_node, near, side="left"), np.searchsorted(on_node, near, side="right")
     far = lo == hi
+    # Holders on the destination's node are the only choice where there are any: links within a node are faster
     lo, hi = np.where(far, lists.start[held[of_pair]], lo), np.where(far, lists.start[held[of_pair] + 1], hi)
     # every atom of the pair is missing at these takers
     start = starts(np.bincount(of_pair, minlength=len(first)))
@@ -119,16 +149,33 @@ def missing_rows(atoms: Atoms, nodes: IntArray, item_bytes: IntArray) -> Rows:
 
 
 def choose(rows: Rows, ranks: int, members: IntArray, item_bytes: IntArray) -> Chosen:
-    """The rows, some of them in parts, each sent by a rank that has held it all along."""
+    """Let each row be sent by a rank that has held it all along; large rows are cut and shared out.
+
+    Args:
+        rows: What ranks miss.
+        ranks: Number of ranks.
+        members: Tensors, class by class.
+        item_bytes: Bytes of an element of every tensor.
+    """
     goal = goals(rows, ranks)
     many = rows.hi - rows.lo
+    # More parts than holders would not level anything
     rows, _ = parted(rows, np.minimum(many, shares(rows, goal)), members, item_bytes)
     source = balanced(rows, goal, np.zeros(2 * ranks))
     return Chosen(rows, source, np.full(len(rows), -1))
 
 
 def balanced(rows: Rows, goal: FloatArray, fixed: FloatArray) -> IntArray:
-    """Who sends each row, [M], where ports send `fixed` [2 P] bytes anyway: as few above the goal as can be."""
+    """Choose who sends each row, so that ports are above their goals as little as can be.
+
+    Args:
+        rows: What is to be sent.
+        goal: Bytes that each port may send, [2 P]: ports towards the node, then those out of it.
+        fixed: Bytes that each port sends anyway, [2 P].
+
+    Returns:
+        The rank that sends each row, [M].
+    """
     if not len(rows):
         return np.zeros(0, np.int64)
     ranks = len(goal) // 2
@@ -136,6 +183,7 @@ def balanced(rows: Rows, goal: FloatArray, fixed: FloatArray) -> IntArray:
     rows = rows.taken(order)
     port, free = rows.outside * ranks + _shared_out(rows), np.flatnonzero(rows.choices > 1)
     load = fixed + np.bincount(port, rows.n_bytes, 2 * ranks)
+    # What a port has to send in any case cannot be moved: its goal is at least that
     goal = np.maximum(goal, load - np.bincount(port[free], rows.n_bytes[free], 2 * ranks))
     for _ in range(_ROUNDS):
         moved, target = _relieved(rows, free, port, load, goal * SLACK)
@@ -160,14 +208,24 @@ def goals(rows: Rows, ranks: int) -> FloatArray:
 
 
 def shares(rows: Rows, goal: FloatArray) -> IntArray:
-    """Into how many parts each row would have to be cut to be small beside a port's bytes, [M]."""
+    """The number of parts in which each row would be small beside a port's bytes, [M]."""
     most = np.maximum(goal[rows.outside * (len(goal) // 2)] / PARTS, 1)
     found: IntArray = np.ceil(rows.n_bytes / most).astype(np.int64)
     return found
 
 
 def parted(rows: Rows, parts: IntArray, members: IntArray, item_bytes: IntArray) -> tuple[Rows, IntArray]:
-    """The rows in as many parts each, as far as they can be cut: by tensors, then by box. Also the number of a part."""
+    """Cut rows into parts, as far as they can be cut: by tensors, then by box.
+
+    Args:
+        rows: The rows.
+        parts: Into how many parts each is to be cut, [M].
+        members: Tensors, class by class.
+        item_bytes: Bytes of an element of every tensor.
+
+    Returns:
+        The parts, and each one's number among those of its row.
+    """
     if not len(rows):
         return rows, parts
     tensors = rows.last - rows.first
@@ -178,6 +236,7 @@ def parted(rows: Rows, parts: IntArray, members: IntArray, item_bytes: IntArray)
         row = np.repeat(np.arange(len(rows)), each)
         first, many, inner = rows.first[row], tensors[row], inner[row]
         rows = replace(rows.taken(row), first=first + many * k // n, last=first + many * (k + 1) // n)
+        # Along the longest dimension, most parts can be had
         longest = np.argmax(rows.high - rows.low, axis=1)
         length = (rows.high - rows.low)[np.arange(len(rows)), longest]
         inner = np.maximum(np.minimum(inner, length), 1)
@@ -202,6 +261,7 @@ def _shared_out(rows: Rows) -> IntArray:
     total = np.maximum(np.bincount(group, rows.n_bytes)[group], 1)
     middle = (before - offset + rows.n_bytes / 2) / total
     many = rows.hi - rows.lo
+    # Rounding may put the last middle at 1
     pick = np.minimum((middle * many).astype(np.int64), many - 1)
     return np.where(many > 0, rows.values[rows.lo + pick], rows.relay)
 
@@ -211,7 +271,8 @@ def _relieved(
 ) -> tuple[IntArray, IntArray]:
     """Of the `free` rows some that leave ports above the goal, and their new ports: each the least loaded with room."""
     movable = free[(load > goal)[port[free]]]
-    # of every full port, the rows above its goal; what cannot move stands in front, then what only holders can send
+    # Of every full port, the rows above its goal leave. Rows in front count first and stay: what cannot move, then what
+    # only holders can send
     order = movable[np.lexsort([rows.relay[movable] >= 0, port[movable]])]
     fixed = load - np.bincount(port[order], rows.n_bytes[order], len(load))
     reached = _running(port[order], rows.n_bytes[order]) + fixed[port[order]]
@@ -219,10 +280,12 @@ def _relieved(
     if not len(over):
         return over, over
     target = _least_loaded(rows, over, load)
+    # Without this, a row that is larger than any room would go to and fro
     better = load[target] + rows.n_bytes[over] < load[port[over]]
     over, target = over[better], target[better]
     by_target = np.argsort(target, kind="stable")
     room = _running(target[by_target], rows.n_bytes[over][by_target]) + load[target[by_target]]
+    # One row per target goes in any case: it was found better, and a row larger than the goal would fit nowhere
     first = np.ones(len(by_target), dtype=bool)
     first[1:] = target[by_target][1:] != target[by_target][:-1]
     fits = by_target[(room <= goal[target[by_target]]) | first]
@@ -230,11 +293,12 @@ def _relieved(
 
 
 def _least_loaded(rows: Rows, some: IntArray, load: FloatArray) -> IntArray:
-    """The least loaded port of each of these rows; a list of ranks is gone through once, however many rows have it.
+    """The least loaded port of each of these rows.
 
     Of equal ones it is the first counted from the row's own place, so that rows do not all turn to one.
     """
     ranks, outside = len(load) // 2, rows.outside[some]
+    # Thousands of rows share a list of holders: it is searched once, not once for each of them
     of, first = numbered(rows.lo[some], rows.hi[some], outside)
     lengths = (rows.hi - rows.lo)[some[first]]
     begin = starts(lengths)

@@ -78,6 +78,7 @@ class Box:
         """The common elements, or None if there are none."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        # Boxes that only touch have no element in common
         if any(b <= a for a, b in zip(start, stop, strict=True)):
             return None
         return Box(start, stop)

@@ -27,14 +27,22 @@ from prophet.state.table import distinct, flat_ranges, numbered, positions_of, s
 # of three. All move two layers to the next rank: 32 KiB take 1.19 with one round under way and 1.09 to 1.11 with
 # more, 128 KiB to 2 MiB take 1.07 to 1.09 at any depth. One rank's state goes to three: 32 KiB take 1.10 to 1.12, 128
 # KiB 1.11 to 1.14, 2 MiB 1.14 to 1.16.
-CHUNK_BYTES = 2 << 20  # a message takes its time whatever it carries, where links are fast more than the bytes do
-SMALL_CHUNK_BYTES = 128 << 10  # above this, memory is better spent on rounds than on their size
-DEPTH = 4  # rounds under way
-FORWARDED_CHUNKS = 16  # of the longest stream, at least: the first of them is sent on while the others come
+# a message takes its time whatever it carries, where links are fast more than the bytes do
+CHUNK_BYTES = 2 << 20
+# above this, memory is better spent on rounds than on their size
+SMALL_CHUNK_BYTES = 128 << 10
+# Rounds in flight at once
+DEPTH = 4
+# A stream that is forwarded has at least so many chunks: the first of them is sent on while the others come
+FORWARDED_CHUNKS = 16
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    """The tensor's element type in torch; TypeError where it has none."""
+    """The tensor's element type in torch.
+
+    Raises:
+        TypeError: torch has none of this name.
+    """
     dtype = getattr(torch, spec.dtype)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{spec.dtype} is no element type of torch")
@@ -51,21 +59,35 @@ def views(places: Sequence[Place], state: Mapping[Piece, Tensor]) -> list[Tensor
     for piece, low, shape in places:
         tensor = state[piece]
         steps = tensor.stride()
+        # One call for each box instead of a slice per dimension: a chunk may hold thousands of small boxes
         found.append(tensor.as_strided(shape, steps, tensor.storage_offset() + sum(map(mul, low, steps))))
     return found
 
 
 def placed(layout: Layout, rank: int, tensor: IntArray, low: IntArray, high: IntArray) -> list[Place]:
-    """Where these boxes, [M], lie in the pieces of `rank`; `LayoutError` unless each lies in one."""
+    """Find where boxes lie in the pieces of a rank.
+
+    Args:
+        layout: The layout of the pieces.
+        rank: The rank.
+        tensor: Tensor of every box, [M].
+        low: Where every box begins, [M, D].
+        high: Where it ends, [M, D].
+
+    Raises:
+        LayoutError: A box does not lie within one piece.
+    """
     table, tensors, pieces = layout.table, layout.space.tensors, layout.listed(rank)
     box, at = table.meeting(rank, tensor, low, high)
     entry = table.on(rank)[at]
     if (
+        # Each box meets one entry; two would mean that a box is cut over pieces, and none that it is elsewhere
         not np.array_equal(box, np.arange(len(tensor)))
         or (low < table.low[entry]).any()
         or (high > table.high[entry]).any()
     ):
         raise LayoutError(f"rank {rank} has no piece with all of a box that it sends or receives")
+    # As lists, since reading single numbers out of numpy's arrays is slow
     columns = at.tolist(), (low - table.low[entry]).tolist(), (high - low).tolist(), tensor.tolist()
     found = []
     for k, begin, shape, t in zip(*columns, strict=True):
@@ -84,6 +106,7 @@ def kept(route: Route, rank: int) -> Kept:
     entry = new.on(rank)
     box, at = old.meeting(rank, new.tensor[entry], new.low[entry], new.high[entry])
     b, a = entry[box], old.on(rank)[at]
+    # A piece with the same box in both layouts is handed over as it is, without a copy
     other = ((old.low[a] != new.low[b]) | (old.high[a] != new.high[b])).any(1)
     a, b = a[other], b[other]
     common = new.tensor[b], np.maximum(old.low[a], new.low[b]), np.minimum(old.high[a], new.high[b])
@@ -97,9 +120,13 @@ def kept(route: Route, rank: int) -> Kept:
 class Chunk:
     """What one message carries: boxes, the widest elements first, so that none needs padding.
 
-    places: of every box, in a piece of the new state where the chunk comes or is sent on. runs: the first of the
-    message's bytes that have elements of one type, the one behind the last, the type, and how many elements each box in
-    turn has.
+    Attributes:
+        n_bytes: Bytes of the message.
+        sent_on: Whether it is read from the new state, as another rank has sent it here before.
+        places: Every box, in a piece of the new state where the chunk comes or is sent on, and of the old one
+            elsewhere.
+        runs: Stretches of elements of one type: the first byte, the one behind the last, the type, and how many
+            elements each box in turn has.
     """
 
     n_bytes: int
@@ -115,9 +142,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of all ranks: most streams of one, bytes of the widest element that travels, of every wave's longest stream [W].
+    """What a window is chosen by, over all ranks.
 
-    hops: how often a byte is sent at most before it is where it belongs.
+    Attributes:
+        number: The most streams that one rank sends and receives.
+        widest: Bytes of the widest element that travels.
+        longest: Bytes of every wave's longest stream, [W].
+        hops: How often a byte is sent at most before it is where it belongs.
     """
 
     number: int
@@ -127,7 +158,12 @@ class Measures:
 
     @classmethod
     def of(cls, route: Route, waves: IntArray | None) -> Measures:
-        """`waves` [tensors] is the wave of every tensor; None: there is one."""
+        """Measure a route.
+
+        Args:
+            route: The route.
+            waves: Wave of every tensor, [tensors]; None: there is one wave.
+        """
         keys, n_bytes = route.streams(waves)
         many = 1 if waves is None else int(waves.max(initial=0)) + 1
         longest = np.zeros(many, np.int64)
@@ -140,9 +176,13 @@ class Measures:
 
 @dataclass(frozen=True)
 class Window:
-    """What all ranks agree on: bytes of a chunk and of its place in the buffer, rounds of every wave, those under way.
+    """What all ranks agree on. Wave w goes in rounds starts[w] .. starts[w + 1] - 1; what is forwarded may come later.
 
-    Wave w goes in rounds starts[w] .. starts[w + 1] - 1; what is forwarded may come later.
+    Attributes:
+        chunk_bytes: Bytes of a chunk.
+        slot_bytes: Bytes of a chunk's place in the buffer.
+        starts: First round of every wave, and the one behind the last wave, [W + 1].
+        depth: Rounds in flight at once.
     """
 
     chunk_bytes: int
@@ -151,14 +191,23 @@ class Window:
     depth: int
 
 
-_ALIGNED = 16  # bytes; no element is wider
+# Bytes that a slot's start is a multiple of; no element is wider, so any type may begin there
+_ALIGNED = 16
 
 
 def window_of(budget: int, chunk: int, depth: int, of: Measures) -> Window:
-    """The largest chunks of which a few rounds fit the streams of every rank, then the most rounds that fit.
+    """Choose the largest chunks of which a few rounds fit the streams of every rank, then the most rounds that fit.
 
-    A smaller budget or chunk never makes a larger slot. Raises `BudgetError` where one element for each stream does not
-    fit.
+    A smaller budget or chunk never makes a larger slot.
+
+    Args:
+        budget: Bytes that a rank has for buffers.
+        chunk: The most bytes that a message may carry.
+        depth: The most rounds in flight at once.
+        of: The route's measures.
+
+    Raises:
+        BudgetError: One element for each stream does not fit.
     """
     if min(budget, chunk, depth) < 1:
         raise BudgetError(f"budget, chunk and depth must be at least one, got {budget}, {chunk} and {depth}")
@@ -166,12 +215,14 @@ def window_of(budget: int, chunk: int, depth: int, of: Measures) -> Window:
     if not longest:
         return Window(chunk, 0, (0,) * (len(of.longest) + 1), 1)
     wish, fair = chunk, budget // of.number
+    # Rounds in flight hide the latency of messages, so a small budget goes into rounds before it goes into their size
     chunk = min(chunk, max(fair // DEPTH, SMALL_CHUNK_BYTES))
     if of.hops > 1:
         chunk = min(chunk, max(longest // FORWARDED_CHUNKS, SMALL_CHUNK_BYTES))
     slot = min(_aligned(chunk), _aligned(longest), fair)
     slot = slot // _ALIGNED * _ALIGNED or slot // of.widest * of.widest
-    chunk = min(chunk, slot) // of.widest * of.widest  # wider elements come first, so all chunks but a last are full
+    # A chunk holds whole elements of the widest type. Wider elements come first, so all chunks but a last are full
+    chunk = min(chunk, slot) // of.widest * of.widest
     if not chunk:
         raise BudgetError(
             f"a budget of {budget} bytes in chunks of {wish} cannot hold one element of {of.widest} bytes for each "
@@ -191,8 +242,15 @@ def _aligned(size: int) -> int:
 class Streams:
     """What one rank sends and receives, and what others send each other first, for it to be sent on.
 
-    Shape legend: S streams, B boxes. ends: hop, source and destination of every stream, ascending, [S, 3]. stream, row,
-    tensor: of every box, the row being the route's, by stream, tensor and place, [B].
+    Shape legend: S streams, B boxes, by stream, tensor and place.
+
+    Attributes:
+        route: The route.
+        rank: This rank.
+        ends: Hop, source and destination of every stream, ascending, [S, 3].
+        stream: Stream of every box, [B].
+        row: Row of the route that the box is of, [B].
+        tensor: Tensor of the box, [B].
     """
 
     route: Route
@@ -204,10 +262,12 @@ class Streams:
 
     @classmethod
     def of(cls, route: Route, rank: int) -> Streams:
-        """Those of `rank`."""
+        """The streams that concern `rank`."""
         rows, feed = route.rows, route.feed
         chosen = (route.source == rank) | (rows.destination == rank)
         if (feed[chosen] >= 0).any():
+            # When a forwarded chunk may go depends on when it has come. So the streams that feed this rank's are cut
+            # too, and those that feed these, though others send and receive them.
             number, first = numbered(route.hop, route.source, rows.destination)
             wanted, more = np.zeros(len(first), dtype=bool), number[chosen]
             while len(more):
@@ -266,6 +326,11 @@ class Timetable:
 
     What is sent on goes once the round that brings it has ended: `depth` rounds later, since a rank ends that one
     before it begins this one. So every rank gets to its next round, whatever the others do.
+
+    Args:
+        streams: The streams of a rank.
+        window: What ranks have agreed on.
+        waves: Wave of every tensor, [tensors]; None: there is one wave.
     """
 
     def __init__(self, streams: Streams, window: Window, waves: IntArray | None) -> None:
@@ -287,13 +352,15 @@ class Timetable:
         self.stream = np.repeat(stream[first], many)
         start = np.array(window.starts)
         rounds = start[wave[first] + 1] - start[wave[first]]
+        # A shorter stream's chunks are spread over the rounds of the longest one, so that all streams end together
         self.round = np.repeat(start[wave[first]], many) + within(many) * np.repeat(rounds, many) // np.repeat(
             many, many
         )
-        # parts of boxes, each within one chunk; those of chunk c are part[c] .. part[c + 1] - 1
+        # Parts of boxes, each within one chunk; those of chunk c are part[c] .. part[c + 1] - 1
         self.cut = distinct(np.concatenate([self.begin, self.chunk_begin]))
         self.box = np.searchsorted(self.begin, self.cut[:-1], side="right") - 1
         self.part = np.searchsorted(self.cut, self.chunk_begin)
+        # Hop by hop: a chunk's round must be settled before that of one that waits for it
         for hop in range(1, int(streams.ends[:, 0].max(initial=0)) + 1):
             self._delay(np.flatnonzero(streams.ends[self.stream, 0] == hop))
 
@@ -310,11 +377,14 @@ class Timetable:
         key = self.row * tensors + self.tensor
         order = np.argsort(key)
         fed = order[np.searchsorted(key[order], feed[self.row[box]] * tensors + self.tensor[box])]
-        last = self.begin[fed] + self.cut[part + 1] - 1 - self.begin[box]  # byte of what comes
+        # The last byte of each part, as it lies in the stream that brings it
+        last = self.begin[fed] + self.cut[part + 1] - 1 - self.begin[box]
         there = self.round[np.searchsorted(self.chunk_begin, last, side="right") - 1]
         earliest = np.maximum.reduceat(there, starts(many)[:-1]) + self.window.depth
         ahead = np.maximum(self.round[chunks], earliest) - np.arange(len(chunks))
-        apart = self.stream[chunks] * (int(ahead.max()) - int(ahead.min()) + 1)  # streams do not delay each other
+        # The running maximum leaves one chunk of a stream to a round. Each stream gets a range apart from the others',
+        # so that none delays another
+        apart = self.stream[chunks] * (int(ahead.max()) - int(ahead.min()) + 1)
         self.round[chunks] = np.maximum.accumulate(ahead + apart) - apart + np.arange(len(chunks))
 
     def rounds(self) -> tuple[Chunks, Chunks]:
@@ -322,6 +392,7 @@ class Timetable:
         streams, route = self.streams, self.streams.route
         going: dict[int, list[tuple[int, Chunk]]] = {}
         coming: dict[int, list[tuple[int, Chunk]]] = {}
+        # What is sent for the first time lies in the old state, what is sent on lies where it came in, in the new one
         first = streams.ends[:, 0] == 0
         for which, peers, layout, sent_on, found in (
             (streams.leaving & first, 2, route.before, False, going),
@@ -344,6 +415,8 @@ class Timetable:
         first, last = ((self.cut[part + k] - self.begin[box]) // self.item_bytes[box] for k in (0, 1))
         row = self.row[box]
         of, low, high = flat_ranges((rows.high - rows.low)[row], first, last)
+        # Sender and receiver cut the same range into the same boxes, so the same order on both ends is all that a
+        # message needs
         order = np.lexsort([*low.T[::-1], of])
         of, low, shape = of[order], low[order] + rows.low[row[of[order]]], (high - low)[order]
         tensor, size = self.tensor[box[of]], np.prod(shape, axis=1)

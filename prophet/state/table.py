@@ -30,7 +30,7 @@ def within(lengths: IntArray) -> IntArray:
 
 
 def positions_of(first: IntArray, lengths: IntArray) -> IntArray:
-    """first, first + 1, .. for every pair of a first position and a length."""
+    """The numbers first, first + 1, .. up to `length` of them, for every pair in turn."""
     return np.repeat(first, lengths) + within(lengths)
 
 
@@ -40,10 +40,15 @@ def positions(start: IntArray, lists: IntArray) -> IntArray:
 
 
 def numbered(*columns: IntArray) -> tuple[IntArray, IntArray]:
-    """A number for every row of the columns, equal where all columns are, and the first row of every number."""
+    """Number the rows of some columns, as `np.unique` does for one.
+
+    Returns:
+        A number for every row, equal where all columns are, and the first row of every number.
+    """
     n = len(columns[0])
     if n == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    # Sorting by one column is faster than by many
     keys = _packed(columns)
     order = np.argsort(keys[0], kind="stable") if len(keys) == 1 else np.lexsort(keys[::-1])
     new = np.zeros(n, dtype=bool)
@@ -62,6 +67,7 @@ def _packed(columns: Sequence[IntArray]) -> list[IntArray]:
     room = 0
     for column in columns:
         low, high = int(column.min()), int(column.max())
+        # The order of packed numbers is that of the columns, as long as nothing overflows an int64
         if keys and room * (high - low + 1) < 1 << 62:
             keys[-1] = keys[-1] * (high - low + 1) + (column - low)
             room *= high - low + 1
@@ -80,8 +86,14 @@ def distinct(values: IntArray) -> IntArray:
 
 
 def numbered_lists(values: IntArray, start: IntArray) -> tuple[IntArray, IntArray]:
-    """A number for every list, equal where lists are, and the first list of every number."""
+    """Number lists by what they hold.
+
+    Returns:
+        A number for every list, equal where lists are, and the first list of every number.
+    """
     lengths = np.diff(start)
+    # A list's digest is the sum of its scrambled values. So differences of one running sum give the digests of all
+    # lists, and uint64 may overflow without harm. The place goes in too: lists in another order differ.
     mixed = _mix(values.astype(np.uint64) * np.uint64(2654435761) + within(lengths).astype(np.uint64))
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
     digest = (sums[start[1:]] - sums[start[:-1]]).view(np.int64)
@@ -108,10 +120,16 @@ def volumes(low: IntArray, high: IntArray) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A layout in which entry k is the box low[k]:high[k] of tensor tensor[k], held by a list of ranks.
+    """A layout as arrays, in which no two entries are of one box: `table_of` merges them.
 
-    tensor [N] counts in the space's order; low, high [N, D]; start [N + 1] and holder give the ranks, ascending. No two
-    entries are of one box: `table_of` merges them.
+    Attributes:
+        space: The tensors.
+        ranks: Number of ranks, P.
+        tensor: Tensor of every entry, in the space's order, [N].
+        low: Where every box begins, [N, D].
+        high: Where it ends, [N, D].
+        start: Where every entry's ranks begin in `holder`, [N + 1].
+        holder: Ranks that hold each entry, ascending.
     """
 
     space: Space
@@ -143,12 +161,20 @@ class Table:
         return entry[start[rank] : start[rank + 1]]
 
     def meeting(self, rank: int, tensor: IntArray, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
-        """Pairs of one of these boxes and an entry on `rank`, counted as in `on`, that have an element in common.
+        """Find which of some boxes have an element in common with an entry of a rank.
 
-        tensor [M], low, high [M, D]. Pairs ascend by box.
+        Args:
+            rank: The rank.
+            tensor: Tensor of every box, [M].
+            low: Where every box begins, [M, D].
+            high: Where it ends, [M, D].
+
+        Returns:
+            Pairs of a box and an entry, ascending by box. Entries are counted as in `on`.
         """
         entry = self.on(rank)
         order = np.argsort(self.tensor[entry], kind="stable")
+        # Only entries of the same tensor can meet a box: they stand side by side after sorting
         arranged = self.tensor[entry[order]]
         first = np.searchsorted(arranged, tensor, side="left")
         many = np.searchsorted(arranged, tensor, side="right") - first
@@ -164,7 +190,14 @@ class Table:
 
 
 def box_of(space: Space, tensor: int, low: IntArray, high: IntArray) -> Box:
-    """A row of arrays as a box."""
+    """Make a `Box` of a row of arrays, without the dimensions that the tensor does not have.
+
+    Args:
+        space: The tensors.
+        tensor: Number of the tensor.
+        low: Where the box begins, [D].
+        high: Where it ends, [D].
+    """
     dims = len(space.tensors[tensor].shape)
     return Box(tuple(low[:dims].tolist()), tuple(high[:dims].tolist()))
 
@@ -172,9 +205,19 @@ def box_of(space: Space, tensor: int, low: IntArray, high: IntArray) -> Box:
 def table_of(
     space: Space, ranks: int, tensor: IntArray, low: IntArray, high: IntArray, start: IntArray, holder: IntArray
 ) -> Table:
-    """A table from entries in any order, of which several may be of one box; a rank is named once per box.
+    """Build a table from entries in any order, of which several may be of one box.
 
-    Raises `LayoutError` where a box lies outside its tensor or a rank outside 0 .. P-1.
+    Args:
+        space: The tensors.
+        ranks: Number of ranks.
+        tensor: Tensor of every entry, [M].
+        low: Where every box begins, [M, D].
+        high: Where it ends, [M, D].
+        start: Where every entry's ranks begin in `holder`, [M + 1].
+        holder: Ranks that hold each entry; a rank may stand there twice.
+
+    Raises:
+        LayoutError: A box lies outside its tensor, or a rank outside 0 .. `ranks` - 1.
     """
     if len(holder) and not (holder.min() >= 0 and holder.max() < ranks):
         raise LayoutError(f"ranks {holder.min()}..{holder.max()} are to hold boxes, outside 0..{ranks - 1}")
@@ -184,10 +227,12 @@ def table_of(
         box = box_of(space, int(tensor[k]), np.maximum(low[k], 0), np.maximum(high[k], low[k]))
         raise LayoutError(f"{space.tensors[int(tensor[k])].name}{box} lies outside its tensor")
     number, first = numbered(tensor, *low.T, *high.T)
+    # A rank is named once per box, whoever named it how often
     key = distinct(np.repeat(number, np.diff(start)) * ranks + holder)
     entry, ranked = np.divmod(key, ranks)
     lengths = np.bincount(entry, minlength=len(first))
-    full = lengths > 0  # what nobody holds is no entry
+    # What nobody holds is no entry
+    full = lengths > 0
     return Table(space, ranks, tensor[first][full], low[first][full], high[first][full], starts(lengths[full]), ranked)
 
 
@@ -212,9 +257,15 @@ def table_from(space: Space, pieces: Sequence[Sequence[tuple[str, Box]]]) -> Tab
 
 
 def flat_ranges(shape: IntArray, begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The boxes of elements begin .. end-1 of row-major arrays of these shapes: `flat_boxes` for many at once.
+    """The boxes of ranges of elements of row-major arrays: `flat_boxes` for many at once.
 
-    `shape` [M, D], `begin` and `end` [M]. Returns which of the M a box is of, low and high [*, D].
+    Args:
+        shape: Lengths of every array, [M, D].
+        begin: First element of every range, [M].
+        end: The element behind its last one, [M].
+
+    Returns:
+        Which range each box is of, and where boxes begin and end, [*, D] each.
     """
     many, dims = shape.shape
     index = np.flatnonzero(begin < end)
@@ -223,9 +274,12 @@ def flat_ranges(shape: IntArray, begin: IntArray, end: IntArray) -> tuple[IntArr
     if many == 0:
         return index, np.zeros((0, dims), np.int64), np.zeros((0, dims), np.int64)
     shape, begin, end = shape[index], begin[index], end[index]
+    # As in `flat_boxes`: a part of the first row, whole rows, a part of the last row. The parts are ranges of arrays
+    # with a dimension less. Rows of no elements must not divide by zero.
     row = np.maximum(np.prod(shape[:, 1:], axis=1, dtype=np.int64), 1)
     first, last = begin // row, (end - 1) // row
-    one = (first == last) & ((begin % row > 0) | (end % row > 0))  # a part of one row
+    # A range within one row is neither a head nor a tail, unless it is all of the row
+    one = (first == last) & ((begin % row > 0) | (end % row > 0))
     head, tail = ~one & (begin % row > 0), ~one & (end % row > 0)
     full, full_end = first + head, np.where(tail, last, last + 1)
     middle = np.flatnonzero(~one & (full < full_end))

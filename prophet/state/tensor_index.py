@@ -50,17 +50,21 @@ _ALLOWED = {
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }
-# what torch's index is made of: no sets, no bytes, no objects by reference
+# What torch's index is made of: no sets, no bytes, no objects by reference. A pickle that needs another operation was
+# not written by torch.
 _OPERATIONS = """
     PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE BINUNICODE8
     EMPTY_DICT EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS
     MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD
 """
-_MOST_ITEMS = 64  # of a tuple: a tensor has no more dimensions
-_LARGEST = 1 << 62  # of a size or a place
+# Items of a tuple: a tensor has no more dimensions
+_MOST_ITEMS = 64
+# The most that a size or a place in a file may be
+_LARGEST = 1 << 62
 
 
-_InPython: Any = pickle._Unpickler  # the one in C makes room in memory for any place that a file names
+# The unpickler in C makes room in memory for any place of the memo that a file names, however large
+_InPython: Any = pickle._Unpickler
 
 
 class _Unpickler(_InPython):  # type: ignore[misc]
@@ -72,19 +76,22 @@ class _Unpickler(_InPython):  # type: ignore[misc]
         return super().find_class(module, name)
 
     def _build(self) -> None:
+        # BUILD sets any attribute of any object, of a class or function too
         if not dataclasses.is_dataclass(self.stack[-2]) or isinstance(self.stack[-2], type):
             raise pickle.UnpicklingError("an index gives fields to its own objects alone")
         self.load_build()
 
     def _put_tuple(self, made: Any) -> None:
         made(self)
+        # Hashing or comparing a tuple that is nested thousands deep can crash Python itself
         found = self.stack[-1]
         inner = [x for x in found if isinstance(x, tuple)] if len(found) <= _MOST_ITEMS else None
-        if inner is None or any(isinstance(x, tuple) for t in inner for x in t):  # Python may crash on a deep one
+        if inner is None or any(isinstance(x, tuple) for t in inner for x in t):
             raise pickle.UnpicklingError("an index has no such tuple")
 
 
 _EVERY = _InPython.dispatch
+# Operations that are not in the table end in a KeyError, which `_read_index` reports
 _Unpickler.dispatch = {ord(getattr(pickle, name)): _EVERY[ord(getattr(pickle, name))] for name in _OPERATIONS.split()}
 _Unpickler.dispatch[ord(pickle.BUILD)] = _Unpickler._build
 for _name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
@@ -93,7 +100,11 @@ for _name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
 
 
 class TensorReader(FileSystemReader):
-    """Reads the tensors of a folder; raises `CheckpointError`, which names the file, for an index that is none."""
+    """Reads the tensors of a folder, and its index without running anything that stands there.
+
+    Raises:
+        CheckpointError: The index is none; the error names the file.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -104,20 +115,26 @@ class TensorReader(FileSystemReader):
         """The index, read once; there is one for all ranks."""
         if self._index is None:
             self._index = _read_index(self._folder)
+            # torch's own method, which this one replaces, sets it too
             self._index.storage_meta = self._index.storage_meta or StorageMeta()
             self._index.storage_meta.load_id = self.load_id
         return self._index
 
 
 def _read_index(folder: Path) -> Metadata:
-    """The index in `folder`, checked; `CheckpointError` otherwise."""
+    """The index in `folder`, checked.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
     file, what = folder / TENSOR_INDEX, "torch's index of the tensors"
     data = read_bytes(file, most_bytes=MAX_INDEX_BYTES, expected=what, error=CheckpointError)
     expected = f"{file}: expected {what}"
     try:
         found = _Unpickler(io.BytesIO(data)).load()
         problem = _problem(found)
-    except Exception as error:  # a damaged pickle fails in any way that Python has
+    except Exception as error:
+        # A damaged pickle may raise anything
         raise CheckpointError(f"{expected}: {type(error).__name__}: {error!s:.200}") from error
     if problem:
         raise CheckpointError(f"{expected}: {problem}")
@@ -126,9 +143,10 @@ def _read_index(folder: Path) -> Metadata:
 
 
 def _problem(index: Any) -> str | None:
-    """What is wrong with an index, or None."""
+    """What is wrong with an index, in a few words; None where nothing is."""
     if not isinstance(index, Metadata):
         return f"it holds a {type(index).__name__}"
+    # Unpickling does not call `__init__`: fields may be missing or of any type
     held: dict[str, Any] = vars(index)
     entries, parts = held.get("state_dict_metadata"), held.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(parts, dict):
@@ -171,6 +189,8 @@ def _is_size(value: Any) -> bool:
 def _is_part(part: Any) -> bool:
     if not _has(part, _StorageInfo, "relative_path", "offset", "length") or not isinstance(part.relative_path, str):
         return False
+    # A path from outside must stay in the folder of the tensors
     inside = part.relative_path == Path(part.relative_path).name and part.relative_path not in ("", "..")
     whole = all(type(n) is int and 0 <= n <= _LARGEST for n in (part.offset, part.length))
+    # Descriptors name transforms that torch would run over the bytes it reads
     return inside and whole and not getattr(part, "transform_descriptors", None)

@@ -6,11 +6,11 @@ before is written to; a caller that catches an error goes on with it. In place, 
 once all have read it, so old and new state are never there at once. After a failure neither is whole.
 
 There are no steps that all ranks take together. What one rank sends to another is a stream, cut into chunks where both
-ends cut it. Every rank works through rounds, with several of them under way: it packs a round and posts it, and unpacks
+ends cut it. Every rank works through rounds, with several of them in flight: it packs a round and posts it, and unpacks
 the oldest one. A round has chunks of all the rank's streams, the longer ones more often, so that all of them end at
 about the same time and the fullest port never waits for a peer that is still busy elsewhere. Where few hold a box,
 those who get it send it on, chunk by chunk (`prophet.state.forward`). Both ends of a stream know the round of each
-chunk, so nothing has to be agreed on besides the size of a chunk and the rounds under way.
+chunk, so nothing has to be agreed on besides the size of a chunk and the rounds in flight.
 
 Shape legend: P ranks.
 """
@@ -56,22 +56,36 @@ State = Mapping[Piece, Tensor]
 
 
 class Allocate(Protocol):
-    """How memory is asked for; tests meter it and let it fail."""
+    """How memory is asked for; tests count it and let it fail."""
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory."""
+    """Uninitialised memory, the usual `Allocate`.
+
+    Args:
+        shape: Lengths.
+        dtype: Element type.
+        device: Where the memory is.
+    """
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """The new state of this rank, and what it took: bytes and messages on the wire, memory beyond the old state, time.
+    """The new state of this rank, and what the move took.
 
-    `bytes_to` has the bytes sent, by the rank that they went to. `peak_bytes` is the most that state and buffers took
-    at any time, as it was computed beforehand.
+    Attributes:
+        state: A tensor for every piece of the new layout.
+        sent_bytes: Bytes that this rank has sent.
+        received_bytes: Bytes that it has received.
+        buffer_bytes: Bytes of its buffer.
+        new_state_bytes: Bytes of the new state that were not handed over.
+        peak_bytes: The most that state and buffers took at any time, as it was computed beforehand.
+        messages: Messages that it has sent.
+        seconds: Duration of the move on this rank.
+        bytes_to: Bytes sent, by the rank that they went to.
     """
 
     state: dict[Piece, Tensor]
@@ -104,37 +118,47 @@ def transition(
 ) -> Moved:
     """Move this rank from `route.before` to `route.after`; collective over `route.ranks` ranks.
 
-    `state` has one tensor per piece of the old layout, of the piece's shape and type. `budget_bytes` is what this rank
-    can spare for buffers, and `chunk_bytes` the most that one message carries; the least of all ranks holds. `depth` is
-    how many rounds may be under way, as far as the budget allows. Raises `TransitionError` on every rank if the ranks
-    do not mean the same route, if one holds the wrong tensors or cannot get memory (nothing has moved then), or if
-    something fails on the way. Raises `BudgetError` on every rank where one element for each peer does not fit.
+    In place, the tensors of `state` lose their memory, but for those that are handed over; reading one then crashes.
 
-    With `mode="in-place"` the tensors of `state` lose their memory, but for those that are handed over; reading one
-    then crashes. The budget is for what this rank needs beyond the larger of its old and new state: buffers, and what
-    no order of tensors saves. `BudgetError` on every rank where it is too small: nothing has moved. After a failure on
-    the way `StateLost` is raised on every rank. `beside` are tensors that the caller gives up with the state, such as
-    padding in the same storages.
+    Args:
+        route: The transfers, equal on all ranks.
+        state: A tensor for every piece of the old layout, of the piece's shape and type.
+        collective: The ranks of the route.
+        budget_bytes: Bytes that this rank can spare for buffers; the least of all ranks holds. In place, it is for all
+            that the rank needs beyond the larger of its old and new state: buffers, and what no order of tensors saves.
+        mode: Whether the old state stays whole ("safe"), or gives way piece by piece ("in-place").
+        device: Where the state is; None: where its first tensor is, or on the CPU.
+        allocate: Gives memory.
+        chunk_bytes: The most bytes that one message carries; the least of all ranks holds.
+        depth: Rounds in flight at once, as far as the budget allows; the least of all ranks holds.
+        beside: Tensors that the caller gives up with the state, such as padding in the same storages.
+        problem: Why this rank cannot go on after the move, if anything: then none begins it.
+        begin: Called once ranks have agreed, before anything moves; what it raises, this rank raises.
+        votes: Whether ranks vote on how the move went. A caller that has more to do, and whose ranks vote on all of it
+            afterwards, passes False; then a rank raises what went wrong on the way only for itself.
+        ahead: What this rank has found of the route so far; None: nothing.
 
-    `problem` says, if anything, why this rank cannot go on after the move: then none begins it. `begin` is called once
-    ranks have agreed, before anything moves; what it raises, this rank raises. `ahead` is what this rank has found of
-    the route so far.
-
-    A caller that has more to do on the side, and whose ranks vote on all of it afterwards, says `votes=False`: then a
-    rank raises what went wrong on the way only for itself.
+    Raises:
+        TransitionError: On every rank, if ranks have different routes, or if one holds the wrong tensors or cannot get
+            memory; nothing has moved then. In safe mode also if something fails on the way.
+        BudgetError: On every rank, where one element for each peer does not fit the budget. In place also where the
+            budget is too small for the state. Nothing has moved.
+        StateLost: On every rank, after a failure on the way in place.
     """
     began = time.perf_counter()
     if route.ranks != collective.size:
         raise TransitionError(f"the route is of {route.ranks} ranks, the collective of {collective.size}")
     if mode not in get_args(Mode):
         raise TransitionError(f"expected mode {' or '.join(get_args(Mode))}, got {mode!r}")
+    # A rank that holds nothing yet has no tensor to tell its device by
     device = device or next((t.device for t in state.values()), torch.device("cpu"))
     rank, after = collective.rank, _WHOLE
     in_place = mode == "in-place"
     plan = ahead if ahead is not None else RouteSchedule(route, rank)
     waves, streams, measures = plan.waves(in_place=in_place), plan.streams, plan.measures(in_place=in_place)
     mover = _Mover(route, plan.kept, state, collective, device, allocate)
-    # all on the side, before ranks agree: what the others wish for can only make the buffer smaller
+    # A rank that lacks memory must say so before the others begin. So the buffer, and in safe mode the new state, is
+    # there before ranks agree. What the others wish for can only make the buffer smaller.
     problem = problem or _check_state(route.before, state, rank, device)
     excess = 0
     if not problem:
@@ -146,12 +170,15 @@ def transition(
         window = _agree(plan.digest, measures, ready, collective, device)
         begin()
         after = _LOST if in_place else _WHOLE
-        with torch.no_grad():  # parameters may be among the state
+        # Parameters may be among the state, and autograd refuses to write to a leaf in place
+        with torch.no_grad():
             mover.run(plan.rounds(window, in_place=in_place), streams.number, window)
+        # A rank that failed has gone on with the messages, so the others do not know of it yet
         if votes:
             _vote(mover.problem, collective, device, after)
         elif mover.problem:
             raise _kind(after)(mover.problem)
+    # A peer has died or a wait has timed out: in place, some of the old state has gone by then
     except CollectiveError as error:
         raise _kind(after)(f"{error}; {after}") from error
     return Moved(
@@ -169,14 +196,14 @@ def transition(
 
 @dataclass
 class _Round:
-    """One round under way: what has to leave, and what its messages bring."""
+    """One round in flight: what has to leave, and what its messages bring."""
 
     pending: Pending
     unpack: list[tuple[Chunk, Tensor]]
 
 
 class _Mover:
-    """Runs one rank's rounds. A failure of its own is noted and messages go on, so that no peer waits in vain."""
+    """Runs one rank's rounds. A local failure is noted and messages go on, so that no peer waits in vain."""
 
     memory: Replacing
     peak_bytes: int
@@ -199,7 +226,11 @@ class _Mover:
         self.messages = 0
 
     def plan(self, waves: IntArray | None, many: int, beside: Sequence[Tensor]) -> int:
-        """Decide what replaces what; without `waves` nothing goes back. Bytes beyond the larger of both states."""
+        """Decide what replaces what; without `waves` nothing goes back.
+
+        Returns:
+            Bytes that the peak is beyond the larger of old and new state; 0 without `waves`.
+        """
         space, after = self.route.space, self.route.after.on(self.collective.rank)
         wave = [0] * len(space.tensors) if waves is None else waves.tolist()
         wave_of = dict(zip(space.number, wave, strict=True))
@@ -213,9 +244,14 @@ class _Mover:
         return self.peak_bytes - max(self.memory.old_bytes, sum(map(self.memory.piece_bytes, after)))
 
     def prepare(self, buffer_bytes: int, *, whole: bool) -> str:
-        """Get the buffer, and with `whole` all of the new state; in words why that cannot be done."""
+        """Get the buffer, and with `whole` all of the new state.
+
+        Returns:
+            Why there is no memory; an empty string where there is.
+        """
         for piece in self.route.after.on(self.collective.rank):
             if piece in self.state:
+                # The same box before and after: the tensor itself is handed over
                 self.new_state[piece] = self.state[piece]
         try:
             if whole:
@@ -223,6 +259,7 @@ class _Mover:
                     self._get(row)
             self.buffer = self.allocate((buffer_bytes,), torch.uint8, self.device)
         except Exception as error:
+            # Returned and not raised: the other ranks learn of it when all agree, and none of them waits for this one
             return f"no memory for the new state: {in_a_line(error)}"
         return ""
 
@@ -236,6 +273,7 @@ class _Mover:
 
     def attempt(self, call: Callable[[], None]) -> None:
         """Run `call` unless something has failed; what it raises is this rank's problem."""
+        # After a failure this rank's bytes are worthless. The first problem is kept, as later ones follow from it
         if self.problem:
             return
         try:
@@ -258,9 +296,10 @@ class _Mover:
             torch._foreach_copy_(views(new, self.new_state), views(old, self.state))
 
     def run(self, rounds: Rounds, streams: int, window: Window) -> None:
-        """All rounds, up to `window.depth` of them under way; `streams` go and come in one at most."""
+        """Run all rounds, up to `window.depth` of them in flight; at most `streams` go and come in one."""
         under_way: deque[_Round] = deque()
         share = streams * window.slot_bytes
+        # The buffer was made for this rank's wish; others may have wished for fewer rounds or smaller slots
         depth = min(window.depth, self.buffer.numel() // share) if share else 1
         begun = 0
         for number in range(rounds.number):
@@ -269,6 +308,7 @@ class _Mover:
             while begun < len(self.memory.takes) and window.starts[begun] <= number:
                 self.memory.up_to(begun)
                 begun += 1
+            # A round takes the part of the buffer that the round `depth` before it has left, which has ended by now
             start = number % depth * share
             place = self.buffer[start : start + share]
             going, coming = rounds.going.get(number, []), rounds.coming.get(number, [])
@@ -285,6 +325,7 @@ class _Mover:
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         unpack: list[tuple[Chunk, Tensor]] = []
+        # What comes gets its slots first and needs no packing. Failed packing still sends: a peer waits for these bytes
         for peer, chunk in coming:
             memory = next(slots)[: chunk.n_bytes]
             receives.append((peer, memory))
@@ -303,6 +344,7 @@ class _Mover:
         for chunk, memory in under_way.unpack:
             self.attempt(lambda chunk=chunk, memory=memory: self._unpack(chunk, memory))  # type: ignore[misc]
 
+    # `foreach` copies all boxes of a chunk in few kernels; one by one, small boxes would cost a launch each
     def _pack(self, chunk: Chunk, memory: Tensor) -> None:
         state = self.new_state if chunk.sent_on else self.state
         torch._foreach_copy_(chunk.packed(memory), views(chunk.places, state))
@@ -316,12 +358,21 @@ class _Mover:
 
 @dataclass(frozen=True)
 class _Ready:
-    """What one rank says before a transition: its problem, if any, and what it wishes for and can spare."""
+    """What one rank passes on before a transition: its problem, if any, and what it wishes for and can spare.
+
+    Attributes:
+        problem: Why it cannot go on; empty where it can.
+        mode: Safe or in place.
+        budget_bytes: Bytes for buffers.
+        excess_bytes: In place, bytes of the state's peak beyond the larger of old and new.
+        chunk_bytes: The most that a message carries.
+        depth: Rounds in flight at once.
+    """
 
     problem: str
     mode: Mode
     budget_bytes: int
-    excess_bytes: int  # in place: of the state's peak over the larger of old and new
+    excess_bytes: int
     chunk_bytes: int
     depth: int
 
@@ -331,30 +382,33 @@ class _Ready:
 
 
 def _agree(digest: int, measures: Measures, ready: _Ready, collective: Collective, device: torch.device) -> Window:
-    """Whether all ranks mean the same route and are ready, and the window by what all of them can spare."""
+    """Check that all ranks have the same route and are ready; choose the window by what all of them can spare."""
     mine = torch.tensor([digest, *ready.numbers()], dtype=torch.int64, device=device)
     gathered = collective.gather_at_once(mine, op=Operation("agreeing on a transition")).cpu()
-    meant = gathered[:, :2].tolist()
-    differ = [r for r, way in enumerate(meant) if way != meant[0]]
+    # Columns: digest, mode, whether there is a problem, then the wishes. Digest and mode must be equal everywhere
+    transitions = gathered[:, :2].tolist()
+    differ = [r for r, wanted in enumerate(transitions) if wanted != transitions[0]]
     if differ:
         raise TransitionError(f"ranks {differ} want another transition than rank 0 does")
     failed = gathered[:, 2].nonzero().reshape(-1).tolist()
     _refuse(ready.problem, failed, collective.rank, "could not prepare the transition", "nothing has moved")
     spare = gathered[:, 3] - gathered[:, 4]
     short = int(spare.argmin())
+    # A budget below 1 is a mistake of another kind, which `window_of` names
     if spare[short] < 1 <= gathered[short, 3]:
         raise BudgetError(
             f"in place, rank {short} needs {int(gathered[short, 4])} bytes beyond the larger of its old and new state, "
             f"and buffers; its budget is {int(gathered[short, 3])} bytes; nothing has moved"
         )
-    # equal inputs on every rank: what does not fit raises on all of them
+    # Inputs are equal on every rank, so what does not fit raises on all of them
     chunk, depth = (int(n) for n in gathered[:, 5:].amin(dim=0))
     return window_of(int(spare.min()), chunk, depth, measures)
 
 
 def _buffer_bytes(streams: Streams, measures: Measures, wishes: tuple[int, int, int]) -> int:
-    """Bytes for the window that this rank wishes for; none where it cannot be had, which ranks find out together."""
+    """Bytes of the buffer for the window that this rank wishes for."""
     try:
+        # Where it does not fit, ranks find out together when they agree
         window = window_of(*wishes, measures)
     except BudgetError:
         return 0
@@ -369,6 +423,7 @@ def _check_state(before: Layout, state: State, rank: int, device: torch.device) 
     for piece, tensor in state.items():
         spec = before.space[piece.name]
         found = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+        # Types of devices are compared: "cuda" and "cuda:0" name the same one
         expected = (piece.box.shape, torch_dtype(spec), device.type)
         if found != expected:
             return (

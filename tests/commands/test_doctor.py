@@ -134,7 +134,7 @@ def distribution(folder: Path, name: str, version: str) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("make", "name", "said", "mend"),
+    ("make", "name", "message", "mend"),
     [
         (wrong_backend, "backend", "torch sees none here", "--backend gloo"),
         (half_a_launcher, "launcher", "not MASTER_ADDR", "torchrun --standalone"),
@@ -149,7 +149,7 @@ def distribution(folder: Path, name: str, version: str) -> None:
 def test_what_is_wrong_is_the_one_finding(
     make: Wrong,
     name: str,
-    said: str,
+    message: str,
     mend: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,7 +160,7 @@ def test_what_is_wrong_is_the_one_finding(
     assert code == FAILED
     (only,) = findings
     assert only["name"] == name
-    assert said in only["said"]
+    assert message in only["message"]
     assert mend in only["mend"]
 
 
@@ -178,7 +178,7 @@ def test_the_report_for_people_has_versions_and_what_mends(
 
 
 @pytest.mark.parametrize(
-    ("program", "state", "said"),
+    ("program", "state", "message"),
     [
         ("exec sleep 60", "not checked", "is the machine busy?"),
         ("echo one >&2; echo 'unable to resolve' >&2; exit 3", "finding", "exit code 3: unable to resolve"),
@@ -186,7 +186,7 @@ def test_the_report_for_people_has_versions_and_what_mends(
     ids=["busy", "broken"],
 )
 def test_ranks_that_do_not_end_well_are_a_finding_only_if_they_say_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, state: str, said: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, state: str, message: str
 ) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{program}\n")
@@ -196,7 +196,7 @@ def test_ranks_that_do_not_end_well_are_a_finding_only_if_they_say_why(
     (only,) = two.checks(0.5 if state == "not checked" else 30.0)
     two.close()
     assert only.state == state
-    assert said in only.said
+    assert message in only.message
     assert all(process.poll() is not None for process in two._processes)
     assert list(tmp_path.iterdir()) == [python]
 
@@ -211,7 +211,7 @@ def test_without_a_folder_to_meet_in_the_exchange_is_not_checked(
     _, answer, _ = doctor(capsys)
     (only,) = [check for check in answer["checks"] if check["name"] == "exchange"]
     assert only["state"] == "not checked"
-    assert "Read-only file system" in only["said"]
+    assert "Read-only file system" in only["message"]
 
 
 # --- the real things, with processes and mounts --------------------------------------------------------------
@@ -262,7 +262,7 @@ class TestReal:
         code, findings, took_s, _ = run(*ranks_of, *DOCTOR)
         assert code == 1
         (only,) = findings
-        assert "9.9.9 on rank 1" in only.said
+        assert "9.9.9 on rank 1" in only.message
         assert "pip install torch==" in only.mend
         assert took_s < PROMISED_S
 
@@ -297,14 +297,14 @@ class TestReal:
         assert took_s < PROMISED_S
 
     @pytest.mark.parametrize(
-        ("mounts", "said"),
+        ("mounts", "message"),
         [
             ("mount --bind {0} {0} && mount -o remount,ro,bind {0}", "Read-only file system"),
             ("mount -t tmpfs -o size=2m none {0} && head -c 2m /dev/zero >{0}/all", "No space left on device"),
         ],
         ids=["read-only", "full"],
     )
-    def test_a_folder_of_a_disk_that_takes_nothing(self, tmp_path: Path, mounts: str, said: str) -> None:
+    def test_a_folder_of_a_disk_that_takes_nothing(self, tmp_path: Path, mounts: str, message: str) -> None:
         folder = tmp_path / "cache"
         folder.mkdir()
         made = f"{mounts.format(folder)} || exit 77; "
@@ -314,6 +314,6 @@ class TestReal:
         code, findings, took_s, _ = run(*inside, f'{made}exec "$@"', "sh", *DOCTOR, TRITON_CACHE_DIR=str(folder))
         assert code == 1
         (only,) = findings
-        assert (only.name, said in only.said) == ("Triton's cache", True)
+        assert (only.name, message in only.message) == ("Triton's cache", True)
         assert "export TRITON_CACHE_DIR=" in only.mend
         assert took_s < PROMISED_S

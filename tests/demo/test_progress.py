@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from prophet.demo.progress import STARTING, Status, Teller, describe, read_status, shown_progress
+from prophet.demo.progress import STARTING, Status, StatusWriter, describe, read_status, shown_progress
 
 
 def result(step: int) -> Any:
@@ -21,11 +21,11 @@ def result(step: int) -> Any:
 
 def test_the_last_whole_line_is_read(tmp_path: Path) -> None:
     assert read_status(tmp_path, 0) == Status()
-    teller = Teller(tmp_path, 0)
+    writer = StatusWriter(tmp_path, 0)
     assert read_status(tmp_path, 0).doing == STARTING
-    teller.begin("training")
+    writer.begin("training")
     for step in range(200):  # more than is read from the end
-        teller.step(result(step))
+        writer.step(result(step))
     found = read_status(tmp_path, 0)
     assert (found.stage, found.doing, found.steps) == (1, "training", 200)
     assert found.shown == "seed 2, balancing on, step 200: loss 3.250, busiest rank 1.50 × mean"
@@ -45,9 +45,9 @@ def test_ranks_behind_are_named() -> None:
 def test_a_terminal_shows_all_of_it(tmp_path: Path, width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True)
     with shown_progress(tmp_path, ranks=1, steps=240, console=console):
-        teller = Teller(tmp_path, 0)
+        writer = StatusWriter(tmp_path, 0)
         for step in range(200):
-            teller.step(result(step))
+            writer.step(result(step))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
     assert "…" not in text
     words = " ".join(text.split()[-40:])
@@ -58,7 +58,7 @@ def test_a_terminal_shows_all_of_it(tmp_path: Path, width: int) -> None:
 
 def test_a_log_gets_a_line_for_everything_that_begins(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
-    tellers = [Teller(tmp_path, rank) for rank in range(2)]
+    writers = [StatusWriter(tmp_path, rank) for rank in range(2)]
 
     def until(words: str) -> None:
         deadline = time.monotonic() + 30
@@ -68,11 +68,11 @@ def test_a_log_gets_a_line_for_everything_that_begins(tmp_path: Path) -> None:
 
     with shown_progress(tmp_path, ranks=2, steps=4, console=console):
         until(STARTING)
-        tellers[0].begin("reading")
+        writers[0].begin("reading")
         until(f"0/4 steps  reading; waiting for rank 1 ({STARTING})\n")
-        tellers[1].begin("reading")
+        writers[1].begin("reading")
         until("0/4 steps  reading\n")
-        for teller in tellers:
-            teller.begin("training")
-        tellers[0].step(result(0))
+        for writer in writers:
+            writer.begin("training")
+        writers[0].step(result(0))
     assert "1/4 steps  seed 2, balancing on, step 1: loss" in console.file.getvalue()

@@ -62,7 +62,7 @@ def test_versions_that_differ_are_named_with_what_to_install() -> None:
     usual = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "none", "core": "abc"}
     assert states(installed.equal([usual, usual])) == ["sound"]
     (only,) = installed.equal([usual, {**usual, "torch": "2.14.1"}, usual])
-    assert only.said == "torch differs: 2.13.0 on ranks 0, 2; 2.14.1 on rank 1"
+    assert only.message == "torch differs: 2.13.0 on ranks 0, 2; 2.14.1 on rank 1"
     assert only.mend == "`pip install torch==2.13.0` on the machine of rank 1"
     (core,) = installed.equal([usual, {**usual, "core": "none"}])
     assert "same checkout" in core.mend
@@ -75,7 +75,7 @@ def test_what_ranks_have_found_and_an_exchange_arrive_on_all() -> None:
     for texts, checks in on_threads(3, body):
         assert texts == ["", "é", "éé"]
         assert states(checks) == ["sound"]
-        assert checks[0].said.startswith("3 ranks, 3 MiB each (cpu)")
+        assert checks[0].message.startswith("3 ranks, 3 MiB each (cpu)")
 
 
 def test_an_exchange_that_garbles_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +89,11 @@ def test_an_exchange_that_garbles_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
         return ranks.exchange(group, "cpu")
 
     for checks in on_threads(2, body):
-        assert checks[0].said == "rank(s) [0, 1] received other numbers than were sent"
+        assert checks[0].message == "rank(s) [0, 1] received other numbers than were sent"
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE are set, and not MASTER_ADDR, MASTER_PORT"),
         ({"RANK": "0"}, "RANK is set, and not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
@@ -101,10 +101,10 @@ def test_an_exchange_that_garbles_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2 is none of WORLD_SIZE=2"),
     ],
 )
-def test_half_of_a_launchers_environment_is_a_finding(environment: dict[str, str], said: str) -> None:
+def test_half_of_a_launchers_environment_is_a_finding(environment: dict[str, str], message: str) -> None:
     (only,) = launcher.launcher(environment)
     assert only.state == "finding"
-    assert said in only.said
+    assert message in only.message
     assert "torchrun --standalone" in only.mend
 
 
@@ -121,7 +121,7 @@ CPU, CUDA = None, "12.8"
 
 
 @pytest.mark.parametrize(
-    ("told", "seen", "local_ranks", "said", "mend"),
+    ("told", "seen", "local_ranks", "message", "mend"),
     [
         ("0,1", Seen(0, 0, CPU), 1, "CUDA_VISIBLE_DEVICES=0,1 names 2, and torch sees 0: it was built", "unset"),
         ("0", Seen(0, 8, CPU), 1, "built for the CPU", "install PyTorch for CUDA"),
@@ -132,12 +132,12 @@ CPU, CUDA = None, "12.8"
     ],
 )
 def test_gpus_that_cannot_be_used_are_a_finding(
-    told: str | None, seen: Seen, local_ranks: int, said: str, mend: str
+    told: str | None, seen: Seen, local_ranks: int, message: str, mend: str
 ) -> None:
     environment = {} if told is None else {"CUDA_VISIBLE_DEVICES": told}
     (only,) = gpus(environment, seen, local_ranks)
     assert only.state == "finding"
-    assert said in only.said
+    assert message in only.message
     assert mend in only.mend
 
 
@@ -178,20 +178,20 @@ def test_a_folder_that_is_to_be_made_is_tried_above_and_nothing_stays(tmp_path: 
 def test_a_file_in_a_folders_place_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     (only,) = writable(folder(tmp_path / "a" / "b"))
-    assert "Not a directory" in only.said
+    assert "Not a directory" in only.message
     assert "export X=FOLDER" in only.mend
 
 
 def test_too_little_room_and_a_full_disk_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (little,) = writable(folder(tmp_path, need_bytes=1 << 60))
-    assert f"expected at least {1 << 40} MiB" in little.said
+    assert f"expected at least {1 << 40} MiB" in little.message
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(disks.os, "fsync", full)
     (none,) = writable(folder(tmp_path))
-    assert "No space left on device" in none.said
+    assert "No space left on device" in none.message
     assert none.mend.startswith(f"delete files (`df -h {tmp_path}`)")
     assert list(tmp_path.iterdir()) == []
 
@@ -219,9 +219,9 @@ def test_a_lock_is_named_with_its_age(tmp_path: Path, variable: str) -> None:
     (lock.parent / "some_op.so").touch()
     lock.touch()
     os.utime(lock, (0, time.time() - 3000))
-    said = first_use("some_op", told)
-    assert f"{lock} is 50 min old" in said
-    assert f"`rm {lock}`" in said
+    message = first_use("some_op", told)
+    assert f"{lock} is 50 min old" in message
+    assert f"`rm {lock}`" in message
     (only,) = locks(told)
-    assert f"{lock} is 50 min old" in only.said
+    assert f"{lock} is 50 min old" in only.message
     assert only.mend.endswith(f"`rm {lock}`")

@@ -139,7 +139,7 @@ def test_runs_take_turns_and_the_order_rotates(seed: int, order: str) -> None:
         load_corpus(max_bytes=1 << 18),
         planners=dict.fromkeys("abc", "static"),
         listeners=[lambda step: heard.append((step.run, step.step))],
-        tell=told.append,
+        on_phase=told.append,
     )
     expected = [
         (run, step)
