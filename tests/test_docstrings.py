@@ -20,7 +20,6 @@ TO_DO = {
     "pipeline_balance/__init__.py",
     "pipeline_balance/control",
     "pipeline_balance/dynamics",
-    "pipeline_balance/elastic",
     "pipeline_balance/maps",
     "pipeline_balance/pipeline",
     "pipeline_balance/release",
