@@ -21,6 +21,7 @@ from pipeline_balance.elastic.shards.sharded import ShardedModel
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import CountLabels, LossFn, PipelineModel
 from pipeline_balance.slices import SliceOptions
+from pipeline_balance.slices.models import chain, transformers
 from prophet.errors import SpecError
 
 
@@ -100,7 +101,7 @@ class Adapters:
         if isinstance(root, nn.Sequential | nn.ModuleList | list | tuple):
             if self._loss_fn is None:
                 raise SpecError("layers in a row need a loss_fn")
-            return options.chain(root, self._loss_fn, counted=self._counted, device=self._device)
+            return chain(options, root, self._loss_fn, counted=self._counted, device=self._device)
         if not isinstance(root, nn.Module):
             raise SpecError(f"build() must return layers or a model, got a {type(root).__name__}")
-        return options.transformers(root, device=self._device, **self._named)
+        return transformers(options, root, device=self._device, **self._named)
