@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Batches", "GlobalBatches", "Job", "Parallelism", "held", "one_rank", "register", "reshard"]
 
+# `from pipeline_balance import elastic` must not import torch for whoever only parses a layout
 _MODULE_OF = {
     "Batches": "pipeline_balance.elastic.data",
     "GlobalBatches": "pipeline_balance.elastic.data",

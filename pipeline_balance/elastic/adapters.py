@@ -21,14 +21,22 @@ from pipeline_balance.elastic.shards.sharded import ShardedModel
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import CountLabels, LossFn, PipelineModel
 from pipeline_balance.slices import SliceOptions
+from pipeline_balance.slices.models import chain, transformers
 from prophet.errors import SpecError
 
 
 class Adapters:
-    """Makes what runs the model that `build()` has returned; `plain` runs whole microbatches.
+    """Makes what runs the model that `build()` returned; `plain` runs whole microbatches.
 
-    `slices` are what layouts with slices take beside their number and that of stages per rank. Raises `SpecError` for
-    options that have such numbers, and for what is no model.
+    Args:
+        built: What `build()` returned.
+        loss_fn: The loss of layers in a row.
+        counted: How many labels of a microbatch count, for layers in a row.
+        slices: What layouts with slices take beside their number and that of stages per rank; None: the defaults.
+        device: Where the model runs.
+
+    Raises:
+        SpecError: For `slices` that have such numbers, and for what is no model.
     """
 
     def __init__(
@@ -47,21 +55,32 @@ class Adapters:
             )
         self._loss_fn, self._counted, self._device = loss_fn, counted, device
         self._named: dict[str, Any] = {}
+        # a pipeline model of the user's own class runs as it is: nobody knows how to cut its sequences
         self._cuts = not isinstance(built, PipelineModel) or type(built) is TransformersModel
         if not self._cuts:
             assert isinstance(built, PipelineModel)
             self.plain = built
             return
+        # a model in the user's adapter is taken out, with what the user said about it, and adapted again for slices
         root: Any = built
         if isinstance(built, TransformersModel):
             root = built.root
             layers = (name for name, module in root.named_modules() if module is built.layers)
             self._named = {"layers": next(layers), "example": built._example}
         self.plain = self._made(root, options)
-        self.plain.slicing = None  # whole microbatches may pass in any order
+        # Whole microbatches may pass in any order
+        self.plain.slicing = None
 
     def of(self, layout: Parallelism, now: PipelineModel | None = None) -> PipelineModel:
-        """What runs the model in this layout; `now` is in force. Raises `SpecError` where nothing can."""
+        """What runs the model in this layout.
+
+        Args:
+            layout: Any layout.
+            now: What is in force; None before the first.
+
+        Raises:
+            SpecError: Where nothing can run the model in it.
+        """
         options = self._options
         if layout.slices == 1:
             if options.recompute != "none" and is_sharded(layout):
@@ -74,6 +93,7 @@ class Adapters:
                 "itself, or its layers"
             )
         options = replace(options, slices=layout.slices, stages_per_rank=layout.v)
+        # hooks of sharding sit on the user's modules, and would run while shapes are traced
         with now.copy.apart() if isinstance(now, ShardedModel) else nullcontext():
             return self._made(self.plain.root, options)
 
@@ -81,7 +101,7 @@ class Adapters:
         if isinstance(root, nn.Sequential | nn.ModuleList | list | tuple):
             if self._loss_fn is None:
                 raise SpecError("layers in a row need a loss_fn")
-            return options.chain(root, self._loss_fn, counted=self._counted, device=self._device)
+            return chain(options, root, self._loss_fn, counted=self._counted, device=self._device)
         if not isinstance(root, nn.Module):
             raise SpecError(f"build() must return layers or a model, got a {type(root).__name__}")
-        return options.transformers(root, device=self._device, **self._named)
+        return transformers(options, root, device=self._device, **self._named)

@@ -21,27 +21,40 @@ from prophet.ranks.process_group import process_rank
 from prophet.spec import Topology
 from prophet.state.json_values import from_json, to_json
 
-_MOST_BYTES = 1 << 28  # of one tensor that is told
+# of one tensor in a message
+_MOST_BYTES = 1 << 28
 _MEMORY = {"ranks", "step", "plan", "history"}
 
 BalanceConfig = EngineConfig | Callable[[Parallelism], EngineConfig]
 
 
 class Balance:
-    """Balances the experts of a job by `config`, or by what that says of a layout; None balances nothing.
+    """Balances the experts of a job, and keeps what engines remember while a layout shares no experts.
 
-    engine: this process's, None where its stages share no experts. What engines remember is kept while a layout shares
-    none.
+    `engine` is this process's, None where its stages share no experts.
+
+    Args:
+        config: How to balance, or a function that says so for a layout; None balances nothing.
     """
 
     def __init__(self, config: BalanceConfig | None) -> None:
         self.config = config
         self.engine: Engine | None = None
-        self._layers: list[str] = []  # of the engine
-        self._known: dict[str, list[Any]] = {}  # by layer: what every group remembers
+        # Names of the engine's layers, in its order
+        self._layers: list[str] = []
+        # By layer: what each group of ranks that share its experts remembers
+        self._known: dict[str, list[Any]] = {}
 
     def config_for(self, layout: Parallelism, passes: int) -> EngineConfig:
-        """How a layout is balanced, with so many passes in a step. Raises `SpecError` for a machine of another size."""
+        """How a layout is balanced.
+
+        Args:
+            layout: The layout.
+            passes: Forward passes in a step, which its engine takes for `accumulation_steps`.
+
+        Raises:
+            SpecError: For a machine of another size.
+        """
         config = self.config(layout) if callable(self.config) else self.config
         if not isinstance(config, EngineConfig):
             raise SpecError(f"balance_experts: expected a prophet.EngineConfig, got {config!r:.100}")
@@ -58,27 +71,29 @@ class Balance:
             self.config_for(layout, 1)
 
     def export_memory(self, layout: Parallelism) -> dict[str, Any]:
-        """What this process tells all others of its group's memory, where it is the first of it; between two steps."""
+        """What this process reports of its group's memory, if it is the group's first; between two steps."""
         place = layout.place(process_rank())
+        # all ranks of a group remember the same: its first one speaks for it
         if self.engine is None or place is None or place.ep:
             return {}
         every = zip(self._layers, memories(self.engine), strict=True)
         return {name: [place.edp, to_json(memory, name, most_bytes=_MOST_BYTES)] for name, memory in every}
 
     def learn(self, every: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what all processes have `export_memory`."""
+        """Keep what all processes have exported; `every` [N] is in the order of ranks."""
         found: dict[str, dict[int, Any]] = {}
         for row in every:
             for name, (group, memory) in row.items():
                 found.setdefault(name, {})[group] = from_json(memory)
+        # layers that no process exported keep what was known: their stages may have been without an engine
         self._known |= {name: [groups[g] for g in sorted(groups)] for name, groups in found.items()}
 
     def kept(self) -> dict[str, Any]:
-        """All that is known, as a checkpoint says it."""
+        """All that is known, in the form that a checkpoint has."""
         return {name: [to_json(m, name, most_bytes=_MOST_BYTES) for m in every] for name, every in self._known.items()}
 
     def keep(self, kept: Mapping[str, Any]) -> None:
-        """Know this and nothing else. Raises `SpecError`, nothing changed, for what `kept` did not say."""
+        """Know this and nothing else. Raises `SpecError`, nothing changed, for what `kept` did not write."""
         known = {
             name: [from_json(memory) for memory in every] for name, every in kept.items() if isinstance(every, list)
         }
@@ -90,8 +105,14 @@ class Balance:
     def begin(self, pipeline: ElasticPipeline, layout: Parallelism) -> None:
         """Balance the layers that share experts here in the layout in force; collective over all processes.
 
-        Raises `SpecError` on all of them where one cannot; nothing is balanced then, and training goes on right.
+        Args:
+            pipeline: Runs the job.
+            layout: The layout in force.
+
+        Raises:
+            SpecError: On all processes where one cannot. Nothing is balanced then, and training goes on correctly.
         """
+        # an engine of the old layout must not be asked for its memory again
         self.engine, problem = None, ""
         if self.config is None or layout.ep == 1:
             return
@@ -105,7 +126,9 @@ class Balance:
                 names = {id(m): n for n, m in pipeline.module.named_modules()}
                 self._layers = [names[id(layer)] for layer in self.engine.layers]
                 assert place is not None
+                # where the number of groups or of their ranks differs, it shares out what all have remembered
                 carry(self.engine, [self._known.get(n, []) for n in self._layers], place.edp, layout.edp)
+            # raised after all have reported: an engine on some ranks alone would wait for the others
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
             return self.engine

@@ -72,7 +72,8 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predict, and print."""
+    """Predict the switch that the arguments name, and print it. Returns the exit status."""
+    # imported here, so that `prophet --help` needs no numpy
     from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES
     from pipeline_balance.elastic.predict.models import description_of
     from pipeline_balance.elastic.predict.switch import ports_of, predict
@@ -85,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         machine = ports_of(arguments.machine)
     except (SpecError, TopologyError) as error:
+        # the user gave it: one line with the option, no traceback
         raise UsageError(f"--machine: {error}") from None
     try:
         found = predict(description_of(sizes), before, after, machine=machine, flat=arguments.flat)
@@ -105,6 +107,7 @@ def _layout(option: str, text: str, zero: int, sizes: ModelSizes) -> Parallelism
 
     try:
         layout = Parallelism.parse(text)
+        # what the text says goes first, zero0 included
         layout = layout if "zero" in text else replace(layout, zero=zero)
         if layout.ranks > MOST_RANKS:
             raise SpecError(f"expected a layout of at most {MOST_RANKS} ranks, got one of {layout.ranks}")
@@ -117,6 +120,7 @@ def _layout(option: str, text: str, zero: int, sizes: ModelSizes) -> Parallelism
 def _of_model(sizes: ModelSizes) -> list[str]:
     """What is assumed of the model and of its training state."""
     found = [*sizes.assumed, _STATE]
+    # sizes say how many blocks have experts, not which
     if 0 < sizes.blocks_with_experts < sizes.layers:
         found.append(f"the first {sizes.layers - sizes.blocks_with_experts} of {sizes.layers} layers have no experts")
     return found
@@ -125,6 +129,7 @@ def _of_model(sizes: ModelSizes) -> list[str]:
 def _size(n_bytes: float) -> str:
     """Bytes in the largest unit that leaves at least 1."""
     power = 0
+    # decimal units, as links are sold
     while n_bytes >= 1000 and power < len(_UNITS) - 1:
         n_bytes, power = n_bytes / 1000, power + 1
     return f"{n_bytes:.3g} {_UNITS[power]}"
@@ -151,11 +156,13 @@ def _fit(found: Prediction) -> str:
 
 
 def _print(found: Prediction, assumed: list[str], *, measured: bool) -> None:
+    """Print assumptions, whether it fits, bytes by link, seconds and memory."""
     from prophet.terminal import Column, console, print_table
 
     to = console()
 
     def say(text: str) -> None:
+        # names and figures are printed as they are: rich would colour numbers and read brackets as markup
         to.print(text, highlight=False, markup=False)
 
     say(f"Assumed: {'; '.join(assumed)}.")

@@ -31,7 +31,9 @@ T = TypeVar("T")
 Members = tuple[int, ...]
 SHARDS = "shards"
 """The purpose of groups that meshes take: torch itself talks in them, and nothing else, so they have one channel."""
+# seconds to wait for further groups once one of them could not be made
 _GIVEN_UP_S = 0.5
+# older versions of torch sort the members, so a rank could not have the number that a layout gives it
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
@@ -40,7 +42,14 @@ _known: weakref.WeakKeyDictionary[Any, dict[float, Groups]] = weakref.WeakKeyDic
 
 
 def groups_of_world(timeout_s: float) -> Groups:
-    """The groups of loops that make no job; `SpecError` where `torch.distributed` is not initialised."""
+    """The groups of loops that make no job, one set per limit.
+
+    Args:
+        timeout_s: Seconds that every wait in the groups may take.
+
+    Raises:
+        SpecError: Where `torch.distributed` is not initialised.
+    """
     if not dist.is_initialized():
         raise SpecError("torch.distributed is not initialised: start with torchrun, and call init_process_group")
     known = _known.setdefault(dist.group.WORLD, {})
@@ -55,11 +64,18 @@ def members_of(group: Any) -> list[int]:
 
 
 def met(what: str, attempt: Callable[[], str], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Raise `SpecError` on all processes, with rank and reason, where `attempt` fails or returns a problem on one."""
+    """Raise `SpecError` on all processes, with rank and reason, where `attempt` fails on one. Collective.
+
+    Args:
+        what: What is attempted, as the message names it.
+        attempt: Raises, or returns a problem as text; an empty text if all went well.
+        timeout_s: Seconds to wait for other processes.
+    """
     failed: Exception | None = None
     try:
         problem = attempt()
     except Exception as error:
+        # a process that raised here alone would leave the others waiting
         failed, problem = error, f"{type(error).__name__}: {error}"
     problems = meet(Operation(what), problem, timeout_s=timeout_s)
     if any(problems):
@@ -67,15 +83,20 @@ def met(what: str, attempt: Callable[[], str], timeout_s: float = DEFAULT_TIMEOU
 
 
 class Groups:
-    """Collectives among processes of the world, by their members; every wait in them has the limit `timeout_s`.
+    """Collectives among processes of the world, by their members.
 
-    `backend` None is the world's. All processes ask for the same members in the same order, also for groups that they
-    are not in.
+    All processes ask for the same members in the same order, also for groups that they are not in.
+
+    Args:
+        timeout_s: Seconds that every wait in the groups may take.
+        backend: torch's name of the backend; None: the world's.
     """
 
     def __init__(self, timeout_s: float, backend: str | None = None) -> None:
         self.timeout_s, self.backend = timeout_s, backend
-        self._limit_s = timeout_s  # of the next group
+        # Of the next group; shorter after one could not be made
+        self._limit_s = timeout_s
+        # None for a group that this process is not in: it was made here, too
         self._made: dict[tuple[Members, str], Collective | None] = {}
         self._new: list[tuple[Members, str]] = []
         self._thread = Waiter("makes groups")
@@ -89,10 +110,15 @@ class Groups:
         joined(self.beside(lambda: None))
 
     def make(self, wanted: Sequence[tuple[Members, str]]) -> str:
-        """Make the groups that are not there yet; each has its members and a purpose.
+        """Make the groups that are not there yet.
 
-        Returns what went wrong on this process; nothing if all went well.
+        Args:
+            wanted: Members and purpose of every group.
+
+        Returns:
+            What went wrong on this process; nothing if all went well.
         """
+        # a preparation runs on that thread: waiting for itself, it would never end
         if threading.current_thread() is self._thread.thread:
             return self._make(list(wanted))
         return joined(self.beside(lambda: self._make(list(wanted))))
@@ -114,9 +140,13 @@ class Groups:
         return found
 
     def process_group(self, members: Members, purpose: str) -> dist.ProcessGroup:
-        """torch's group of this process among `members`, more than one, as meshes take it; made by `make`."""
+        """torch's own group of this process among `members`, of which there are several, as meshes take it.
+
+        `make` must have made it.
+        """
         found = self.get(members, purpose)
         assert isinstance(found, ProcessGroupCollective)
+        # for SHARDS both channels are the same group
         group: dist.ProcessGroup = found._groups["tokens"]
         return group
 
@@ -134,6 +164,7 @@ class Groups:
         for key in wanted:
             found = self._made.pop(key, None)
             if isinstance(found, ProcessGroupCollective):
+                # whatever still waits in it, in any thread, fails at once
                 found.abort()
 
     def close(self) -> None:
@@ -147,19 +178,22 @@ class Groups:
         for members, purpose in lacking:
             try:
                 self._made[members, purpose] = self._one(members, 1 if purpose == SHARDS else 2)
-            except Exception as error:  # the others are tried: all must count alike
+            # The others are tried: torch names groups by how many were made, so all processes must count alike
+            except Exception as error:
                 problem = problem or f"{purpose} of ranks {list(members)}: {str(error).splitlines()[0]}"
         return problem
 
     def _group(self, members: list[int], options: dict[str, Any]) -> Any:
         try:
             return dist.new_group(members, timeout=timedelta(seconds=self._limit_s), **options)
-        except Exception:  # all that are made now are given up: waiting again for whoever is missing adds nothing
+        # All that are made now are given up: waiting again for whoever is missing adds nothing
+        except Exception:
             self._limit_s = min(self.timeout_s, _GIVEN_UP_S)
             raise
 
     def _one(self, members: Members, number: int) -> Collective | None:
         here = dist.get_rank()
+        # no communicator for one process, which has nothing to send
         if len(members) == 1:
             return alone() if here in members else None
         options: dict[str, Any] = {"backend": self.backend}
@@ -167,10 +201,12 @@ class Groups:
             if not _KEEPS_ORDER:
                 raise SpecError("this version of torch sorts a group's members: use ranks in ascending order")
             options["sort_ranks"] = False
+        # two communicators of the same members, so that tokens and weights do not queue behind each other
         made = all_made([partial(self._group, list(members), options)] * number)
         if here not in members:
             return None
         found = ProcessGroupCollective(made[0], timeout_s=self.timeout_s, channels=(made[0], made[-1]))
+        # a group in another order would pair the wrong ranks without an error
         if found.rank != members.index(here):
             raise RuntimeError(f"rank {here} is number {found.rank} in a group of {list(members)}")
         return found

@@ -23,9 +23,7 @@ from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Paralleli
 from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.saving import load_job, save_job
 from pipeline_balance.elastic.shards.experts import check_unsplit, share_out
-from pipeline_balance.elastic.shards.job_state import (
-    is_sharded,
-)
+from pipeline_balance.elastic.shards.job_state import is_sharded
 from pipeline_balance.elastic.stages import JobStages, check_stages
 from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.elastic.trainable import check, check_alike, check_nodes
@@ -52,33 +50,51 @@ from prophet.state.transition import Mode
 class Job:
     """Trains the model that `build` makes, in a layout that `switch` changes between two steps.
 
-    Every process of the world makes one and calls the same methods; those beyond a layout hold nothing. `build()`
-    returns the whole unsplit model: layers in a row (a list, `nn.ModuleList` or `nn.Sequential`, with `loss_fn`), or a
-    transformers model. What is on `meta` is drawn from `seed` where it is needed; with `weights` each process reads its
-    layers from this folder of a transformers model instead. `make_optimizer(named_parameters)` is called once; the
-    optimizer is the same object for the whole run, so schedulers and step hooks go on. So are modules and parameters in
-    layouts of pp and dp with zero 0 and 1. With tp, and with zero 2 and 3, `job.model` is a copy whose parameters are
-    `DTensor`s, but for layers of experts, which stay the same.
+    Every process of the world makes one and calls the same methods; those beyond a layout hold nothing.
 
-    `data` gives global batches: `elastic.Batches`, or any iterable of `(inputs, labels)` that is the same on every
-    process. A batch is cut into `microbatches` M, which are divided among the dp replicas. Where dp does not divide M
+    The optimizer is the same object for the whole run, so schedulers and step hooks go on. So are modules and
+    parameters in layouts of pp and dp with zero 0 and 1. With tp, and with zero 2 and 3, `job.model` is a copy whose
+    parameters are `DTensor`s, but for layers of experts, which stay the same.
+
+    A global batch is cut into M microbatches, which are divided among the dp replicas. Where dp does not divide M
     there are more of them, as many as it does; the loss stays the mean over the batch. Random numbers are drawn by
-    `seed`, layer and microbatch: a layout whose dp divides M draws the same as any other. `loss_fn` and `counted` are
-    as `ModuleChain` takes them. `timeout_s` bounds every wait, `budget_bytes` the buffers of a switch. `nodes` [N] says
-    on which node a process runs. An order of "fewest-bytes" is chosen at every switch from the layout in force.
+    `seed`, layer and microbatch: a layout whose dp divides M draws the same as any other.
 
     `prophet.MoE` layers are built whole, with `group=elastic.one_rank()`; ep processes of a stage share their experts,
-    tp ranks among them. Of the tokens that tp ranks have alike, each takes a part to the experts. `balance_experts` has
-    experts balanced where ep > 1; it may be a function from a layout to its configuration. The job sets
-    `accumulation_steps`. `balance_stages` has the stages follow the load in layouts with several, where v and tp are 1;
-    `limits` [N] are the processes' memory and speed. `layout.stages` is then the map in force, and a layout without
-    `stages` begins with those that suit the last costs.
+    tp ranks among them. Of the tokens that tp ranks have alike, each takes a part to the experts.
 
-    `slices` are what layouts with slices take beside their number and that of stages per rank, as
-    `SliceOptions(1, order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too. Layers of
-    one's own call `pipeline_balance.slices.attend` in every layout. `schedule` is as `ElasticPipeline` takes it.
+    Layers in a row that attend call `pipeline_balance.slices.attend` in every layout.
 
-    Raises `SpecError` for a layout that cannot be trained yet: pp or experts with zero 2 and 3, slices with tp.
+    Args:
+        build: Returns the whole unsplit model: layers in a row (a list, `nn.ModuleList` or `nn.Sequential`, with
+            `loss_fn`), or a transformers model. What it leaves on `meta` gets memory only where it is needed.
+        make_optimizer: Called once with the named parameters.
+        layout: The first one. An order of "fewest-bytes" is chosen at every switch from the layout in force.
+        data: Global batches: `elastic.Batches`, or any iterable of `(inputs, labels)` that is the same on every
+            process.
+        loss_fn: As `ModuleChain` takes it.
+        counted: As `ModuleChain` takes it.
+        microbatches: M.
+        seed: Of weights on `meta`, and of random numbers in layers.
+        device: Of this process; None: the CPU.
+        timeout_s: Seconds that every wait may take.
+        budget_bytes: Of the buffers of a switch.
+        nodes: The node of every process [N]; None: all on one.
+        balance_experts: How experts are balanced where ep > 1, or a function from a layout to that. The job sets
+            `accumulation_steps`.
+        balance_stages: Has the stages follow the load in layouts with several, where v and tp are 1. `layout.stages`
+            is then the map in force, and a layout without `stages` begins with those that suit the last costs.
+        limits: Memory and speed of every process [N], for `balance_stages`.
+        slices: What layouts with slices take beside their number and that of stages per rank, as `SliceOptions(1,
+            order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too.
+        weights: A folder of a transformers model: each process reads its layers from it, rather than draw what is on
+            `meta`.
+        split_backward: As `ElasticPipeline` takes it.
+        meter: As `ElasticPipeline` takes it.
+        schedule: As `ElasticPipeline` takes it.
+
+    Raises:
+        SpecError: For a layout that cannot be trained yet: pp or experts with zero 2 and 3, slices with tp.
     """
 
     def __init__(
@@ -107,11 +123,13 @@ class Job:
     ) -> None:
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
-        self._began = 0  # the data's position when the update under way began
+        # The data's position when the update under way began
+        self._began = 0
         at = device if device is not None else torch.device("cpu")
         first: list[PipelineModel] = []
         experts, adapters = Balance(balance_experts), list[Adapters]()
 
+        # what can fail on one process is done here, and fails on all
         def begin() -> str:
             adapters.append(Adapters(build(), loss_fn, counted, slices, at))
             plain = adapters[0].plain
@@ -126,8 +144,10 @@ class Job:
         met("beginning a job", begin, timeout_s)
         check_alike(layout, nodes, timeout_s)
         plain = adapters[0].plain
+        # nothing is in force yet, so no order saves bytes
         wanted = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
-        if is_sharded(layout):  # begin with the model spread out, and go there
+        # Begin with the model spread out, so that no process ever needs all of it, and switch to shards from there
+        if is_sharded(layout):
             layout = Parallelism(pp=min(layout.ranks, len(plain.units)))
         self._switching = to = Switching(
             layout, Groups(timeout_s), adapters[0], experts, lambda: self.data.position, microbatches, nodes, at
@@ -135,6 +155,7 @@ class Job:
         to.groups.together(to.wanted(layout))
         rank_assignment, stage_map = to.rank_assignment(layout), layout.stage_map(len(plain.units))
 
+        # after groups exist: which layers and experts are this process's depends on them
         def filled() -> PipelineModel:
             share_out(plain.root, rank_assignment)
             if weights is None:
@@ -160,6 +181,7 @@ class Job:
         to.stages = JobStages(self.pipeline, balance_stages, limits, to.change_stages)
         if weights is not None:
             load_pretrained(self.pipeline, weights)
+        # `switch` balances, too
         to.balance() if wanted == layout else self.switch(wanted)
 
     @property
@@ -202,12 +224,18 @@ class Job:
     def step(
         self, *, update: bool = True, max_norm: float | None = None, scaler: PipelineScaler | None = None
     ) -> float:
-        """Train on the next global batch; its mean loss, equal on all processes. Collective, spare ones included.
+        """Train on the next global batch. Collective, spare processes included.
 
-        With `update=False` gradients are only added up, and the loss is the mean over the update so far.
+        The data's position moves on once the batch is done. With `balance_stages`, layers that are to move do so
+        before the batch is trained on.
 
-        `max_norm` clips the gradients, `scaler` is what `job.scaler()` makes. The data's position moves on once the
-        batch is done. With `balance_stages`, layers that are to move do so before the batch is trained on.
+        Args:
+            update: Whether the optimizer runs afterwards. If not, gradients are only added up.
+            max_norm: Clips the gradients to this norm; None: not at all.
+            scaler: What `job.scaler()` makes.
+
+        Returns:
+            The batch's mean loss, equal on all processes; without `update`, the mean over the update so far.
         """
 
         def train() -> float:
@@ -216,6 +244,7 @@ class Job:
             self.data.advance()
             return loss
 
+        # `drop_gradients` goes back to the first batch of an update
         if not self.pipeline.progress.parts:
             self._began = self.data.position
         return self._switching.stages.around(train, update=update)
@@ -227,7 +256,7 @@ class Job:
         self.pipeline.drop_gradients()
 
     def _microbatches(self) -> tuple[Any, Any]:
-        """This replica's part of the next batch, in microbatches; a failure is in their place, and told to all."""
+        """This replica's microbatches of the next batch; a failure takes their place, and reaches all processes."""
         groups = self.pipeline.groups
         try:
             rows = self.data.rows()
@@ -235,6 +264,7 @@ class Job:
                 return None, None
             return read_part(self.data, rows, self.pipeline.config.microbatches, groups.replica, groups.replicas)
         except Exception as error:
+            # the pipeline reports it to all processes, which would wait for this one otherwise
             return error, None
 
     def evaluate(self, inputs: Any, labels: Any) -> float:
@@ -245,6 +275,7 @@ class Job:
         groups = self.pipeline.groups
         if not groups.spare and inputs is not None:
             try:
+                # microbatches as large as in training: memory is known to last for those
                 rows = self.pipeline.progress.rows or -(-rows_of(inputs) // self.microbatches)
                 inputs, labels = shared_out(inputs, labels, rows, groups.replica, groups.replicas)
             except Exception as error:
@@ -260,11 +291,16 @@ class Job:
         return self._switching.state(self.layout).whole_state(self.layout.rank_of_place[0], nn.Module.state_dict)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Write the whole model by its own `save_pretrained`, a converted one in its original layout. Collective.
+        """Write the whole model by its `save_pretrained`, a converted one in its original layout. Collective.
 
-        Process 0 writes: on others transformers writes nothing. `options` are those of the model's method.
+        Process 0 writes: on others transformers writes nothing.
+
+        Args:
+            folder: Where to.
+            **options: Those of the model's method.
         """
         pipe = self.pipeline
+        # gathered on process 0, whichever layers it runs
         state = self._switching.state(self.layout).whole_state(0, original_state_dict)
         with with_originals(self.model):
             write_pretrained(self.model, state, folder, options, pipe.collective, pipe.config)

@@ -60,21 +60,33 @@ def reshard(
 ) -> nn.Module:
     """The model in the layout `after`; the optimizer is changed in place. Collective over all processes.
 
-    Call it after `optimizer.step()`: gradients are dropped. `model` is plain, wrapped in DDP, or sharded by
-    `fully_shard` or `parallelize_module`, by this function or the caller. `build()` returns the whole model; it is
-    compared with this one, and called under `torch.device("meta")`. What is returned is wrapped in DDP for dp with zero
-    0, sharded by FSDP2 for dp with zero 2 and 3, and cut by the model's `tp_plan` (transformers' words) for tp. Ranks
-    beyond `after` get it on `meta` and run nothing.
+    Call it after `optimizer.step()`: gradients are dropped. What is returned is wrapped in DDP for dp with zero 0,
+    sharded by FSDP2 for dp with zero 2 and 3, and cut by the model's `tp_plan`, which transformers defines, for tp.
+    Ranks beyond `after` get it on `meta` and run nothing.
 
-    Modules and parameters are other objects afterwards: own lists of them must be taken anew, and the old model
-    refuses to run. Hooks and attributes of modules, `training`, attributes of parameters, registered tensors,
-    schedulers, scalers and step hooks go on. Buffers are those of the first rank of `before`. `device` (None: the CPU)
-    is of ranks that have the model on `meta`. `budget_bytes` bounds the buffers of the move, `timeout_s` every wait.
+    Modules and parameters are other objects afterwards: lists of them must be taken anew, and the old model refuses to
+    run. Hooks and attributes of modules, `training`, attributes of parameters, registered tensors, schedulers, scalers
+    and step hooks go on. Buffers are those of the first rank of `before`. Whatever is raised, all is as before.
 
-    Raises `SpecError` on all ranks for what cannot be resharded: other layouts than dp with zero 0, 2 and 3, tp, and dp
-    x tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards; graphs,
-    weak references, hooks and attributes that would go on with what is replaced; copies that differ. Raises
-    `TransitionError` on all ranks where something fails on the way. After either, all is as before.
+    Args:
+        model: Plain, wrapped in DDP, or sharded by `fully_shard` or `parallelize_module`, by this function or the
+            caller.
+        optimizer: Of its parameters; several as a list.
+        before: The layout that the model is in.
+        after: The layout to come.
+        build: Returns the whole model, which is compared with this one; called under `torch.device("meta")`.
+        device: Of ranks that have the model on `meta`; None: the CPU.
+        timeout_s: Seconds that every wait may take.
+        budget_bytes: Of the buffers of the move.
+
+    Returns:
+        The model that training goes on with.
+
+    Raises:
+        SpecError: On all ranks for what cannot be resharded: other layouts than dp with zero 0, 2 and 3, tp, and dp x
+            tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards;
+            graphs, weak references, hooks and attributes that would go on with what is replaced; copies that differ.
+        TransitionError: On all ranks where something fails on the way.
     """
     found: list[_Own] = []
 
@@ -83,6 +95,7 @@ def reshard(
         found.append(_Own(model, optimizer, before, after, build, at, timeout_s, budget_bytes))
         return ""
 
+    # what one rank alone can see must still fail on all of them
     met("resharding", begin, timeout_s)
     return found[0].made()
 
@@ -91,7 +104,10 @@ def reshard(
 class _Own(Move):
     """One call of `reshard` on one rank. Raises `SpecError` when made for what this rank alone can see.
 
-    `returned` is the model that training goes on with.
+    Attributes:
+        returned: The model that training goes on with.
+        built: What `build` returned, on `meta`.
+        options: Of FSDP2 or DDP, for the new layout.
     """
 
     what = "a reshard"
@@ -119,16 +135,19 @@ class _Own(Move):
         self.user_model = user_model = UserModel(self.model, self.optimizer, self.device)
         self.device, self.allocate = user_model.device, empty
         user_model.compare(self.before, rank)
+        # building must not draw from the generators that training draws from
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             self.built = built = self.build()
         if not isinstance(built, nn.Module):
             raise SpecError(f"build() must return the whole model, got a {type(built).__name__}")
         user_model.match(built)
+        # a module may count the heads of its rank, which another tp changes
         if self.before.tp > 1 and self.before.tp != self.after.tp:
             user_model.match_numbers(built)
         check_copyable(user_model.root, None)
         check_weak(user_model.root, user_model.parameters)
-        if user_model.wrapper is None:  # DDP holds parameters as a graph does
+        # DDP holds parameters as a graph does, so graphs cannot be told apart from it
+        if user_model.wrapper is None:
             check_free(leaves_of(user_model.root, user_model.parameters))
         if is_sharded(self.before) or is_sharded(self.after):
             check_parameters(user_model.parameters)
@@ -139,11 +158,12 @@ class _Own(Move):
         self.options = self._options()
 
     def _options(self) -> dict[str, Any]:
-        """Options of FSDP2 or DDP that go over; `SpecError` for those that cannot."""
+        """Options of FSDP2 or DDP that the new wrapper takes; `SpecError` for those that it cannot."""
         policies, options = policies_of(self.user_model.root), dict(self.user_model.ddp_options())
         over_dp = "dp" in mesh_axes(self.after)
         if over_dp and len(policies) <= 1:
             return {"mp_policy": policies[0]} if policies else {}
+        # one policy goes to FSDP2 again, above; nothing else takes any
         if any(p.param_dtype or p.reduce_dtype or p.output_dtype for p in policies):
             raise SpecError("the model computes in other types by FSDP2's MixedPrecisionPolicy, which cannot go over")
         return {} if is_sharded(self.after) else options
@@ -161,14 +181,15 @@ class _Own(Move):
         try:
             run(self, world=carrier, carrier=carrier)
         except (TransitionError, CollectiveError):
-            self.groups.drop([state])  # it may be of no more use
+            # It may be stuck in an exchange; the next call makes another
+            self.groups.drop([state])
             raise
         return self.returned
 
     def _agree(self) -> None:
-        """Before groups are made: layouts are the same on all processes, and options on all that have the model.
+        """Agree, before groups are made, on layouts, and on options among the processes that have the model.
 
-        They go over to the processes that it comes to, too.
+        Processes that the model comes to take those options, too.
         """
         rank = process_rank()
         mine = options_to_json(self.options) if self.before.place(rank) is not None else None
@@ -176,6 +197,7 @@ class _Own(Move):
         texts = meet(Operation("agreeing on layouts and options"), mine_text, timeout_s=self.timeout_s)
         every = list(map(json.loads, texts))
         refuse_where([row[:2] for row in every], "were given other layouts")
+        # processes without the model have no options to compare
         first = every[self.before.rank_of_place[0]][2]
         refuse_where([first if row[2] is None else row[2] for row in every], "have other options of FSDP2 or DDP")
         self.options = options_from_json(first)
@@ -192,6 +214,7 @@ class _Own(Move):
                     n for n, p in user_model.parameters.items() if p.requires_grad
                 ],
             },
+            # buffers differ between ranks in ordinary training (running statistics): they are not compared
             copies=digests({n: t for n, t in user_model.tensors().items() if n not in user_model.buffers}),
             more={
                 "held": {name: box for name, box in pieces.items() if name in self._held.tensors},
@@ -208,6 +231,7 @@ class _Own(Move):
     def route_schedule(self, carrier: Collective) -> RouteSchedule:
         space, first, world = self._space, self.before.rank_of_place[0], len(self._boxes)
         before = {
+            # buffers come from one rank, since they may differ
             r: [(n, _box(b)) for n, b in held.items() if space[n].kind != "buffer" or r == first]
             for r, (held, _) in enumerate(self._boxes)
         }
@@ -215,6 +239,7 @@ class _Own(Move):
             r: _afterwards(space, {n: _box(b) for n, b in boxes.items()}) for r, (_, boxes) in enumerate(self._boxes)
         }
         layout = layout_from(space, world, before)
+        # a part that no rank holds could not be brought
         layout.check_complete()
         return RouteSchedule(route(layout, layout_from(space, world, after)), carrier.rank)
 
@@ -223,6 +248,7 @@ class _Own(Move):
 
     def assemble(self, moved: Moved) -> Assignments:
         values = {piece.name: tensor for piece, tensor in moved.state.items()}
+        # scalars that an optimizer keeps as numbers are the same everywhere, and need no route
         numbers = self._numbers if self.after.place(process_rank()) is not None else {}
         self.returned = self._made.filled(values, self._space, numbers)
         return [self._made.make]
@@ -234,6 +260,7 @@ class _Own(Move):
         shards = shards_in(after, self.built, self.groups, rank, user_model.device)
         if runs and after.dp > 1 and not is_sharded(after):
             group = self.groups.process_group(after.group("dp", rank), SHARDS)
+            # init_sync would broadcast parameters, which have just been brought
             wrap = partial(nn.parallel.DistributedDataParallel, process_group=group, init_sync=False)
             wrap = partial(wrap, **self.options)
         return NewModel(user_model, runs=runs, shards=shards, wrap=wrap, options=self.options)
@@ -244,6 +271,7 @@ def _afterwards(space: Space, boxes: Mapping[str, Box]) -> list[tuple[str, Box]]
     found: list[tuple[str, Box]] = []
     for tensor in space.tensors if boxes else ():
         name = base_name(tensor.name)
+        # buffers and step counts are whole wherever a rank has anything
         if tensor.kind == "buffer" or (tensor.name != name and tensor.shape != space[name].shape):
             found.append((tensor.name, tensor.box))
         elif boxes[name].elements:
@@ -267,6 +295,7 @@ def _check_layout(name: str, layout: Parallelism) -> None:
             f"{name} = {layout}: {' and '.join(wrong)} cannot be resharded; expected dp with zero 0, 2 or 3, tp, or dp "
             "x tp with zero 2 or 3"
         )
+    # an open order was refused above
     if max(layout.rank_of_place) >= processes():
         raise SpecError(f"{name} = {layout} needs rank {max(layout.rank_of_place)}, the world has {processes()} ranks")
 
@@ -277,4 +306,5 @@ def _check_shardable(user_model: UserModel) -> None:
     for name, p in user_model.parameters.items():
         for entry, value in user_model.optimizers.state().get(id(p), {}).items():
             if isinstance(value, Tensor):
+                # factored moments, for instance, have another shape than their parameter
                 refuse_odd(f"{name}@{entry}", value.shape, p.shape)

@@ -15,9 +15,17 @@ from prophet.ranks.process_group import process_rank
 
 
 def groups_of(layout: Parallelism, *, experts: bool) -> list[tuple[Members, str]]:
-    """The groups of a layout, in the order in which all processes make them; `experts`: the model has some."""
+    """The groups of a layout, in the order in which all processes make them.
+
+    Args:
+        layout: Any layout whose order is chosen.
+        experts: Whether the model has experts.
+
+    Returns:
+        Members and purpose of every group.
+    """
     rows = [(members, "stages") for members in layout.groups("pp")]
-    # torch averages what it shards
+    # with zero 2 and 3 FSDP2 reduces gradients over its mesh, so no replicas are averaged by the pipeline
     columns = [(members, "replicas") for members in layout.groups("dp")] if layout.zero < 2 else []
     shards = [(group, SHARDS) for axis in mesh_axes(layout) for group in layout.groups(axis)]
     shares: list[tuple[Members, str]] = []
@@ -35,7 +43,13 @@ def _shares(layout: Parallelism) -> bool:
 
 
 def rank_assignment_of(layout: Parallelism, groups: Groups, *, experts: bool) -> RankAssignment:
-    """The places of a layout whose groups were made; `experts`: the model has some."""
+    """The places of a layout whose groups were made.
+
+    Args:
+        layout: A layout whose order is chosen.
+        groups: Has made what `groups_of` listed.
+        experts: Whether the model has experts.
+    """
     here = process_rank()
     place = layout.place(here)
     tp, every = place.tp if place is not None else 0, layout.grid.tolist()
@@ -54,6 +68,7 @@ def rank_assignment_of(layout: Parallelism, groups: Groups, *, experts: bool) ->
     if experts and layout.tp > 1:
         group = layout.group("tp", here)
         shares["alike"] = groups.get(group, "the same tokens") if group else nobody(layout.tp)
+    # one more than the last: the process is spare, and holds nothing
     if grid.replica_of(here) == grid.replicas:
         return RankAssignment(grid=grid, collective=alone(grid.pipeline_ranks), column=alone(), **shares)
     row, column = grid.replica(grid.replica_of(here)), grid.column(grid.pipeline_rank_of(here))

@@ -23,8 +23,16 @@ POSITION, SEED, MEMORIES = "position", "seed", "balancing"
 
 
 def save_job(switching: Switching, folder: str | Path, position: int, also: Also) -> None:
-    """See `Job.save`; `position` is the data's."""
+    """Write a job's checkpoint; see `Job.save`. Collective.
+
+    Args:
+        switching: Knows the layout in force, and what balancing has learned.
+        folder: Where to; a checkpoint that is there is replaced once the new one is whole.
+        position: How far the data is, in samples.
+        also: The user's own objects to be saved, by name.
+    """
     pipe, experts = switching.pipeline, switching.experts
+    # a checkpoint may be read on other ranks, so one process must write what all groups remember
     memory = experts.export_memory(switching.layout)
     with pipe.failures.during(f"saving before step {pipe.progress.updates}", pipe.stage_map):
         op = Operation("collecting what balancing remembers")
@@ -35,20 +43,31 @@ def save_job(switching: Switching, folder: str | Path, position: int, also: Also
 
 
 def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also: Also) -> None:
-    """See `Job.load`; `data` goes to where it was."""
+    """Put a checkpoint in force in the present layout; see `Job.load`. Collective.
+
+    Args:
+        switching: Knows the layout in force.
+        folder: What `save_job` wrote.
+        data: Goes to the position that was saved.
+        also: Gets what was saved under the same names.
+    """
+    # after a failure the old communicators may be stuck in an exchange that never ends
     if switching.pipeline.failures.error is not None:
         switching.renew()
-    switching.groups.idle()  # balancing may make groups, too
+    # Balancing may make groups, too, and all processes must make them in one order
+    switching.groups.idle()
     pipe, layout, plain = switching.pipeline, switching.layout, switching.adapters.plain
     how = switching.state(layout)
     model = pipe.model if switching.shards is None else plain
     target = switching.training_layout(layout, layout.stage_map(len(pipe.model.units)), switching.rules, model, how)
+    # filled by `check`, which may fail, and called by `put`, which may not
     ready: list[Callable[[], None]] = []
 
     def check(saved: Checkpoint) -> None:
         _check(saved.run, folder)
         if problem := how.refusal():
             raise SpecError(problem)
+        # a trial: raises here, while nothing has changed yet
         Balance(None).keep(saved.run[MEMORIES])
         ready.append(data.reach(saved.run[POSITION]))
 
@@ -57,14 +76,16 @@ def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also
         switching.shards = target if isinstance(target, ShardedLayout) else None
 
     saved = load_state(how, target, folder, also=also, check=check, seed=lambda saved: saved.run[SEED], then=[put])
+    # before `balance`, which hands the memories to a new engine
     switching.experts.keep(saved.run[MEMORIES])
     switching.balance()
 
 
 def _check(run: Mapping[str, Any], folder: str | Path) -> None:
-    """Raise `SpecError` unless a checkpoint says how far a job was."""
+    """Raise `SpecError` unless a checkpoint says how far the job was."""
     for name, least in ((POSITION, 0), (SEED, -1 << 63)):
         value = run.get(name)
+        # the file is anybody's: `True` is an int, and a seed must fit into 64 bits
         if type(value) is not int or not least <= value < 1 << 63:
             raise SpecError(f"{folder}: run.{name}: expected a whole number, as job.save writes it, got {value!r:.60}")
     if not isinstance(run.get(MEMORIES), dict):

@@ -30,7 +30,13 @@ Switch = Callable[[Parallelism, Durations], Switched]
 
 
 def check_stages(config: object, limits: Sequence[RankLimits] | None, world: int) -> None:
-    """Raise `SpecError` unless `config` and `limits` can balance the stages of `world` processes."""
+    """Raise `SpecError` unless `config` and `limits` can balance the stages of a job.
+
+    Args:
+        config: As `Job` takes it for `balance_stages`; None balances nothing.
+        limits: Memory and speed of every process [N]; None: not limited.
+        world: N, how many processes there are.
+    """
     if config is not None and not isinstance(config, ControllerConfig):
         raise SpecError(f"balance_stages: expected a pipeline_balance.ControllerConfig, got {config!r:.100}")
     if limits is not None and config is None:
@@ -42,10 +48,15 @@ def check_stages(config: object, limits: Sequence[RankLimits] | None, world: int
 
 
 class JobStages:
-    """Balances the stages of a job by `config`; None balances nothing. `limits` [N] are of processes.
+    """Balances the stages of a job; it is what its `Controller` changes.
 
-    It is what its controller changes. With one stage, with several chunks per stage, and with tp, whose layers nobody
-    times, stages rest.
+    With one stage, with several chunks per stage, and with tp, whose layers nobody times, stages rest.
+
+    Args:
+        pipeline: Runs the job.
+        config: When to move layers; None balances nothing.
+        limits: Memory and speed of every process [N]; None: not limited.
+        to: Takes the job to a layout that the controller chose.
     """
 
     def __init__(
@@ -69,16 +80,18 @@ class JobStages:
             return
         self._resting = layout.pp == 1 or layout.v > 1 or layout.tp > 1
         if self._resting:
-            self.pipeline.meter.enabled = False  # nobody reads it
+            # Nobody reads its samples
+            self.pipeline.meter.enabled = False
             return
         self.first_ranks = layout.pp
+        # one controller for the whole job: it keeps what it has learned and its report
         if self.controller is None:
             self.controller = Controller(self.pipeline, self._of_columns(layout), self.config, stages=self)
         else:
             self.controller.restart(self._of_columns(layout))
 
     def around(self, train: Callable[[], float], *, update: bool) -> float:
-        """What `train` returns, which is one step of the job's pipeline."""
+        """Train one step by `train`, and move layers first where that pays. Returns what `train` returns."""
         if self._resting or self.controller is None:
             return train()
         return self.controller.around(train, update=update)
@@ -88,9 +101,11 @@ class JobStages:
         costs = self.controller.costs if self.controller is not None else ()
         if not costs or layout.stages is not None or layout.pp == 1 or layout.v > 1:
             return layout
+        # while the order is open nobody knows which processes a column has
         limits = self._of_columns(layout) if not isinstance(layout.order, str) else RankLimits.uniform(layout.pp)
         try:
             found = partition_by_time(costs, limits, microbatches=microbatches)
+        # no stage map keeps to the limits: the layout stays as it was asked for
         except PartitionError:
             return layout
         return replace(layout, stages=_layers(found))
@@ -99,6 +114,7 @@ class JobStages:
         """What every stage of a layout may need, [pp]: the least of its processes."""
         if self._limits is None:
             return RankLimits.uniform(layout.pp)
+        # a stage is as fast, and as large, as its weakest process
         every = [[self._limits[int(r)] for r in column.ravel()] for column in layout.grid]
         return tuple(
             RankLimits(memory_bytes=min(r.memory_bytes for r in row), speed=min(r.speed for r in row)) for row in every
@@ -108,31 +124,47 @@ class JobStages:
 
     @property
     def ranks(self) -> int:
+        """How many columns there are, empty ones included."""
         return self._asked.pp
 
     @property
     def stage_map(self) -> StageMap:
+        # the pipeline counts the stages in use; the controller counts all columns that were asked for
+        """Which column runs which layers now."""
         now = self.pipeline.stage_map
         return StageMap(now.boundaries, tuple(self._used[r] for r in now.ranks))
 
     @property
     def microbatches(self) -> int:
+        """Of one replica."""
         return self.pipeline.config.microbatches
 
     @property
     def slices(self) -> int:
+        """Slices per microbatch."""
         return self._asked.slices
 
     def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared | None:
-        return None  # the switch finds its route itself: preparing one is the main thread's
+        # The switch finds its route itself, on the main thread
+        """Return None, which stands for a change that has not been prepared."""
+        return None
 
     def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
+        """Take the job to a layout with these stages; collective over all processes.
+
+        Args:
+            stage_map: Layers of every column.
+            durations: How long its stages are expected to take.
+            prepared: What `prepare` returned, not used.
+        """
         done = self._switch(self._layout(stage_map), durations)
+        # after the switch: where it fails, the old columns are still in use
         self._used = stage_map.ranks
         return done
 
     def _layout(self, stage_map: StageMap) -> Parallelism:
         """The layout whose stages are those of `stage_map`, on these columns."""
+        # columns that got no stage are left out: their processes become spare
         order = np.concatenate([self._asked.grid[r].ravel() for r in stage_map.ranks]).tolist()
         return replace(self._asked, pp=len(stage_map.ranks), stages=_layers(stage_map), order=tuple(order))
 

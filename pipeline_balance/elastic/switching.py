@@ -59,9 +59,17 @@ class Switching:
     """Takes a job to other layouts; see `Job.prepare` and `Job.switch`.
 
     `pipeline` runs the `layout` in force, and `shards` say how its parameters are cut, None where they are not.
-    `groups` are the process groups of all layouts, `adapters` the models that layouts run. `nodes` [N] are the
-    processes' nodes. M `microbatches` are those of a global batch, and `position` says how far the data is. `experts`
-    and `stages` balance what their names say.
+    `stages` balances them. Both are set once they can be made.
+
+    Args:
+        layout: In force.
+        groups: The process groups of all layouts.
+        adapters: Make the models that layouts run.
+        experts: Balances experts.
+        position: Says how far the data is, in samples.
+        microbatches: M, those of a global batch.
+        nodes: The node of every process [N]; None: all on one.
+        device: Where this process computes.
     """
 
     pipeline: ElasticPipeline
@@ -81,13 +89,16 @@ class Switching:
         self.layout, self.groups, self.adapters, self.experts = layout, groups, adapters, experts
         self.position, self.microbatches, self.nodes, self.device = position, microbatches, nodes, device
         self.shards: ShardedLayout | None = None
-        self._carrier: tuple[Members, str] = (tuple(range(processes())), "state")  # carries it
-        self._preparers: tuple[Members, str] = (tuple(range(processes())), "preparation")  # of the thread that prepares
+        # The group that carries state: apart from the stages' groups, and replaced where a move fails
+        self._carrier: tuple[Members, str] = (tuple(range(processes())), "state")
+        # The group of the threads that prepare, which talk while training goes on
+        self._preparers: tuple[Members, str] = (tuple(range(processes())), "preparation")
         self.preparing: Future[Prepared] | None = None
 
     def prepare(self, layout: Parallelism, *, mode: Mode = "safe") -> None:
         """See `Job.prepare`."""
         pipe, broken = self.pipeline, self.prepared().broken
+        # `description` fills these in, and raises on all processes where it fails on one
         runs, rules = self.adapters.plain, dict[str, Rule]()
 
         def description() -> str:
@@ -103,11 +114,13 @@ class Switching:
             descriptions = alike(description, pipe.collective, pipe.config.device, Operation("comparing layouts"))
             every = [json.loads(text) for text in descriptions]
             self.preparing = None
+            # a preparation that was never used may have failed, too
             self._give_up([lost for _, lost in every])
             differ = [r for r, (text, _) in enumerate(every) if text != every[0][0]]
             if differ:
                 raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0][0]})")
-            # the live model is read here; the thread works on what was read
+            # The live model is read here, on the main thread. The other thread works on what was read, while training
+            # goes on and changes the model.
             read, world = pipe.owned.as_read(), processes()
             present, rules_now = self.layout, self.rules
             how = self.state(layout, read)
@@ -122,6 +135,7 @@ class Switching:
             if layout.order == FEWEST_BYTES:
                 now = layout_of(describe(read, rules_now), present, ranks=world)
                 chosen = ordered(describe(read, rules), now, layout, nodes=self.nodes)
+            # a problem of the model is reported only after the groups: all processes must make them
             problem = self.groups.make(self.wanted(chosen)) or (held if isinstance(held, str) else "")
             preparers = self.groups.get(*self._preparers)
             every = gather_json(
@@ -133,6 +147,7 @@ class Switching:
                 return Prepared(problem=problem)
             target = self.training_layout(chosen, stage_map, rules, runs, how, ahead)
             route_schedule = how.route_schedule([rows for _, rows in every], target, preparers.rank)
+            # what the switch would have to compute while everybody waits
             route_schedule.precompute(pipe.mover.budget_bytes, in_place=mode == "in-place")
             return Prepared(target=target, specs=specs, route=route_schedule)
 
@@ -145,20 +160,24 @@ class Switching:
         pipe = self.pipeline
         with pipe.failures.during(f"preparing a switch before step {pipe.progress.updates}", pipe.stage_map):
             try:
+                # no limit: it is this process's own thread, whose waits have limits; failures of others are seen in
+                # between
                 return joined(self.preparing, pipe.failures.watch.turns(math.inf))
             except StageFailed:
                 raise
             except Exception as error:
+                # the first line is enough for the vote, and all ranks' problems are joined
                 return Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
 
     def _give_up(self, broken: Sequence[bool]) -> None:
-        """Make groups anew the next time where a preparation has `broken` off on any process; on all alike."""
+        """Forget groups that may be stuck, where a preparation has broken off on any process; on all alike."""
         if any(broken):
             self.groups.undo()
             self.groups.drop([self._carrier, self._preparers])
 
     def change_stages(self, layout: Parallelism, durations: Durations) -> Switched:
         """Go to a layout that a controller asks for; what a user has prepared meanwhile stays so."""
+        # a user may have prepared a switch; moving layers must not use it up
         kept, self.preparing = self.preparing, None
         try:
             self.prepare(layout)
@@ -174,7 +193,12 @@ class Switching:
         self.stages.begin(self.layout)
 
     def go(self, mode: Mode, durations: Durations | None = None) -> Switched:
-        """Go to the prepared layout, whose stages are expected to take `durations`; see `switch`."""
+        """Go to the prepared layout; see `Job.switch`. Collective.
+
+        Args:
+            mode: As `Job.switch` takes it.
+            durations: How long its stages are expected to take; None: not known.
+        """
         pipe, ready = self.pipeline, self.prepared()
         target: JobLayout | None = ready.target
         layout = target.layout if target is not None else None
@@ -186,6 +210,7 @@ class Switching:
             return [ready.problem, ready.broken, mode, self.experts.export_memory(self.layout)]
 
         def on_votes(every: list[Any]) -> None:
+            # before anything else: in the two modes processes would send different things
             refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
             check_mode(mode)
             self.preparing = None
@@ -193,6 +218,7 @@ class Switching:
             self._give_up([broken for _, broken, *_ in every])
             if failed:
                 raise TransitionError(f"{failed}; {_WHOLE}")
+            # balancing remembers by group of ranks, which the switch changes
             remembered.extend(memory for *_, memory in every)
 
         def put() -> None:
@@ -225,9 +251,15 @@ class Switching:
         return self.shards.rules if self.shards is not None else {}
 
     def state(self, layout: Parallelism, read: Ownership | None = None) -> JobState:
-        """The state, to be taken to `layout`; with `read`, it works on what was read of the model."""
+        """The training state, to be taken to `layout`.
+
+        Args:
+            layout: Where it is to go.
+            read: What was read of the live model, for use on another thread; None: the live model itself.
+        """
         plain = self.pipeline.state()
         mover = plain.mover if read is None else replace(plain.mover, owned=read)
+        # torch shards modules for good, so a layout with shards on either side needs other modules
         remakes = self.shards is not None or is_sharded(layout)
         return JobState(mover, plain.passes, self.adapters.plain, self.layout, self.shards, remakes)
 
@@ -240,7 +272,16 @@ class Switching:
         how: JobState,
         ahead: Ahead | None = None,
     ) -> JobLayout:
-        """The layout as a pipeline takes it, once its groups were made; `ahead` makes its modules."""
+        """The layout as a pipeline takes it, once its groups were made.
+
+        Args:
+            layout: With its order chosen.
+            stage_map: Which stage runs which layers.
+            rules: How tp cuts the model.
+            model: What runs in it.
+            how: The state that goes there.
+            ahead: Makes its modules before the switch; None: the switch makes them.
+        """
         rank_assignment, owned, read = self.rank_assignment(layout), self.pipeline.owned, how.mover.owned
         given: dict[str, Any] = {
             "rank_assignment": rank_assignment,
@@ -267,6 +308,7 @@ class Switching:
     def renew(self) -> None:
         """Make all communicators anew: those from before a failure are of no use. Collective."""
         limit_s, pipe = self.groups.timeout_s, self.pipeline
+        # nobody waits for one that will not come: without this, groups would time out one after the other
         met("loading after a failure", lambda: "", limit_s)
 
         def ended() -> str:
@@ -274,7 +316,8 @@ class Switching:
                 self.groups.idle()
             return ""
 
-        met("ending what was being prepared", ended, limit_s)  # its thread makes groups, in an order with these
+        # Its thread makes groups, in an order with these
+        met("ending what was being prepared", ended, limit_s)
         self.preparing = None
         self.groups.close()
         self.groups = Groups(limit_s)
@@ -288,10 +331,12 @@ class Switching:
             met("making the world's process groups", entered, limit_s)
             self.groups.together(self.wanted(self.layout))
         except BaseException:
-            pipe.failures.error = lost  # the next load makes them
+            # Still failed: the next load makes them
+            pipe.failures.error = lost
             raise
         pipe.groups.assign(self.rank_assignment(self.layout))
 
 
 def _job_layout(target: TrainingLayout | None) -> ShardedLayout | None:
+    """The layout of shards without the model that was made ahead, which is in force by now; None without shards."""
     return replace(target, ahead=None) if isinstance(target, ShardedLayout) else None

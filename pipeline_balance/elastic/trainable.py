@@ -20,14 +20,25 @@ from prophet.state.transition import Mode
 
 
 def check(layout: Parallelism, model: PipelineModel, world: int) -> dict[str, Rule]:
-    """How tp cuts `model` in this layout. Raises `SpecError` unless a `Job` of `world` processes can train it there."""
+    """How tp cuts `model` in this layout.
+
+    Args:
+        layout: What a user asks for.
+        model: The unsplit model.
+        world: How many processes there are.
+
+    Raises:
+        SpecError: Unless a `Job` of `world` processes can train it there.
+    """
     if not isinstance(layout, Parallelism):
         raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
     check_experts(model.root, layout)
     layout.check_trainable(experts=has_experts(model.root))
+    # an open order may use any ranks: it is enough that there are as many
     last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
     if last >= world:
         raise SpecError(f"{layout} needs rank {last}, the world has {world} ranks")
+    # raises where layers do not suffice for the stages
     layout.stage_map(len(model.units))
     rules = rules_for(styles_of(model.root, layout.tp)) if layout.tp > 1 else {}
     if layout.tp > 1 and not isinstance(model, TransformersModel):
@@ -53,7 +64,14 @@ def check_nodes(nodes: Any, world: int) -> None:
 
 
 def check_alike(layout: Parallelism, nodes: Any, timeout_s: float) -> None:
-    """Raise `SpecError` on all processes that begin unless they have one layout, and the same `nodes`; collective."""
+    """Raise `SpecError` on all processes unless they begin with one layout and the same `nodes`. Collective.
+
+    Args:
+        layout: The job's first layout.
+        nodes: The node of every process [N], checked before; None: all on one.
+        timeout_s: Seconds to wait for other processes.
+    """
+    # compared as text: whatever kind of integers a process was given
     text = str(layout) if nodes is None else f"{layout} on nodes {[int(n) for n in nodes]}"
     texts = meet(Operation("comparing layouts"), text, timeout_s=timeout_s)
     if len(set(texts)) > 1:

@@ -16,7 +16,13 @@ from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedMap:
-    """A stage map and what is expected of it; `moved_bytes` counts from the map in force."""
+    """A stage map and what is expected of it.
+
+    Attributes:
+        stage_map: The map.
+        makespan_s: Simulated seconds of a step.
+        moved_bytes: State that changes ranks, from the map in force.
+    """
 
     stage_map: StageMap
     makespan_s: float
@@ -37,9 +43,18 @@ def predicted_makespan_s(
     microbatches: int,
     transfer_s: float = 0.0,
 ) -> float:
-    """Simulated seconds of one training step, all microbatches forward and backward, under the flexible schedule."""
+    """Simulated seconds of one training step, all microbatches forward and backward, under the flexible schedule.
+
+    Args:
+        costs: Of every layer [L].
+        stage_map: Which rank runs which layers.
+        limits: Memory and speed of every rank [P].
+        microbatches: M.
+        transfer_s: Seconds of one message between stages.
+    """
     speeds = [r.speed for r in limits]
     durations = Durations.of_stages(costs, stage_map, speeds=speeds, transfer_s=transfer_s)
+    # torch's runtime cannot drive a rank without a stage, so ranks in use are counted anew
     schedule = flexible(dense_ranks(stage_map).ranks, microbatches, durations=durations)
     return simulate(schedule, durations).makespan_s
 
@@ -53,9 +68,22 @@ def best_map(
     current: StageMap,
     transfer_s: float = 0.0,
 ) -> ComparedMap:
-    """The best of the maps that fit; figures within 1e-9 (relative) of the best tie. `PartitionError` if none fits."""
+    """The best of the maps that fit; figures within 1e-9 (relative) of the best tie.
+
+    Args:
+        stage_maps: What is compared; of equal maps the first one is returned.
+        costs: Of every layer [L].
+        limits: Memory and speed of every rank [P].
+        microbatches: M.
+        current: The map in force, from which moved bytes are counted.
+        transfer_s: Seconds of one message between stages.
+
+    Raises:
+        PartitionError: If none fits.
+    """
     bottlenecks_s = {
         m: max(rank_loads_s(costs, m, limits))
+        # several ways of searching find the same map: each is simulated once
         for m in dict.fromkeys(stage_maps)
         if fits(costs, m, limits, microbatches)
     }
@@ -69,6 +97,7 @@ def best_map(
             moved_bytes=moved_bytes(costs, current, stage_map),
         )
         for stage_map, bottleneck_s in bottlenecks_s.items()
+        # only these are simulated: a simulation costs far more than a sum
         if _ties(bottleneck_s, least)
     ]
     shortest = min(c.makespan_s for c in compared)
@@ -77,4 +106,5 @@ def best_map(
 
 
 def _ties(value: float, best: float) -> bool:
+    # sums of floats in another order differ in their last digits; that must not decide
     return math.isclose(value, best, rel_tol=1e-9)

@@ -28,9 +28,17 @@ def diffuse(
 ) -> list[StageMap]:
     """`start` and the map after every move; each round shifts a boundary of neighbours by one layer.
 
-    The shift that lowers the sum of squared deviations most is taken. A rank's load is the sum of its layers' seconds
-    over its speed, or of their parameter bytes (`load`). `start` has stage k on rank k for all P ranks. Raises
-    `PartitionError` if it does not fit.
+    The shift that lowers the sum of squared deviations most is taken.
+
+    Args:
+        costs: Of every layer [L].
+        limits: Memory and speed of every rank [P].
+        start: Has stage k on rank k for all P ranks.
+        microbatches: M.
+        load: A rank's load is the sum of its layers' seconds over its speed, or of their parameter bytes.
+
+    Raises:
+        PartitionError: If `start` does not fit.
     """
     if load not in get_args(Load):
         raise SpecError(f"load must be one of {list(get_args(Load))}, got {load!r}")
@@ -53,9 +61,11 @@ def diffuse(
     while True:
         now = deviation(maps[-1])
         better = [m for m in _shifted(maps[-1], loads(maps[-1])) if deviation(m) < now]
+        # memory is checked last: it is asked of the few maps that are better
         better = [m for m in better if fits(costs, m, limits, microbatches)]
         if not better:
             return maps
+        # min takes the first of equals, the lowest boundary: every rank finds the same
         maps.append(min(better, key=deviation))
 
 
@@ -63,6 +73,7 @@ def _shifted(stage_map: StageMap, loads: Sequence[float]) -> Iterator[StageMap]:
     """Every shift of one boundary by one layer, away from the more loaded side, that empties no stage."""
     bounds = stage_map.boundaries
     for s in range(stage_map.stages - 1):
+        # a shift towards the more loaded side cannot lower the deviation
         left_gives = loads[s] > loads[s + 1]
         if len(stage_map.layers_of(s if left_gives else s + 1)) > 1:
             cut = bounds[s + 1] + (-1 if left_gives else 1)

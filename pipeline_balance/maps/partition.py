@@ -35,6 +35,7 @@ def _whole_units(weights: Sequence[float]) -> list[int]:
     total = math.fsum(weights)
     if total <= 0:
         return [1] * len(weights)
+    # frexp: total < 2**e, so the scaled sum stays below 2**52, with room for rounding
     exponent = 52 - math.frexp(total)[1]
     return [round(math.ldexp(w, exponent)) for w in weights]
 
@@ -54,9 +55,11 @@ def _problem(
         raise SpecError("a partition needs the limits of at least one rank")
     if layers < stages:
         raise PartitionError(_too_few_layers(layers, stages))
+    # stage k of P holds the activations of min(M, P - k) microbatches, as 1F1B does
     held = [in_flight(k, stages, microbatches) for k in range(stages)]
     state = [c.state_bytes for c in costs]
     active = [c.activation_bytes for c in costs]
+    # the core computes in int64
     if sum(state) + held[0] * sum(active) > MAX_BYTES:
         raise SpecError("the layers' bytes add up to more than 2**62")
     return Problem(
@@ -74,13 +77,20 @@ def _best_map(problem: Problem, beta: float, square_weight: float, penalty: Floa
 
 
 def explain_memory(costs: Sequence[LayerCost], limits: Sequence[RankLimits], microbatches: int) -> str:
-    """Why no contiguous partition fits: the first layer that is too large for every rank, or the totals."""
+    """Why no contiguous partition fits: the first layer that is too large for every rank, or the totals.
+
+    Args:
+        costs: Of every layer [L].
+        limits: Memory and speed of every rank [P].
+        microbatches: M.
+    """
     stages = len(limits)
     for layer, cost in enumerate(costs):
         if all(
             cost.state_bytes + in_flight(k, stages, microbatches) * cost.activation_bytes > limit.memory_bytes
             for k, limit in enumerate(limits)
         ):
+            # the last stage holds one microbatch alone: no stage needs less
             least = cost.state_bytes + cost.activation_bytes
             largest = max(r.memory_bytes for r in limits)
             label = f"layer {layer} ({cost.name})" if cost.name else f"layer {layer}"
@@ -113,23 +123,52 @@ def _partition(
     beta = minimal_bottleneck(problem)
     if beta == NO_PARTITION:
         raise PartitionError(explain_memory(costs, limits, microbatches))
+    # no layer has a preferred rank: the square term alone decides
     flat = np.zeros((len(limits), len(costs) + 1), dtype=np.float64)
     return _best_map(problem, beta, 1.0, flat)
 
 
 def partition_by_time(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
-    """Balance measured seconds (forward and backward) over ranks of the given speeds; exact."""
+    """Balance measured seconds (forward and backward) over ranks of the given speeds; exact.
+
+    Args:
+        costs: Of every layer [L].
+        limits: Memory and speed of every rank [P].
+        microbatches: M.
+
+    Raises:
+        PartitionError: If there are fewer layers than ranks, or the memory does not suffice.
+    """
     return _partition([c.total_s for c in costs], costs, limits, microbatches)
 
 
 def partition_by_parameters(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
-    """Balance parameter bytes, whatever the ranks' speeds (DeepSpeed's `parameters`)."""
+    """Balance parameter bytes, whatever the ranks' speeds (DeepSpeed's `parameters`).
+
+    Args:
+        costs: Of every layer [L].
+        limits: Memory and speed of every rank [P].
+        microbatches: M.
+
+    Raises:
+        PartitionError: If there are fewer layers than ranks, or the memory does not suffice.
+    """
+    # bytes balance memory, which does not depend on speed
     weights = [float(c.parameter_bytes) for c in costs]
     return _partition(weights, costs, limits, microbatches, use_speed=False)
 
 
 def partition_uniform(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
-    """Equal numbers of layers; the first L mod P stages take one more. Raises if a rank's memory does not suffice."""
+    """Give stages equal numbers of layers; the first L mod P stages take one more.
+
+    Args:
+        costs: Of every layer [L].
+        limits: Memory and speed of every rank [P].
+        microbatches: M.
+
+    Raises:
+        PartitionError: If there are fewer layers than ranks, or the memory does not suffice.
+    """
     layers, stages = len(costs), len(limits)
     if layers < stages or stages < 1:
         raise PartitionError(_too_few_layers(layers, stages))
@@ -148,7 +187,18 @@ def partition_near(
     microbatches: int,
     slack: float = 0.0,
 ) -> StageMap:
-    """The partition that moves the fewest bytes from `previous` with a bottleneck within (1 + slack) of the best."""
+    """The partition that moves the fewest bytes from `previous` with a bottleneck within (1 + slack) of the best.
+
+    Args:
+        costs: Of every layer [L].
+        limits: Memory and speed of every rank [P].
+        previous: The map in force.
+        microbatches: M.
+        slack: How much worse than the best the bottleneck may be, relative.
+
+    Raises:
+        PartitionError: If there are fewer layers than ranks, or the memory does not suffice.
+    """
     if not slack >= 0:
         raise SpecError(f"slack must not be negative, got {slack!r}")
     previous.check_layers(len(costs))
@@ -160,6 +210,7 @@ def partition_near(
     size = np.asarray([c.moved_bytes for c in costs], dtype=np.float64)
     penalty = np.zeros((len(limits), len(costs) + 1), dtype=np.float64)
     for k in range(len(limits)):
+        # what stage k would have to receive, as prefix sums over layers
         np.cumsum(np.where(home == k, 0.0, size), out=penalty[k, 1:])
     # a square term far below one byte settles ties in favour of even stages
     return _best_map(problem, best * (1.0 + slack), 1e-3, penalty)
@@ -171,10 +222,14 @@ def maps_on(
     current: StageMap,
     make: Callable[[Sequence[RankLimits], StageMap], list[StageMap]],
 ) -> list[StageMap]:
-    """What `make` finds for `ranks` (in this order) alone, in the numbers of all ranks; empty if none fits.
+    """What `make` finds for some ranks alone, in the numbers of all ranks; empty if none fits.
 
-    `make` is given these ranks' limits and `current` in their numbers; a layer that runs elsewhere has number
-    len(ranks): it must move anyway.
+    Args:
+        ranks: Which, in this order.
+        limits: Of all ranks [P].
+        current: The map in force. A layer that runs on none of `ranks` is given number len(ranks): it must move
+            anyway.
+        make: From these ranks' limits, and `current` in their numbers, to maps.
     """
     number = {rank: i for i, rank in enumerate(ranks)}
     local = StageMap.from_assignment(number.get(r, len(ranks)) for r in current.assignment())

@@ -18,16 +18,26 @@ from prophet.errors import SpecError
 def fill_contiguously(
     costs: Sequence[LayerCost], limits: Sequence[RankLimits], stages: int, microbatches: int
 ) -> tuple[int, ...] | None:
-    """Ranks, ascending, whose memory holds all layers in order as `stages` stages; None if no such ranks exist.
+    """Ranks, ascending, whose memory holds all layers in order.
 
-    Exact: the furthest layer that stages 0 .. k can reach with stage k on rank r, for every k and r. A stage that could
-    stay empty would only show that fewer stages suffice.
+    Exact: the furthest layer that stages 0 .. k can reach with stage k on rank r, for every k and r. A stage that
+    could stay empty would only show that fewer stages suffice.
+
+    Args:
+        costs: Of every layer [L].
+        limits: Memory and speed of every rank [P].
+        stages: How many ranks are to be used.
+        microbatches: M.
+
+    Returns:
+        One rank per stage; None if no such ranks exist.
     """
     ranks = len(limits)
     # reached[r]: furthest layer with the latest stage on rank r; chain[r]: the ranks that got there
     reached = [0] * ranks
     chain: list[tuple[int, ...]] = [()] * ranks
     for k in range(stages):
+        # stage k holds activations of min(M, stages - k) microbatches
         held = in_flight(k, stages, microbatches)
         best = 0 if k == 0 else -1
         best_chain: tuple[int, ...] = ()
@@ -37,6 +47,7 @@ def fill_contiguously(
             if best >= 0:
                 new_reached[r] = _extend(costs, limits[r], best, held)
                 new_chain[r] = (*best_chain, r)
+            # after rank r was extended: ranks must ascend, so r serves stage k - 1 or k, not both
             if k > 0 and reached[r] > best:
                 best, best_chain = reached[r], chain[r]
         reached, chain = new_reached, new_chain
@@ -61,11 +72,23 @@ def repack(
     target_ranks: int,
     transfer_s: float = 0.0,
 ) -> ComparedMap:
-    """The best map on `target_ranks` ranks: by bottleneck, then makespan, then bytes moved from `current`.
+    """The best map on fewer ranks: by bottleneck, then makespan, then bytes moved from `current`.
 
     Which ranks stay: the first, the last, those that hold most of the state, the fastest, and those that filling uses
-    are tried. Raises `PartitionError` if the model does not fit.
+    are tried.
+
+    Args:
+        costs: Of every layer [L].
+        limits: Memory and speed of every rank [P].
+        current: The map in force.
+        microbatches: M.
+        target_ranks: How many ranks are to be used.
+        transfer_s: Seconds of one message between stages.
+
+    Raises:
+        PartitionError: If the model does not fit.
     """
+    # no stage may be empty
     most = min(len(limits), len(costs))
     if not 1 <= target_ranks <= most:
         raise SpecError(f"target_ranks must be from 1 to {most}, got {target_ranks}")
@@ -89,6 +112,7 @@ def _kept_ranks(
 ) -> list[tuple[int, ...]]:
     """Sets of `size` ranks worth trying, each ascending."""
     ranks = range(len(limits))
+    # what stays where it is does not travel
     state = {r: sum(costs[i].moved_bytes for i in current.layers_on(r)) for r in ranks}
     tried = [
         tuple(ranks[:size]),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +163,8 @@ class ElasticPipeline:
         """
 
         def make() -> PipelineModel:
-            kind = ModuleChain if slices is None else slices.chain
+            # by name: the room of slices builds on this one
+            kind = ModuleChain if slices is None else partial(import_module(slices.models).chain, slices)
             return kind(layers, loss_fn, counted=counted, device=options.get("device"))
 
         return cls(make, stage_map, **options)
@@ -185,7 +188,7 @@ class ElasticPipeline:
         """
 
         def make() -> PipelineModel:
-            kind = TransformersModel if slices is None else slices.transformers
+            kind = TransformersModel if slices is None else partial(import_module(slices.models).transformers, slices)
             return kind(model, layers=layers, example=example, device=options.get("device"))
 
         return cls(make, stage_map, **options)

@@ -25,11 +25,20 @@ class ScaleError(RuntimeError):
 class KubernetesScaler:
     """Changes the number of pods of one Job or StatefulSet.
 
-    `api_client` is a `kubernetes.client.ApiClient`; None takes the pod's service account, else the user's kubeconfig.
     Hand `release` to `pipeline_balance.release.membership.released` as `on_release`.
 
     >>> scaler = KubernetesScaler("train", namespace="ml")               # doctest: +SKIP
     >>> released(membership, pipeline, on_release=scaler.release)        # doctest: +SKIP
+
+    Args:
+        name: Of the object.
+        namespace: Where it is.
+        kind: "job" for an elastic indexed Job, or "statefulset".
+        api_client: A `kubernetes.client.ApiClient`; None takes the pod's service account, else the user's kubeconfig.
+        timeout_s: Seconds that every request may take.
+
+    Raises:
+        ScaleError: Where the official client is not installed.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class KubernetesScaler:
         self._client = client
         if api_client is None:
             try:
+                # inside a pod; on a laptop there is no service account
                 config.load_incluster_config()
             except config.ConfigException:
                 config.load_kube_config()
@@ -63,12 +73,14 @@ class KubernetesScaler:
 
     @property
     def where(self) -> str:
+        """The object as messages name it."""
         return f"{self.kind} {self.namespace}/{self.name}"
 
     def size(self) -> int:
         """How many pods are wanted now."""
         spec = self._read().spec
         wanted = spec.parallelism if self.kind == "job" else spec.replicas
+        # the API leaves a default of 1 out
         return 1 if wanted is None else int(wanted)
 
     def running(self) -> int:
@@ -82,6 +94,7 @@ class KubernetesScaler:
         if pods < 1:
             raise SpecError(f"a {self.kind} cannot be scaled to {pods} pods: training needs at least one")
         if self.kind == "job":
+            # only an indexed Job may change its completions while it runs
             completed = self._read().spec.completion_mode
             if completed != "Indexed":
                 raise ScaleError(f"{self.where} must have completionMode Indexed to be resized, it has {completed!r}")
@@ -101,11 +114,21 @@ class KubernetesScaler:
         self.scale(size - len(members))
 
     def wait_until(self, pods: int, *, timeout_s: float, poll_s: float = 1.0) -> None:
-        """Return once `pods` pods are ready; `ScaleError` after `timeout_s`."""
+        """Return once so many pods are ready.
+
+        Args:
+            pods: How many.
+            timeout_s: Seconds to wait.
+            poll_s: Seconds between two looks.
+
+        Raises:
+            ScaleError: After `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         while (found := self.running()) != pods:
             if time.monotonic() >= deadline:
                 raise ScaleError(f"{self.where}: {found} of {pods} pods are ready after {timeout_s:g} s")
+            # the last look is at the deadline, not after it
             time.sleep(min(poll_s, max(deadline - time.monotonic(), 0.0)))
 
     def _read(self) -> Any:

@@ -41,7 +41,14 @@ class Generation:
 
 
 class Membership:
-    """One process's view of the changing group. `store` must outlive every generation (not be hosted by a leaver)."""
+    """One process's view of the changing group.
+
+    Args:
+        store: Must outlive every generation, so it may not be hosted by a member that leaves.
+        member: This process's number, which never changes.
+        backend: torch's name of the backend.
+        timeout_s: Seconds that meeting, and every exchange, may take.
+    """
 
     def __init__(
         self, store: Store, member: int, *, backend: str = "gloo", timeout_s: float = DEFAULT_TIMEOUT_S
@@ -52,6 +59,7 @@ class Membership:
         self.member = member
         self.backend = backend
         self.timeout_s = timeout_s
+        # before the first one: `wait_for_call` then waits for generation 0
         self.generation = Generation(-1, ())
 
     def start(self, members: Sequence[int]) -> Generation:
@@ -78,12 +86,14 @@ class Membership:
         dist.barrier()
         if before.rank_of(self.member) == 0:
             self._publish(after)
+        # before the group is destroyed: the pipeline has communicators in it
         pipeline.leave_group()
         dist.destroy_process_group()
         if self.member not in after.members:
             self.generation = after
             return False
         self._enter(after)
+        # from old ranks to new ones, for the stage map
         number = {r: after.members.index(m) for r, m in enumerate(before.members) if m in after.members}
         pipeline.change_group(None, number)
         return True
@@ -96,6 +106,7 @@ class Membership:
         """
         limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
         while True:
+            # one by one: a generation that leaves this member out must be passed, not missed
             key = _key(self.generation.number + 1)
             try:
                 self.store.wait([key], limit)
@@ -104,8 +115,8 @@ class Membership:
                     f"member {self.member} was not called within {limit.total_seconds():g} s "
                     f"after generation {self.generation.number}"
                 ) from error
-            said = json.loads(self.store.get(key))
-            self.generation = Generation(self.generation.number + 1, tuple(int(m) for m in said))
+            members = json.loads(self.store.get(key))
+            self.generation = Generation(self.generation.number + 1, tuple(int(m) for m in members))
             if not self.generation.members:
                 return False
             if self.member in self.generation.members:
@@ -116,6 +127,7 @@ class Membership:
         """Leave the last generation; called by all its members. Those that wait for a call learn that there is none."""
         dist.barrier()
         if self.generation.rank_of(self.member) == 0:
+            # no members: those that wait learn that training has ended
             self._publish(Generation(self.generation.number + 1, ()))
         dist.destroy_process_group()
 
@@ -132,6 +144,7 @@ class Membership:
         try:
             dist.init_process_group(
                 self.backend,
+                # keys of the generation before are still in the store
                 store=PrefixStore(f"generation/{generation.number}/group", self.store),
                 rank=generation.members.index(self.member),
                 world_size=len(generation.members),
@@ -152,9 +165,15 @@ def _key(number: int) -> str:
 def released(
     membership: Membership, pipeline: ElasticPipeline, on_release: Callable[[Sequence[int]], None] | None = None
 ) -> bool:
-    """Let all members without a stage go, and tell `on_release` (on the first rank that stays) which they are.
+    """Let all members without a stage go. Collective over the present members, between steps.
 
-    Returns whether this process is still a member. Collective over the present members, between steps.
+    Args:
+        membership: This process's view of the group.
+        pipeline: Trains on it.
+        on_release: Called on the first rank that stays, with the members that went.
+
+    Returns:
+        Whether this process is still a member.
     """
     before = membership.generation
     stay = tuple(before.members[r] for r in pipeline.stage_map.used_ranks)

@@ -17,6 +17,7 @@ from typing import Literal, cast, get_args
 from prophet.errors import SpecError
 
 Kind = Literal["F", "I", "W", "B"]
+# the notation of torch.distributed.pipelining
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 
 
@@ -52,9 +53,15 @@ class Action:
 class Schedule:
     """The actions of each of P ranks in order, and how many stages, microbatches and slices they are of.
 
-    Valid when built: every stage runs on one rank; every unit passes F once and either B once, or I and then W once. In
-    each stage the slices of a microbatch go forward in order and backward in reverse, as attention to earlier slices
-    asks for. Whether the order can run at all is what `simulate` finds out.
+    Valid when built: every stage runs on one rank; every unit passes F once and either B once, or I and then W once.
+    In each stage the slices of a microbatch go forward in order and backward in reverse, as attention to earlier
+    slices asks for. Whether the order can run at all is what `simulate` finds out.
+
+    Attributes:
+        actions: By rank [P], in order.
+        stages: S.
+        microbatches: M.
+        slices: N, of every microbatch; 1: it passes whole.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -66,6 +73,7 @@ class Schedule:
         if min(len(self.actions), self.stages, self.microbatches, self.slices) < 1:
             got = f"{len(self.actions)}, {self.stages}, {self.microbatches} and {self.slices}"
             raise ScheduleError(f"a schedule needs ranks, stages, microbatches and slices, got {got}")
+        # rank of every stage seen so far; a stage has its weights on one rank alone
         home: dict[int, int] = {}
         seen: set[Action] = set()
         for rank, row in enumerate(self.actions):
@@ -76,12 +84,13 @@ class Schedule:
 
     def _check_action(self, action: Action, rank: int, home: dict[int, int], seen: set[Action]) -> None:
         if action.stage >= self.stages or action.microbatch >= self.units:
-            said = f" x {self.slices} slices" if self.slices > 1 else ""
-            raise ScheduleError(f"{action} is outside {self.stages} stages x {self.microbatches} microbatches{said}")
+            slices = f" x {self.slices} slices" if self.slices > 1 else ""
+            raise ScheduleError(f"{action} is outside {self.stages} stages x {self.microbatches} microbatches{slices}")
         if home.setdefault(action.stage, rank) != rank:
             raise ScheduleError(f"stage {action.stage} appears on ranks {home[action.stage]} and {rank}")
         if action in seen:
             raise ScheduleError(f"{action} appears twice")
+        # an order within the stage is all that is checked here: other stages may be on other ranks
         needs: dict[str, Kind] = {"I": "F", "B": "F", "W": "I"}
         if action.kind in needs and Action(action.stage, needs[action.kind], action.microbatch) not in seen:
             raise ScheduleError(f"{action} comes before {needs[action.kind]} of the same {self._unit}")
@@ -94,16 +103,18 @@ class Schedule:
         place = unit % self.slices
         if action.kind == "F" and place > 0 and Action(stage, "F", unit - 1) not in seen:
             raise ScheduleError(f"{action} comes before {Action(stage, 'F', unit - 1)}: slices go forward in order")
+        # gradients of a slice's keys and values come from the slices after it
         later: list[Action] = [Action(stage, "B", unit + 1), Action(stage, "I", unit + 1)]
         if action.kind in ("I", "B") and place < self.slices - 1 and not seen.intersection(later):
             raise ScheduleError(f"{action} comes before {later[0]} or {later[1]}: slices go backward in reverse order")
 
     def _check_complete(self, seen: set[Action]) -> None:
         for s, u in product(range(self.stages), range(self.units)):
+            # in the order F, I, W, B of the type: so "FB" and "FIW"
             kinds = "".join(k for k in get_args(Kind) if Action(s, k, u) in seen)
             if kinds not in ("FB", "FIW"):
-                said = kinds or "nothing"
-                raise ScheduleError(f"{self._unit} {u} in stage {s} runs {said}, expected F and B, or F, I and W")
+                runs = kinds or "nothing"
+                raise ScheduleError(f"{self._unit} {u} in stage {s} runs {runs}, expected F and B, or F, I and W")
 
     @property
     def units(self) -> int:
@@ -116,6 +127,7 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
+        """P."""
         return len(self.actions)
 
     @property
@@ -130,7 +142,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, slices: int = 1) -> Schedule:
-        """Reverse of `str`, which does not tell `slices`; empty cells (idle slots) are skipped."""
+        """Reverse of `str`, which leaves `slices` out; empty cells (idle slots) are skipped."""
         rows = [[Action.parse(c) for c in line.split(",") if c.strip()] for line in text.strip().splitlines()]
         every = [a for row in rows for a in row]
         if not every:
@@ -148,5 +160,12 @@ def check_shape(ranks: int, microbatches: int) -> None:
 
 
 def build(rows: Sequence[Iterable[Action]], stages: int, microbatches: int, slices: int = 1) -> Schedule:
-    """A schedule from every rank's actions, [P] rows; validated."""
+    """A schedule from every rank's actions; validated.
+
+    Args:
+        rows: Actions by rank [P].
+        stages: S.
+        microbatches: M.
+        slices: N.
+    """
     return Schedule(tuple(tuple(row) for row in rows), stages=stages, microbatches=microbatches, slices=slices)

@@ -24,6 +24,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         ahead = min(ranks - 1 - r, microbatches)
         row = [Action(r, "F", m) for m in range(ahead)]
         for m in range(microbatches):
+            # towards the end no forwards are left: the rest are backwards
             if m + ahead < microbatches:
                 row.append(Action(r, "F", m + ahead))
             row.append(Action(r, "B", m))
@@ -34,7 +35,12 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def interleaved(ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
     """Interleaved 1F1B: stage s on rank s mod P; microbatches pass every rank's V stages in rounds.
 
-    A round has M / max(1, M // P) microbatches; M must be a multiple of the number of rounds.
+    A round has M / max(1, M // P) microbatches.
+
+    Args:
+        ranks: P.
+        stages_per_rank: V.
+        microbatches: M, a multiple of the number of rounds.
     """
     check_shape(ranks, microbatches)
     if stages_per_rank < 1:

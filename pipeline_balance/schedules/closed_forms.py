@@ -14,17 +14,37 @@ from pipeline_balance.schedules.sliced import Order
 
 
 def one_f_one_b_idle_s(ranks: int, forward_s: float, backward_s: float) -> float:
-    """(P - 1)(F + B), for 1F1B and GPipe alike."""
+    """(P - 1)(F + B), for 1F1B and GPipe alike.
+
+    Args:
+        ranks: P.
+        forward_s: F.
+        backward_s: B.
+    """
     return (ranks - 1) * (forward_s + backward_s)
 
 
 def interleaved_idle_s(ranks: int, stages_per_rank: int, forward_s: float, backward_s: float) -> float:
-    """(P - 1)(F + B) / V; over the work M(F + B) this is the bubble (P - 1) / (VM)."""
+    """(P - 1)(F + B) / V; over the work M(F + B) this is the bubble (P - 1) / (VM).
+
+    Args:
+        ranks: P.
+        stages_per_rank: V.
+        forward_s: F.
+        backward_s: B.
+    """
     return (ranks - 1) * (forward_s + backward_s) / stages_per_rank
 
 
 def zb_h1_idle_s(ranks: int, forward_s: float, input_s: float, weight_s: float) -> float:
-    """(P - 1)(F + I - W), where W is at most F and I (Qi et al., 2023)."""
+    """(P - 1)(F + I - W), where W is at most F and I (Qi et al., 2023).
+
+    Args:
+        ranks: P.
+        forward_s: F.
+        input_s: I.
+        weight_s: W.
+    """
     return (ranks - 1) * (forward_s + input_s - weight_s)
 
 
@@ -36,7 +56,11 @@ def zb_v_idle_s(ranks: int, part_s: float) -> float:
 def chimera_bubble_ratio(ranks: int, forward_s: float, backward_s: float, communication_s: float = 0.0) -> float:
     """Bubble over makespan of Chimera with P microbatches and two model copies (DynPipe supplement, Eq. 1).
 
-    `communication_s` is the part of one stage-to-stage transfer that nothing hides. P must be even.
+    Args:
+        ranks: P, even.
+        forward_s: F.
+        backward_s: B.
+        communication_s: The part of one stage-to-stage transfer that nothing hides.
     """
     check_shape(ranks, 1)
     if ranks % 2:
@@ -57,7 +81,16 @@ def sliced_peak_units(
 
     x is 1 in the minimal order and 2 in the aligned one (SlimPipe, Eq. 1). A unit is the (N V P)-th part of a
     microbatch's activations.
+
+    Args:
+        rank: r.
+        ranks: P.
+        stages_per_rank: V.
+        microbatches: M.
+        slices: N.
+        order: "minimal" or "aligned".
     """
+    # the aligned order runs twice as many forwards ahead, which hides transfers
     ahead = (ranks - 1 - rank) * (1 if order == "minimal" else 2)
     return min(slices * microbatches * stages_per_rank, slices * stages_per_rank + ahead)
 
@@ -65,28 +98,47 @@ def sliced_peak_units(
 def sliced_peak_bytes(peak_units: int, slices: int, unit_bytes: int, chunk_gradient_bytes: int) -> int:
     """Most bytes on a rank with one stage: units * a + (N - 1) g.
 
-    a is what a unit's activations take, g what the gradients of its keys and values take.
+    Args:
+        peak_units: Most units that it holds at once.
+        slices: N.
+        unit_bytes: a, what a unit's activations take.
+        chunk_gradient_bytes: g, what the gradients of its keys and values take.
     """
     return peak_units * unit_bytes + (slices - 1) * chunk_gradient_bytes
 
 
 def sliced_peak_tokens(rank: int, ranks: int, starts: Sequence[int], order: Order = "minimal") -> int:
-    """Most tokens that a rank with one stage holds at once where slices begin at `starts` [N + 1], from 3 microbatches.
+    """Most tokens that a rank with one stage holds at once where slices have different lengths, from 3 microbatches.
 
     A rank holds N + x slices, x as in `sliced_peak_units`: the first k ones of a microbatch whose last ones are gone,
     and N + x - k first ones of those after it, most where both parts are alike. Slices must not grow, and N must be at
     least x. With equal slices of T / N it is (N + x) T / N.
+
+    Args:
+        rank: r.
+        ranks: P.
+        starts: First token of every slice, and T [N + 1].
+        order: "minimal" or "aligned".
     """
     slices, ahead = len(starts) - 1, (ranks - 1 - rank) * (1 if order == "minimal" else 2)
 
+    # `number` first slices of two microbatches, shared out evenly
     def halves(number: int) -> int:
         return starts[number // 2] + starts[number - number // 2]
 
+    # either two microbatches are in flight, or a whole one between parts of two others
     return max(halves(slices + ahead), starts[-1] + halves(ahead))
 
 
 def sliced_idle_over_work(ranks: int, stages_per_rank: int, microbatches: int, slices: int) -> float:
-    """(P - 1) / (N M V) where all slices cost the same and transfers are free, in both orders."""
+    """(P - 1) / (N M V) where all slices cost the same and transfers are free, in both orders.
+
+    Args:
+        ranks: P.
+        stages_per_rank: V.
+        microbatches: M.
+        slices: N.
+    """
     return (ranks - 1) / (slices * microbatches * stages_per_rank)
 
 
@@ -95,5 +147,10 @@ def sliced_idle_over_work_attention(ranks: int, microbatches: int, slices: int) 
 
     One stage per rank, the minimal order, free transfers, N a multiple of P. It hardly falls with M: without an
     exchange of attention among the ranks SlimPipe's bound (P - 1) / (N M) does not hold.
+
+    Args:
+        ranks: P.
+        microbatches: M.
+        slices: N.
     """
     return (ranks - 1) / (slices + 1) * (2 - (microbatches - 1) * ranks / (microbatches * slices))

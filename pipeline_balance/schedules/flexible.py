@@ -32,9 +32,16 @@ def flexible(
 ) -> Schedule:
     """Schedule S = len(stage_ranks) stages on the ranks they name.
 
-    `durations` ([S] figures) steer which operation is ready first; without them every part takes one second. A stage
-    holds at most min(M, S - stage) microbatches, which is what the partition's memory rule reckons with. Raises
-    `ScheduleError` if a rank below the highest has no stage: torch's runtime cannot drive one.
+    A stage holds at most min(M, S - stage) microbatches, which is what the partition's memory rule reckons with.
+
+    Args:
+        stage_ranks: The rank of every stage [S].
+        microbatches: M.
+        durations: [S] figures that steer which operation is ready first; None: every part takes one second.
+        split_backward: Backwards for the input and for the weights are two actions.
+
+    Raises:
+        ScheduleError: If a rank below the highest has no stage: torch's runtime cannot drive one.
     """
     stages = len(stage_ranks)
     ranks = max(stage_ranks, default=-1) + 1
@@ -50,11 +57,13 @@ def flexible(
     one_each = len(set(stage_ranks)) == stages
     if tuple(stage_ranks) == tuple(range(stages)) and not split_backward:
         schedule = one_f_one_b(stages, microbatches)
+        # made to look shorter by CLEARLY, so that it wins unless another is clearly shorter
         made.append((simulate(schedule, durations).makespan_s / (1.0 + CLEARLY), 0, schedule))
     for forward_sign, backward_sign in [(1, -1)] if one_each else itertools.product((-1, 1), (1, -1)):
         run = _Run(tuple(stage_ranks), microbatches, durations, split_backward, forward_sign, backward_sign)
         schedule = build(run.rows(), stages, microbatches)
         made.append((simulate(schedule, durations).makespan_s, len(made), schedule))
+    # of equal times the one made first
     return min(made)[2]
 
 
@@ -97,6 +106,7 @@ class _Run:
             if self.held[action.stage] >= self.cap[action.stage]:
                 return None
             return (1, turn, self.forward_sign * action.stage, action.microbatch)
+        # weight gradients wait for nobody and nobody waits for them: they fill gaps
         return (2, turn, -action.stage, action.microbatch)
 
     def _follow(self, action: Action) -> list[tuple[float, Action]]:
@@ -122,6 +132,7 @@ class _Run:
         return 0.0 if same or len(seconds) == 0 else float(seconds[lower])
 
     def rows(self) -> list[list[Action]]:
+        """Every rank's actions in the order in which it takes them, [P]."""
         rows: list[list[Action]] = [[] for _ in range(self.ranks)]
         free = [True] * self.ranks
         # (time, order, rank that becomes free or -1, action that becomes ready or ended)
@@ -143,6 +154,7 @@ class _Run:
             if not events:
                 return rows
             now = events[0][0]
+            # all that ends at this moment, before any rank chooses
             while events and events[0][0] <= now:
                 _, _, rank, action = heapq.heappop(events)
                 if rank < 0:

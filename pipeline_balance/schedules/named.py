@@ -44,9 +44,17 @@ def schedule_for(
     durations: Durations | None = None,
     split_backward: bool = False,
 ) -> Schedule:
-    """The schedule of `choice` for S = len(stage_ranks) stages on ranks 0 to P - 1; `durations` steer "flexible" alone.
+    """The schedule of `choice` for S = len(stage_ranks) stages.
 
-    Raises `SpecError` where a name is not for these stages, a function raises, or its schedule cannot be run.
+    Args:
+        choice: A name among `NAMES`, or a function.
+        stage_ranks: The rank of every stage [S]; ranks in use are 0 to P - 1.
+        microbatches: M.
+        durations: Steer "flexible" alone.
+        split_backward: Backwards for the input and for the weights may be two actions.
+
+    Raises:
+        SpecError: Where a name is not for these stages, a function raises, or its schedule cannot be run.
     """
     ranks = tuple(stage_ranks)
     if choice == FLEXIBLE:
@@ -56,20 +64,22 @@ def schedule_for(
     name = getattr(choice, "__name__", type(choice).__name__)
     try:
         answer = choice(ranks, microbatches)
+    # the user's function: whatever it raises is named with the function
     except Exception as error:
         raise SpecError(f"schedule {name} raised {type(error).__name__}: {error}") from error
     try:
         made = answer if isinstance(answer, Schedule) else build(_rows(answer), len(ranks), microbatches)
         _check(made, ranks, microbatches, split_backward=split_backward)
     except ScheduleError as error:
-        said = f"stages on ranks {list(ranks)} and {microbatches} microbatches"
-        raise ScheduleError(f"schedule {name} for {said}: {error}") from error
+        stages = f"stages on ranks {list(ranks)} and {microbatches} microbatches"
+        raise ScheduleError(f"schedule {name} for {stages}: {error}") from error
     return made
 
 
 def _named(name: str, stage_ranks: tuple[int, ...], microbatches: int) -> Schedule:
     ranks = len(set(stage_ranks))
     each = len(stage_ranks) // ranks
+    # ranks in turn, in any order, V times
     if stage_ranks != stage_ranks[:ranks] * each or (each > 1 and name != "interleaved"):
         wanted = "ranks that take the stages in turn" if name == "interleaved" else "one stage on each rank"
         raise ScheduleError(
@@ -107,4 +117,5 @@ def _check(made: Schedule, stage_ranks: tuple[int, ...], microbatches: int, *, s
         halves = [a for row in made.actions for a in row if a.kind in "IW"]
         if halves:
             raise ScheduleError(f"{halves[0]} is half a backward, which needs split_backward=True")
-    simulate(made, Durations.uniform(made.stages))  # finds a circle
+    # raises where actions wait for each other in a circle
+    simulate(made, Durations.uniform(made.stages))

@@ -21,13 +21,18 @@ from prophet.spec import FloatArray
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds of every operation, each [S] or, where units differ, [S, U]; transfers are [S - 1].
+    """Seconds and bytes of every operation, each by stage [S] or, where units differ, by stage and unit [S, U].
 
-    `forward_transfer_s[s]` is the activation's way from stage s to s + 1 and `backward_transfer_s[s]` the gradient's
-    way back; stages on one rank transfer in no time. `activation_bytes` is what one unit keeps in a stage from its
-    forward until its last backward part, [S] or [S][U]. `chunk_gradient_bytes`, [S] or [S][U], is what the gradients of
-    one slice's keys and values take, from the first backward that adds to them until the slice's own. `between_s` is
-    what the runtime takes on a rank from the end of one action to the next one's start.
+    Attributes:
+        forward_s: Of a forward.
+        input_s: Of a backward for the input.
+        weight_s: Of a backward for the weights.
+        forward_transfer_s: [S - 1]: from stage s to s + 1 for an activation; stages on one rank transfer in no time.
+        backward_transfer_s: [S - 1]: from stage s + 1 to s for a gradient.
+        activation_bytes: What one unit keeps in a stage from its forward until its last backward part.
+        chunk_gradient_bytes: What the gradients of one slice's keys and values take, from the first backward that adds
+            to them until the slice's own.
+        between_s: What the runtime takes on a rank from the end of one action to the next one's start.
     """
 
     forward_s: FloatArray
@@ -49,7 +54,15 @@ class Durations:
         weight_s: float = 1.0,
         transfer_s: float = 0.0,
     ) -> Durations:
-        """The same figures for every stage; every activation takes one byte."""
+        """The same figures for every stage; every activation takes one byte.
+
+        Args:
+            stages: S.
+            forward_s: Of a forward.
+            input_s: Of a backward for the input.
+            weight_s: Of a backward for the weights.
+            transfer_s: Of every transfer.
+        """
         links = np.full(stages - 1, transfer_s)
         return cls(
             forward_s=np.full(stages, forward_s),
@@ -70,7 +83,15 @@ class Durations:
         transfer_s: float = 0.0,
         between_s: float = 0.0,
     ) -> Durations:
-        """Sums of the layers' costs by stage, divided by the speed of the stage's rank."""
+        """Sums of the layers' costs by stage, divided by the speed of the stage's rank.
+
+        Args:
+            costs: Of every layer.
+            stage_map: Which rank runs which layers.
+            speeds: Of every rank; None: all 1.
+            transfer_s: Of every transfer.
+            between_s: What the runtime takes between two actions.
+        """
         stage_map.check_layers(len(costs))
 
         def total(name: str) -> list[Any]:
@@ -91,7 +112,14 @@ class Durations:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """When every action runs and what follows from it. `idle_s` counts from 0 to the makespan."""
+    """When every action runs and what follows from it.
+
+    Attributes:
+        makespan_s: Until the last action ends.
+        start_s, end_s: Of every action.
+        busy_s: Seconds that every rank computes [P].
+        peak_activation_bytes: Most that every rank holds at once [P].
+    """
 
     makespan_s: float
     start_s: Mapping[Action, float]
@@ -101,7 +129,7 @@ class Simulation:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Seconds every rank waits, [P]."""
+        """Seconds every rank waits between 0 and the makespan, [P]."""
         return tuple(self.makespan_s - b for b in self.busy_s)
 
     @property
@@ -166,14 +194,17 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
         return None if after is None else after + (up[s] if home[s + 1] != home[s] else 0.0)
 
     moved = True
+    # rank by rank as far as it gets; start times do not depend on the order of these rounds
     while moved:
         moved = False
         for rank, row in enumerate(schedule.actions):
             while position[rank] < len(row):
                 action = row[position[rank]]
                 ready = ready_s(action)
+                # its input comes from a rank that has not got there yet
                 if ready is None:
                     break
+                # the first action has none before it
                 began = max(free[rank] + (durations.between_s if position[rank] else 0.0), ready)
                 taken = seconds[action.kind][action.stage][action.microbatch]
                 start[action], end[action] = began, began + taken
@@ -181,6 +212,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
                 busy[rank] += taken
                 position[rank] += 1
                 moved = True
+    # the head of each row that is left names the circle
     heads = enumerate(zip(schedule.actions, position, strict=True))
     stuck = [f"rank {r}: {row[p]}" for r, (row, p) in heads if p < len(row)]
     if stuck:
@@ -205,6 +237,11 @@ def peak_activation_bytes(
 
     Follows from the order alone, not from times. A slice's backward adds to the gradients of all earlier slices' keys
     and values, so those exist beside the slice's own activations (SlimPipe leaves them out).
+
+    Args:
+        schedule: The order.
+        activation_bytes: By stage, or by stage and unit.
+        chunk_gradient_bytes: Likewise.
     """
     kept = _by_unit(schedule, "activation_bytes", activation_bytes)
     added = _by_unit(schedule, "chunk_gradient_bytes", chunk_gradient_bytes)
@@ -217,13 +254,16 @@ def peak_activation_bytes(
             if action.kind == "F":
                 held += kept[stage][unit]
             elif action.kind in ("I", "B"):
+                # slices of the same microbatch before this one
                 earlier = {(stage, unit - back) for back in range(1, unit % schedule.slices + 1)}
                 held += sum(added[stage][u] for _, u in earlier - waiting)
                 waiting |= earlier
+            # before anything is freed: the backward needs all of it at once
             peak = max(peak, held)
             if action.kind in ("I", "B") and (stage, unit) in waiting:
                 waiting.discard((stage, unit))
                 held -= added[stage][unit]
+            # with a split backward, the weight gradient still needs the activations
             if action.kind in ("B", "W"):
                 held -= kept[stage][unit]
         peaks.append(peak)

@@ -15,19 +15,30 @@ from pipeline_balance.schedules.classic import interleaved, one_f_one_b
 from prophet.errors import SpecError
 
 Order = Literal["minimal", "aligned"]
-BLOCK = 16  # tokens; attention over other numbers than multiples of it takes up to a tenth longer on a CPU
-LONG = 256  # tokens of a slice from which on a block is little of it
+# Tokens; attention over other numbers than multiples of it takes up to a tenth longer on a CPU
+BLOCK = 16
+# Tokens of a slice from which on a block is little of it
+LONG = 256
 
 
 def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, order: Order = "minimal") -> Schedule:
     """1F1B over N slices of each of M microbatches; stage s runs on rank s mod P.
 
-    Rank r runs N V - 1 forwards ahead of its first forward and backward in turn, and further ones by `order`:
-    P - 1 - r of them in the minimal order, twice as many in the aligned one (the paper's). With those every rank runs
-    the same kind of pass at the same time, and a transfer has the time of a pass.
+    Rank r runs N V - 1 forwards ahead of its first forward and backward in turn, and further ones by `order`: P - 1 -
+    r of them in the minimal order, twice as many in the aligned one (the paper's). With those every rank runs the same
+    kind of pass at the same time, and a transfer has the time of a pass.
 
-    With one slice this is `one_f_one_b`, or `interleaved` with several stages per rank, whatever the order. Raises
-    `ScheduleError` if ranks run several stages and do not divide the slices.
+    With one slice this is `one_f_one_b`, or `interleaved` with several stages per rank, whatever the order.
+
+    Args:
+        ranks: P.
+        stages_per_rank: V.
+        microbatches: M.
+        slices: N.
+        order: "minimal" or "aligned".
+
+    Raises:
+        ScheduleError: If ranks run several stages and do not divide the slices.
     """
     check_shape(ranks, microbatches)
     if order not in get_args(Order):
@@ -53,7 +64,13 @@ def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, ord
 
 
 def check_slices(ranks: int, stages_per_rank: int, slices: int) -> None:
-    """Raise `ScheduleError` unless P ranks of V stages each can pass N slices on; it names numbers nearby."""
+    """Raise `ScheduleError` unless the ranks can pass the slices on; the message names numbers nearby.
+
+    Args:
+        ranks: P.
+        stages_per_rank: V.
+        slices: N.
+    """
     if min(stages_per_rank, slices) < 1:
         raise ScheduleError(f"stages_per_rank and slices must be at least 1, got {stages_per_rank} and {slices}")
     if stages_per_rank > 1 and slices > 1 and slices % ranks:
@@ -76,13 +93,22 @@ def _turn(k: int, rank: int, ranks: int, stages_per_rank: int, slices: int) -> t
 
 
 def slice_starts(tokens: int, slices: int, crossover_tokens: int | None = None) -> tuple[int, ...]:
-    """[N + 1] first tokens of the slices, and the sequence's tokens T.
+    """First tokens of the slices, and the sequence's tokens T.
 
-    Without `crossover_tokens` C slices are of equal length. With it they are of equal cost: token t costs C + t, as
-    attention to the tokens before it takes C times less than all else for each of them. The first slices are the
-    longest (TeraPipe, Seq1F1B). They are equal to a token, or to a `BLOCK` where slices have `LONG` tokens or more on
-    average. Whole numbers throughout, so all ranks find the same. Raises `SpecError` that names lengths nearby where
-    slices cannot be equal, or would be empty.
+    Slices of equal cost begin with the longest (TeraPipe, Seq1F1B): token t costs C + t, as attention to the tokens
+    before it takes C times less than all else for each of them. They are equal to a token, or to a `BLOCK` where
+    slices have `LONG` tokens or more on average. Whole numbers throughout, so all ranks find the same.
+
+    Args:
+        tokens: T.
+        slices: N.
+        crossover_tokens: C; None: slices are of equal length.
+
+    Returns:
+        [N + 1] numbers, the last of which is T.
+
+    Raises:
+        SpecError: Where slices cannot be equal, or would be empty; the message names lengths nearby.
     """
     if tokens < slices:
         raise SpecError(f"sequences of {tokens} tokens cannot be cut into {slices} slices: pad them to {slices} tokens")
@@ -99,6 +125,8 @@ def slice_starts(tokens: int, slices: int, crossover_tokens: int | None = None) 
     for k in range(slices - 1, 0, -1):
         # the cost before token t is C t + t ** 2 / 2, and k / N of the whole before slice k
         square = k * (2 * crossover_tokens * tokens + tokens**2) // slices + crossover_tokens**2
+        # t = sqrt(square) - C, rounded to the nearest whole number without floats
         nearest = (isqrt(4 * square) + 1) // 2 - crossover_tokens
+        # from the last slice on, each at least one token
         starts[k] = min((nearest + block // 2) // block * block, starts[k + 1] - 1)
     return tuple(starts)

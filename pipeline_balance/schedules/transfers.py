@@ -16,10 +16,16 @@ from pipeline_balance.schedules.actions import Action, ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A boundary (`forward`) or its gradient on the way from one rank to another.
+    """A boundary (`forward`) or its gradient on its route from one rank to another.
 
-    `boundary` counts stages: that between stage k and k + 1 is k + 1. Prints as `send 1>2 of 0`, or `1<2` for a
-    gradient.
+    Prints as `send 1>2 of 0`, or `1<2` for a gradient.
+
+    Attributes:
+        what: Whether this rank sends or receives it.
+        boundary: That between stage k and k + 1 is k + 1.
+        forward: Whether it is an activation, not a gradient.
+        microbatch: The unit.
+        peer: The other rank.
     """
 
     what: Literal["send", "receive"]
@@ -42,8 +48,10 @@ def with_messages(rows: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) 
     Raises `ScheduleError` if the actions wait for each other in a circle.
     """
     stages = len(stage_ranks)
+    # reversed, so that taking the next action is a pop
     left = [list(reversed(row)) for row in rows]
     out: list[list[Step]] = [[] for _ in rows]
+    # inputs of the first stage are there from the start
     ready = {("F", 0, a.microbatch) for row in rows for a in row if a.kind == "F"}
     while any(left):
         turn = [(r, row[-1]) for r, row in enumerate(left) if row and _may_run(row[-1], stages, ready)]
@@ -51,6 +59,7 @@ def with_messages(rows: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) 
             waiting = ", ".join(str(row[-1]) for row in left if row)
             raise ScheduleError(f"the actions wait for each other: {waiting}")
         for rank, action in turn:
+            # all actions of a turn first: a message that is noted now is read in the next turn at the earliest
             left[rank].pop()
             out[rank].append(action)
         for rank, action in turn:
@@ -64,15 +73,17 @@ def with_messages(rows: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) 
                 continue
             ready.add(("F" if forward else "B", neighbour, m))
             peer = stage_ranks[neighbour]
+            # a stage on the same rank reads the tensor itself
             if peer != rank:
                 boundary = max(s, neighbour)
                 out[rank].append(Message("send", boundary, forward, m, peer))
+                # on both ends at this moment, so that both have the messages in one order
                 out[peer].append(Message("receive", boundary, forward, m, rank))
     return out
 
 
 def received_ahead(steps: Sequence[Step]) -> list[Step]:
-    """A rank's steps, where a receive begins an action before the one that needs it: it comes while the rank computes.
+    """A rank's steps, where a receive begins one action earlier, so that the message comes while the rank computes.
 
     For transports whose receives bind nothing before the message is there. Messages from one rank keep their order.
     """
@@ -81,7 +92,8 @@ def received_ahead(steps: Sequence[Step]) -> list[Step]:
     for here, following in zip(at, [*at[1:], len(steps)], strict=True):
         early: list[Step] = []
         stay: list[Step] = []
-        held_up: set[int] = set()  # peers with an earlier message that stays
+        # Peers with an earlier message that stays: their messages must not overtake it
+        held_up: set[int] = set()
         for step in steps[here + 1 : following]:
             if not isinstance(step, Message) or step.what != "receive":
                 stay.append(step)
@@ -114,5 +126,6 @@ def _may_run(action: Action, stages: int, ready: set[tuple[str, int, int]]) -> b
 def forward_rows(stage_ranks: Sequence[int], microbatches: int) -> list[list[Action]]:
     """Forward only, for evaluation: every rank takes what comes first in time, [P]."""
     ranks = max(stage_ranks) + 1
+    # without backwards, unit m is in stage s at time m + s
     every = [(m + s, s, m) for s in range(len(stage_ranks)) for m in range(microbatches)]
     return [[Action(s, "F", m) for _, s, m in sorted(every) if stage_ranks[s] == r] for r in range(ranks)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,10 @@ from pipeline_balance.pipeline.model.router_losses import loss_of_sums
 from pipeline_balance.pipeline.model.skeleton import Readable
 from pipeline_balance.slices.alone import Trial, check_limits
 from pipeline_balance.slices.interface import Seen, attending, configs_of, seeing
+from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
 from pipeline_balance.slices.recompute import Recomputing
 from prophet.errors import SpecError
-
-if TYPE_CHECKING:
-    from pipeline_balance.slices.options import SliceOptions
-
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how configurations call their number
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from pipeline_balance.pipeline.model.layers import LossFn, Microbatch, ModuleChain, labels_of
 from pipeline_balance.slices.alone import Trial, check_limits
+from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart
 from pipeline_balance.slices.store import Unit
 from prophet.errors import SpecError
-
-if TYPE_CHECKING:
-    from pipeline_balance.slices.options import SliceOptions
 
 
 class SlicedChain(Sliced, ModuleChain):

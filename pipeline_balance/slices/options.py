@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pipeline_balance.schedules.actions import Schedule, build
 from pipeline_balance.schedules.sliced import Order, sliced
 from prophet.errors import SpecError
 
 Recompute = Literal["none", "selective", "full"]
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from pipeline_balance.pipeline.model.layers import LossFn, PipelineModel
-
 Balance = Literal["none", "uneven"]
 
 
@@ -45,6 +39,9 @@ class SliceOptions:
     recompute: Recompute = "none"
     balance: Balance = "none"
     crossover_tokens: int | None = None
+
+    # by name: these options are a value, which the modules that run by it import
+    models: ClassVar[str] = "pipeline_balance.slices.models"
 
     def __post_init__(self) -> None:
         for name in ("slices", "stages_per_rank"):
@@ -79,24 +76,3 @@ class SliceOptions:
         found = sliced(used, self.stages_per_rank, microbatches, self.slices, self.order)
         rows = [found.actions[list(ranks).index(rank)] for rank in range(used)]
         return build(rows, found.stages, found.microbatches, found.slices)
-
-    def transformers(self, model: nn.Module, **options: Any) -> PipelineModel:
-        """`model` as a pipeline runs it; see `SlicedTransformers`. With one slice, as `TransformersModel`."""
-        from pipeline_balance.slices.adapter import SlicedTransformers
-        from pipeline_balance.slices.recompute import Recomputing
-
-        if self.slices > 1:
-            return SlicedTransformers(model, self, **options)
-        whole = Recomputing(model, recompute=self.recompute, **options)
-        whole.slicing = self  # the number of stages and their order
-        return whole
-
-    def chain(self, layers: nn.Module | Sequence[nn.Module], loss_fn: LossFn, **options: Any) -> PipelineModel:
-        """Modules in a row; see `SlicedChain`."""
-        from pipeline_balance.slices.chain import SlicedChain
-
-        if self.recompute != "none":
-            raise SpecError(
-                "recompute is for transformers models: checkpoint your own layers by torch.utils.checkpoint"
-            )
-        return SlicedChain(layers, loss_fn, self, **options)

@@ -9,17 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.layers import Microbatch
 from pipeline_balance.schedules.sliced import slice_starts
+from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.store import ChunkStore, Unit, active
 from prophet.errors import SpecError
-
-if TYPE_CHECKING:
-    from pipeline_balance.slices.options import SliceOptions
 
 
 @dataclass(frozen=True, eq=False)

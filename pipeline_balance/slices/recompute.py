@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,8 @@ from torch.utils._pytree import TreeSpec
 from torch.utils.checkpoint import checkpoint
 
 from pipeline_balance.pipeline.model.adapter import TransformersModel
+from pipeline_balance.slices.options import Recompute
 from prophet.errors import SpecError
-
-if TYPE_CHECKING:
-    from pipeline_balance.slices.options import Recompute
 
 
 class Recomputing(TransformersModel):

@@ -20,9 +20,13 @@ How = Literal["column", "row", "vocabulary", "experts", "whole"]
 class Rule:
     """How the parameters of a module are cut.
 
-    column, vocabulary: along dimension 0, biases too. row: weights along dimension 1, biases whole. experts: dimension
-    0 counts them. units: what stays whole (heads); repeated: shards may share a unit; fused: lengths of the parts that
-    are cut apart, as a share of the whole (q, k and v of 8, 2 and 2 heads: 8, 2, 2), each in as many units.
+    Attributes:
+        how: "column" and "vocabulary" cut along dimension 0, biases too. "row" cuts weights along dimension 1 and
+            leaves biases whole. With "experts" dimension 0 counts them. "whole" cuts nothing.
+        units: How many units stay whole (heads); None: every row or column is one.
+        repeated: Shards may share a unit.
+        fused: Lengths of the parts that are cut apart, as a share of the whole (q, k and v of 8, 2 and 2 heads: 8, 2,
+            2), each in as many units.
     """
 
     how: How
@@ -33,6 +37,7 @@ class Rule:
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int | None, tuple[Block, ...]]:
         """The dimension that tp cuts of a parameter of this shape, and its blocks."""
         dim = {"column": 0, "vocabulary": 0, "row": 1}.get(self.how)
+        # a bias has no dimension 1: "row" leaves it whole
         if dim is None or dim >= len(shape):
             return None, ()
         length = shape[dim]
@@ -56,10 +61,20 @@ def describe(
 ) -> ModelDescription:
     """`root` as a description; layer k of the pipeline is what `units[k]` owns, and tied parameters have several.
 
-    `rules` go by the name of the module that holds a parameter, or by the parameter's, with wildcards
-    (`layers.*.q_proj`); the first that fits holds, and what none fits is whole on every tp rank. Frozen parameters have
-    no optimizer state. Raises `LayoutError` for a parameter that no unit owns.
+    Frozen parameters have no optimizer state.
+
+    Args:
+        root: The unsplit model.
+        units: Its pipeline layers, in order.
+        rules: How modules are cut, by the name of the module that holds a parameter or by the parameter's, with
+            wildcards (`layers.*.q_proj`). The first that fits holds; what none fits is whole on every tp rank.
+        entries: What the optimizer keeps.
+        name: For reports; default: the class of `root`.
+
+    Raises:
+        LayoutError: For a parameter that no unit owns.
     """
+    # by identity: a tied parameter is one object in several units
     owners: dict[int, list[int]] = {}
     for k, unit in enumerate(units):
         for tensor in (*unit.parameters(), *unit.buffers()):
@@ -105,15 +120,18 @@ def rules_of(model: Any) -> dict[str, Rule]:
     kv_heads = getattr(model.config, "num_key_value_heads", None) or heads
     rules: dict[str, Rule] = {}
     for pattern, how in plan.items():
+        # experts first: what lies within them is skipped below
         if "experts" in how:
             rules[pattern] = Rule(how="experts")
     for pattern, how in plan.items():
         part = pattern.rpartition(".")[2]
+        # projections within an expert are part of its stack
         if pattern in rules or any(pattern.startswith(f"{e}.") for e in rules):
             continue
         if how.startswith("embedding"):
             rules[pattern] = Rule(how="vocabulary")
         elif how.startswith("colwise"):
+            # with fewer kv heads than shards, neighbouring shards have the same one
             units = heads if part == "q_proj" else kv_heads if part in ("k_proj", "v_proj") else None
             rules[pattern] = Rule(how="column", units=units, repeated=part in ("k_proj", "v_proj"))
         elif how.startswith("rowwise"):

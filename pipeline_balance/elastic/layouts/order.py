@@ -33,17 +33,29 @@ def ordered(
 ) -> Parallelism:
     """`after` with the order of ranks that leaves the fewest bytes to move from `before`, if it asks for that.
 
-    `nodes` [P] says which node a rank is on (default: all on one). Ranks of the world that get no place hold nothing
-    afterwards. Of equal orders the one with the lowest ranks first is taken, so every rank finds the same.
+    Ranks of the world that get no place hold nothing afterwards. Of equal orders the one with the lowest ranks first
+    is taken, so every rank finds the same.
+
+    Args:
+        model: What is laid out.
+        before: The layout in force, over all ranks of the world [P].
+        after: The layout to come; one with another order than "fewest-bytes" is returned as it is.
+        nodes: The node of every rank [P]; None: all are on one.
+        flat: As `layout_of` takes it.
+
+    Raises:
+        SpecError: Where `after` has more places than there are ranks.
     """
     if after.order != FEWEST_BYTES:
         return after
     if after.ranks > before.ranks:
         raise SpecError(f"{after} needs {after.ranks} ranks, the world has {before.ranks}")
+    # overlaps are counted by place: place k stands for itself until it has a rank
     given = replace(after, order=None)
     atoms = cut(before.table, layout_of(model, given, ranks=before.ranks, flat=flat).table)
     node = np.zeros(before.ranks, np.int64) if nodes is None else np.asarray(nodes, dtype=np.int64)
     most = int(np.bincount(node).max())
+    # the largest divisor of tp that a node has room for
     size = max(s for s in range(1, min(after.tp, most) + 1) if after.tp % s == 0)
     blocks = _blocks(node, size)
     row, column, inner = overlaps(atoms, before.space.item_bytes, blocks, after.ranks)
@@ -56,7 +68,14 @@ def overlaps(
 ) -> tuple[IntArray, IntArray, FloatArray]:
     """Bytes that ranks hold of what places want, for the pairs of blocks that share any.
 
-    Returns the block of ranks and the block of places of every pair, and bytes [pairs, rank in block, place in block].
+    Args:
+        atoms: Both layouts cut into common parts.
+        item_bytes: Bytes per element of every tensor.
+        blocks: Ranks in blocks [n, size], as they may take blocks of places.
+        places: How many places there are.
+
+    Returns:
+        The block of ranks and the block of places of every pair, and bytes [pairs, rank in block, place in block].
     """
     from scipy.sparse import coo_array, csr_array
 
@@ -64,8 +83,10 @@ def overlaps(
     start, values = atoms.lists.start, atoms.lists.values
     many, ranks, size = len(start) - 1, max(int(blocks.max()), int(values.max(initial=0))) + 1, blocks.shape[1]
     belongs = csr_array((np.ones(len(values)), values, start), shape=(many, ranks))
+    # bytes by who holds and who wants them: there are far fewer lists of ranks than atoms
     by_lists = coo_array((n_bytes.astype(np.float64), (held, wanted)), shape=(many, many)).tocsr()
     holds, wants = belongs[:, blocks.ravel()], belongs[:, :places]
+    # bytes [rank, place] = holds^T x bytes of lists x wants; blocks of zeros are never made
     found = (holds.T.tocsr() @ by_lists @ wants).tobsr(blocksize=(size, size))
     row = np.repeat(np.arange(len(blocks)), np.diff(found.indptr))
     return row, found.indices.astype(np.int64), found.data
@@ -73,9 +94,11 @@ def overlaps(
 
 def _blocks(node: IntArray, size: int) -> IntArray:
     """Ranks in blocks of `size`, those of a node first; what nodes have left over makes the last blocks. [n, size]"""
+    # stable, so that ranks of a node stay in ascending order
     order = np.argsort(node, kind="stable")
     many = np.bincount(node)
     inside = np.arange(len(node)) - np.repeat(np.cumsum(many) - many, many)
+    # ranks of a node that fill whole blocks come first; what is left over mixes nodes
     whole = inside < np.repeat(many // size * size, many)
     arranged = np.concatenate([order[whole], order[~whole]])
     return arranged[: len(arranged) // size * size].reshape(-1, size)
@@ -86,6 +109,7 @@ def _inside(blocks: IntArray, chosen: IntArray, row: IntArray, column: IntArray,
     wanted = chosen * len(chosen) + np.arange(len(chosen))
     key = row * len(chosen) + column
     order = np.argsort(key, kind="stable")
+    # a pair that shares no bytes is not listed; then any order within the block will do
     at = np.minimum(np.searchsorted(key[order], wanted), max(len(key) - 1, 0))
     found = blocks[chosen]
     for c in np.flatnonzero(key[order][at] == wanted).tolist() if len(key) else []:
@@ -94,13 +118,17 @@ def _inside(blocks: IntArray, chosen: IntArray, row: IntArray, column: IntArray,
 
 
 def _inner_values(inner: FloatArray) -> FloatArray:
-    """What the order as given keeps, or picking the largest overlap time after time: the more of both. [pairs]"""
+    """The bytes [pairs] that a block of ranks keeps of a block of places: a lower bound that is cheap to compute.
+
+    It is the larger of two: what the order as given keeps, and what picking the largest overlap time after time keeps.
+    """
     straight = np.trace(inner, axis1=1, axis2=2)
     left, total = inner.copy(), np.zeros(len(inner))
     every = np.arange(len(inner))
     for _ in range(inner.shape[1]):
         best = left.reshape(len(left), -1).argmax(1)
         i, j = np.divmod(best, inner.shape[2])
+        # rows and columns that are taken are at -1
         total += np.maximum(left[every, i, j], 0)
         left[every, i, :] = -1.0
         left[every, :, j] = -1.0
@@ -112,6 +140,7 @@ def _inner_order(inner: FloatArray) -> IntArray:
     """The rank (by its number in the block) for every place of a block, from bytes [rank, place]."""
     from scipy.optimize import linear_sum_assignment
 
+    # no other order can keep more: numbers stay as they are
     if np.trace(inner) >= inner.max(axis=0).sum():
         return np.arange(len(inner))
     found: IntArray = linear_sum_assignment(inner.T, maximize=True)[1]
@@ -123,6 +152,7 @@ def _matched(row: IntArray, column: IntArray, value: FloatArray, rows: int, colu
     from scipy.optimize import linear_sum_assignment
 
     if rows <= LARGEST_EXACT:
+        # linear_sum_assignment takes dense matrices alone
         dense = np.zeros((columns, rows))
         dense[column, row] = value
         # among equals, a block keeps its number
@@ -130,6 +160,7 @@ def _matched(row: IntArray, column: IntArray, value: FloatArray, rows: int, colu
         found: IntArray = linear_sum_assignment(dense, maximize=True)[1]
         return found
     chosen, free = np.full(columns, -1), np.ones(rows, dtype=bool)
+    # ties go to the lowest row: all ranks must find the same
     order = np.lexsort([column, row, -value])
     row, column = row[order], column[order]
     while len(row):
@@ -142,5 +173,6 @@ def _matched(row: IntArray, column: IntArray, value: FloatArray, rows: int, colu
         free[row[both]] = False
         left = free[row] & (chosen[column] < 0)
         row, column = row[left], column[left]
+    # places that overlap with nobody take the free rows in ascending order
     chosen[chosen < 0] = np.flatnonzero(free)[: int((chosen < 0).sum())]
     return chosen

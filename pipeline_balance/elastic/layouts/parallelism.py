@@ -27,7 +27,12 @@ _SIZES = ("tp", "pp", "dp", "ep", "zero", "v", "slices")
 
 
 def check_cut(tp: int, lengths: Mapping[str, int]) -> None:
-    """Raise `SpecError` unless tp divides all that it has to cut; `lengths`: by what each is, in words."""
+    """Raise `SpecError` unless tp divides every length that it has to cut.
+
+    Args:
+        tp: Tensor shards.
+        lengths: The lengths, by a description of each as the message names it.
+    """
     for what, length in lengths.items():
         if length % tp:
             raise SpecError(f"tp{tp} does not divide the {what}")
@@ -47,12 +52,21 @@ class Place(NamedTuple):
 class Parallelism:
     """How a model is spread over ranks; prints as `tp4,pp8,dp2,zero1`, which `parse` reads back.
 
-    pp, tp, dp: pipeline stages, tensor shards, copies; pp * tp * dp ranks have a place. ep: expert shards, a divisor
-    of tp * dp. zero: 0 nothing is sharded over dp, 1 optimizer state, 2 gradients too, 3 parameters too. v: chunks of
-    layers per stage; chunk c runs on stage c mod pp. slices: parts of a sequence that pass the stages one by one, a
-    multiple of pp where v > 1; 1: sequences pass whole. stages: layers of every chunk [pp * v]; None: even. order: the
-    rank of every place [P]; None: place k is rank k; "fewest-bytes": a switch chooses those that leave the least to
-    move. Raises `SpecError`.
+    Attributes:
+        pp: Pipeline stages.
+        tp: Tensor shards.
+        dp: Copies; pp * tp * dp ranks have a place.
+        ep: Expert shards, a divisor of tp * dp.
+        zero: What is sharded over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        v: Chunks of layers per stage; chunk c runs on stage c mod pp.
+        slices: Parts of a sequence that pass the stages one by one, a multiple of pp where v > 1; 1: sequences pass
+            whole.
+        stages: Layers of every chunk [pp * v]; None: even.
+        order: The rank of every place [P]; None: place k is rank k; "fewest-bytes": a switch chooses those that leave
+            the least to move.
+
+    Raises:
+        SpecError: For sizes, stages or an order that do not fit together.
     """
 
     pp: int = 1
@@ -67,6 +81,7 @@ class Parallelism:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
+            # bool is an int to Python: `pp=True` would be one stage
             value, least = getattr(self, name), 0 if name == "zero" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise SpecError(f"Parallelism.{name} must be a whole number of at least {least}, got {value!r}")
@@ -74,6 +89,7 @@ class Parallelism:
             raise SpecError(f"Parallelism.zero must be 0, 1, 2 or 3, got {self.zero}")
         if self.tp * self.dp % self.ep:
             raise SpecError(f"Parallelism.ep must divide tp * dp = {self.tp * self.dp}, got {self.ep}")
+        # all chunks would be on the same stage, which is v = 1 with more messages
         if self.v > 1 and self.pp == 1:
             raise SpecError(f"Parallelism.v = {self.v} needs several stages, got pp = 1")
         check_slices(self.pp, self.v, self.slices)
@@ -90,6 +106,7 @@ class Parallelism:
             )
         if min(stages) < 1:
             raise SpecError(f"Parallelism.stages: every chunk needs a layer, got {stages}")
+        # the class is frozen; numpy integers become plain ones, so that equal layouts compare and print alike
         object.__setattr__(self, "stages", stages)
 
     def _check_order(self) -> None:
@@ -102,6 +119,7 @@ class Parallelism:
         order = tuple(int(r) for r in self.order)
         if len(order) != self.ranks or len(set(order)) != len(order) or min(order) < 0:
             raise SpecError(f"Parallelism.order needs {self.ranks} different ranks, one per place, got {list(order)}")
+        # the order of place k on rank k is the default: one value for one layout
         object.__setattr__(self, "order", None if order == tuple(range(self.ranks)) else order)
 
     # ------------------------------------------------------------------------------------------------ ranks, places
@@ -137,6 +155,7 @@ class Parallelism:
         number = self._place_of_rank.get(rank)
         if number is None:
             return None
+        # tp is fastest; experts count the same places anew (see the top of the file)
         stage, within = divmod(number, self.dp * self.tp)
         return Place(stage, *divmod(within, self.tp), within % self.ep, within // self.ep)
 
@@ -151,6 +170,7 @@ class Parallelism:
             grid, at = self.grid.reshape(self.pp, self.edp, self.ep), {"edp": 1, "ep": 2}[axis]
         else:
             grid, at = self.grid, ("pp", "dp", "tp").index(axis)
+        # the axis comes last, so each row is a group
         rows = np.moveaxis(grid, at, -1).reshape(-1, grid.shape[at])
         return tuple(tuple(int(r) for r in row) for row in rows)
 
@@ -165,6 +185,7 @@ class Parallelism:
         chunks = self.pp * self.v
         if self.stages is None and layers < chunks:
             raise SpecError(f"{self}: {chunks} chunks need at least as many layers, the model has {layers}")
+        # chunks in front take the layers that are left over
         counts = self.stages or tuple(layers // chunks + (c < layers % chunks) for c in range(chunks))
         if sum(counts) != layers:
             raise SpecError(f"{self}: stages are of {sum(counts)} layers, the model has {layers}")
@@ -173,6 +194,7 @@ class Parallelism:
     # ------------------------------------------------------------------------------------------------ text
 
     def _parts(self) -> Iterator[str]:
+        # only what differs from the defaults is written
         usual = Parallelism()
         for name in _SIZES:
             if getattr(self, name) != getattr(usual, name):
@@ -194,6 +216,7 @@ class Parallelism:
         """
         found: dict[str, int | tuple[int, ...] | str] = {}
         for part in text.replace(" ", "").split(","):
+            # a size, a row of numbers, or the one order that has a name
             size = re.fullmatch(rf"({'|'.join(_SIZES)})(\d+)", part)
             row = re.fullmatch(r"(stages|order)(\d+(?::\d+)*)", part)
             name = size[1] if size else row[1] if row else "order"
@@ -208,12 +231,16 @@ class Parallelism:
         return cls(**found)  # type: ignore[arg-type]
 
     def check_trainable(self, *, experts: bool) -> None:
-        """Raise `SpecError` for combinations that can be described but not trained; `experts`: the model has some.
+        """Raise `SpecError` for combinations that can be described but not trained.
 
         What can be: pp x tp x dp with zero 0 and 1, also with ep over its processes, tp x dp with zero 2 and 3 without
         experts, and pp x dp x ep with zero 0 and 1 in slices.
+
+        Args:
+            experts: Whether the model has experts.
         """
         faults = []
+        # FSDP2 wants the root module called, so all layers are one stage
         if self.zero >= 2 and self.pp > 1:
             faults.append(f"zero{self.zero} with pp{self.pp}")
         if self.zero >= 2 and experts:

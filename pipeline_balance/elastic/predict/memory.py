@@ -16,7 +16,13 @@ from prophet.state.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes of training state per rank, [P]: before, after, and what both share."""
+    """Bytes of training state per rank [P].
+
+    Attributes:
+        before: In the old layout.
+        after: In the new layout.
+        shared: In the same boxes before and after.
+    """
 
     before: IntArray
     after: IntArray
@@ -29,12 +35,13 @@ class Memory:
 
     @property
     def larger(self) -> IntArray:
-        """The larger of old and new state of each rank: what no way of switching can go below. [P]"""
+        """The larger of old and new state of each rank [P], below which no switch can go."""
         return np.maximum(self.before, self.after)
 
 
 def memory_of(before: Layout, after: Layout) -> Memory:
     """What ranks hold in both layouts."""
+    # pieces that are the same box on the same rank keep their memory
     _, taken = changes(before, after)
     old, new = before.table.rank_bytes(), after.table.rank_bytes()
     changed = np.bincount(taken[1], taken[2], before.ranks).astype(np.int64)

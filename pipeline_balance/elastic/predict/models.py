@@ -22,8 +22,10 @@ def description_of(sizes: ModelSizes) -> ModelDescription:
     inner: list[Parameter] = []
     for n in range(sizes.layers):
         at = f"layers.{n}"
+        # norms are whole on every tp rank
         norms = [_whole(f"{at}.{norm}", (dim,), n) for norm in ("input_norm", "post_norm")]
         if n < sizes.layers - sizes.blocks_with_experts:
+            # `before`: how many parameters of the network stand in front of the norms
             hidden, before = sizes.dense_hidden if sizes.experts else sizes.hidden, 2
             more = _feed_forward(sizes, f"{at}.mlp", hidden, n)
         else:
@@ -32,6 +34,7 @@ def description_of(sizes: ModelSizes) -> ModelDescription:
         inner += [*_attention(sizes, f"{at}.attention", n), *more[:before], *norms, *more[before:]]
     ends = []
     if sizes.vocabulary:
+        # tied embeddings are used by the first and the last layer, which may be on different stages
         places = [("embed", (0, last))] if sizes.tied else [("embed", (0,)), ("head", (last,))]
         ends = [_cut(name, (sizes.vocabulary, dim), tuple(dict.fromkeys(where))) for name, where in places]
     parameters = (*ends[:1], *inner, _whole("norm", (dim,), last), *ends[1:])
@@ -55,6 +58,7 @@ def _attention(sizes: ModelSizes, prefix: str, layer: int) -> list[Parameter]:
     if sizes.attention_params is not None:
         return [_whole(prefix, (sizes.attention_params,), layer)]
     heads, kv_heads = sizes.heads, sizes.kv_heads or sizes.heads
+    # the head dimension need not be dim / heads
     query, key = heads * sizes.size_of_head, kv_heads * sizes.size_of_head
     return [
         _cut(f"{prefix}.q_proj", (query, sizes.dim), (layer,), units=heads),
@@ -76,6 +80,7 @@ def _feed_forward(sizes: ModelSizes, prefix: str, hidden: int, layer: int) -> li
 def _with_experts(sizes: ModelSizes, prefix: str, layer: int) -> list[Parameter]:
     up = 2 if parts_of(sizes.activation).gated else 1
     stacks = {"gate_up": (up * sizes.hidden, sizes.dim), "down": (sizes.dim, sizes.hidden)}
+    # every rank routes its tokens itself
     found = [_whole(f"{prefix}.router", (sizes.experts, sizes.dim), layer)]
     for part, shape in stacks.items():
         name = f"{prefix}.experts.{part}"

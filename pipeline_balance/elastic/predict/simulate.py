@@ -22,15 +22,23 @@ from prophet.state.table import numbered
 
 CHUNKS = 64
 """Into how many chunks the busiest port's bytes are cut, where no size is given; more, where they are sent on."""
-_FINER = 4  # what a rank sends on waits for one chunk
-_MOST_CHUNKS = 400_000  # of one simulation; beyond, chunks are larger
+# What a rank sends on waits for one chunk, so chunks are smaller there
+_FINER = 4
+# Of one simulation; beyond, chunks are larger
+_MOST_CHUNKS = 400_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """What a route takes. seconds: until the last chunk is there; port_s: bytes of the busiest port over its rate.
+    """What a route takes.
 
-    host_s: of the seconds, those before the first chunk.
+    Attributes:
+        seconds: Until the last chunk is there.
+        host_s: Of the seconds, those before the first chunk.
+        port_s: Bytes of the busiest port over its rate.
+        intra_bytes, inter_bytes: Of all ranks, within nodes and between them.
+        busiest_intra_bytes, busiest_inter_bytes: Of the busiest port of either kind, in one direction.
+        messages: How many chunks are sent.
     """
 
     seconds: float
@@ -44,13 +52,21 @@ class Simulated:
 
 
 Seen = Callable[[int, int, int, float, float], None]
-"""Told of every chunk: source, destination, bytes, and when it begins and ends, in seconds from the first chunk on."""
+"""Called for every chunk: source, destination, bytes, its begin and end, in seconds from the first chunk on."""
 
 
 def simulate(route: Route, rates: Rates, chunk_bytes: int | None = None, seen: Seen | None = None) -> Simulated:
-    """Run the route's bytes over the ports. `chunk_bytes`: None takes the busiest port's over `CHUNKS`."""
+    """Run the route's bytes over the ports.
+
+    Args:
+        route: What is sent by whom, and in which order it is sent on.
+        rates: Of ports and hosts.
+        chunk_bytes: Size of a chunk; None: the busiest port's bytes over `CHUNKS`.
+        seen: Called for every chunk.
+    """
     rows, ranks = route.rows, route.ranks
     far = (route.nodes[route.source] != route.nodes[rows.destination]).astype(np.int64)
+    # ports: rank r within its node, P + r out of it
     sent = np.bincount(far * ranks + route.source, rows.n_bytes, 2 * ranks)
     received = np.bincount(far * ranks + rows.destination, rows.n_bytes, 2 * ranks)
     chunks = CHUNKS * (_FINER if (route.feed >= 0).any() else 1)
@@ -62,6 +78,7 @@ def simulate(route: Route, rates: Rates, chunk_bytes: int | None = None, seen: S
         mine = slice(kind * ranks, (kind + 1) * ranks)
         n_bytes.append(int(sent[mine].sum()))
         busiest.append(int(max(sent[mine].max(), received[mine].max())))
+        # at least 1 byte: a kind of link without traffic has a chunk size too
         chunk = chunk_bytes or max(-(-busiest[kind] // chunks), -(-n_bytes[kind] // _MOST_CHUNKS), 1)
         links.append(_Link(chunk, rate, latency_s))
     seconds, messages = _OpenShop(_streams(route, far), links, ranks, seen).run()
@@ -81,8 +98,10 @@ def simulate(route: Route, rates: Rates, chunk_bytes: int | None = None, seen: S
 def host_s(route: Route, rates: Rates) -> float:
     """Seconds that the slowest rank's host takes: for boxes that it sends and receives, and bytes that it copies."""
     rows, ranks = route.rows, route.ranks
+    # boxes of every row
     each = rows.last - rows.first
     boxes = np.bincount(route.source, each, ranks) + np.bincount(rows.destination, each, ranks)
+    # what is neither received nor handed over unchanged is cut out of an old piece
     copied = route.after.table.rank_bytes() - _unchanged_bytes(route) - np.array(route.received_bytes())
     return float((boxes * rates.box_s + copied * rates.copied_byte_s).max())
 
@@ -91,6 +110,7 @@ def _unchanged_bytes(route: Route) -> IntArray:
     """Bytes of pieces that are handed over as they are, by rank, [P]."""
     before, after = route.before.table, route.after.table
     low, high = (np.concatenate([getattr(t, end) for t in (before, after)]) for end in ("low", "high"))
+    # equal boxes of a tensor get equal numbers in both layouts
     box, _ = numbered(np.concatenate([before.tensor, after.tensor]), *low.T, *high.T)
     many = len(before.tensor)
     old = np.repeat(box[:many], np.diff(before.start)) * route.ranks + before.holder
@@ -102,6 +122,8 @@ def _unchanged_bytes(route: Route) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
+    """A kind of link: how it is cut into chunks, and how fast it is."""
+
     chunk_bytes: int
     bytes_per_s: float
     latency_s: float
@@ -111,8 +133,13 @@ class _Link:
 class _Stream:
     """Bytes from one port to another. A port is a rank's, and the number of ranks more for the one out of its node.
 
-    feed: bytes that its source has to get first, if it sends on what others send it; as large a part of the stream can
-    go as has come of them. feeds: likewise, what its bytes are for.
+    Attributes:
+        source, target: Ports.
+        total: Bytes in all.
+        feed: Bytes that its source has to get first, if it sends on what others send it. As large a part of the stream
+            can go as has come of them.
+        feeds: Likewise, what its bytes are for.
+        sent: Bytes that have left so far.
     """
 
     source: int
@@ -124,23 +151,32 @@ class _Stream:
 
     def ready(self, n_bytes: int) -> bool:
         """Whether so many more bytes can go."""
+        # (sent + n) / total <= there / feed.total, in integers
         return self.feed is None or (self.sent + n_bytes) * self.feed.total <= self.total * self.feed.there
 
 
 @dataclass(slots=True)
 class _Feed:
-    """Bytes that a rank is to send on: how many they are, how many are there, who waits for them."""
+    """Bytes that a rank is to send on.
+
+    Attributes:
+        total: How many they are.
+        there: How many have come.
+        waiting: The ports that wait for them.
+    """
 
     total: int = 0
     there: int = 0
-    waiting: set[int] = field(default_factory=set)  # ports
+    waiting: set[int] = field(default_factory=set)
 
 
 def _streams(route: Route, far: IntArray) -> list[_Stream]:
-    """The route's bytes by ports, how often they were sent before, and whether they are sent on."""
+    """The route's bytes by ports, by how often they were sent before, and by whether they are sent on."""
     rows, ranks, hop = route.rows, route.ranks, route.hop
     sent_on = np.zeros(len(rows), np.int64)
+    # feed[i] is the row that brings what row i sends on
     sent_on[route.feed[route.feed >= 0]] = 1
+    # one stream for all rows that differ in nothing that the simulation knows
     of, first = numbered(far, route.source, rows.destination, hop, sent_on)
     total = np.bincount(of, rows.n_bytes, len(first)).astype(np.int64)
     feeds: dict[tuple[int, int], _Feed] = defaultdict(_Feed)
@@ -177,6 +213,7 @@ class _OpenShop:
 
     def run(self) -> tuple[float, int]:
         """Seconds until all is there, and the number of chunks."""
+        # the busiest sender chooses first; ties by number, so that every run is the same
         for port in sorted(self.leaving, key=lambda p: (-self.to_send[p], p)):
             self._serve(port)
         while self.running:
@@ -187,6 +224,7 @@ class _OpenShop:
                 stream.feeds.there += size
             self._serve(stream.source)
             self._take(stream.target)
+            # senders that stood still because these bytes were missing
             for port in sorted(stream.feeds.waiting & self.free_out) if stream.feeds is not None else ():
                 self._serve(port)
         return self.now, self.messages
@@ -199,6 +237,7 @@ class _OpenShop:
         if port in self.free_out:
             able = [s for s in self.leaving[port] if s.target in self.free_in and s.ready(self._size(s))]
             if able:
+                # what is sent on goes first: others wait for it
                 self._start(max(able, key=lambda s: (s.feeds is not None, self.to_receive[s.target], -s.target)))
 
     def _take(self, port: int) -> None:
@@ -220,6 +259,7 @@ class _OpenShop:
         self.free_in.discard(stream.target)
         self.messages += 1
         end = self.now + link.latency_s + size / link.bytes_per_s
+        # the number of the message breaks ties: streams cannot be compared
         heapq.heappush(self.running, (end, self.messages, size, stream))
         if self.seen is not None:
             self.seen(stream.source % self.ranks, stream.target % self.ranks, size, self.now, end)

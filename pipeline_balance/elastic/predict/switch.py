@@ -24,9 +24,14 @@ MOST_CELLS = 20_000_000
 
 
 class Ports(NamedTuple):
-    """What a switch has to know of a machine. memory_bytes: of a rank's device; None: nobody says it.
+    """What a switch has to know of a machine.
 
-    assumed: what was not measured, in words; None: nothing.
+    Attributes:
+        rates: Of ports and hosts.
+        ranks_per_node: How many ranks a node has.
+        name: For reports.
+        memory_bytes: Of a rank's device; None: not known.
+        assumed: A description of what was not measured; None: all was.
     """
 
     rates: Rates
@@ -50,7 +55,14 @@ STATED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A planned switch. seconds: of layouts, order of ranks and routes, in that order of work."""
+    """A planned switch.
+
+    Attributes:
+        before, after: The layouts.
+        parallelism: The layout to come, with its order of ranks.
+        route: What each rank sends.
+        layouts_s, order_s, routes_s: Seconds that planning took, by part.
+    """
 
     before: Layout
     after: Layout
@@ -65,8 +77,18 @@ class Plan:
 class Prediction:
     """What a switch is predicted to take; bytes are exact, seconds are the port model's.
 
-    given_bytes: what would move if ranks kept their numbers. least_s, least_direct_s: the bounds of those names (None:
-    too large to say). *_peak_bytes: the fullest rank's, without buffers. memory_bytes: what a rank has; None: unknown.
+    Attributes:
+        model, before, after, machine: Names, for reports.
+        ranks, nodes: Size of the world.
+        wire_bytes: What is sent.
+        given_bytes: What would be sent if ranks kept their numbers.
+        simulated: Seconds and bytes by link.
+        least_s, least_direct_s: The bounds of those names in `bound`; None: too large to compute.
+        before_bytes, after_bytes: Training state of the fullest rank.
+        safe_peak_bytes: Of the fullest rank while both are whole, without buffers.
+        in_place_peak_bytes: Likewise for a switch in place; None: too large to compute.
+        memory_bytes: What a rank has; None: unknown.
+        plan_s: Seconds that planning took.
     """
 
     model: str
@@ -93,7 +115,7 @@ class Prediction:
         return None if self.memory_bytes is None else max(self.before_bytes, self.after_bytes) <= self.memory_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, flat."""
+        """All figures in one flat dictionary, those of the simulation included."""
         found = asdict(self)
         return {**{k: v for k, v in found.items() if k != "simulated"}, **found["simulated"], "fits": self.fits}
 
@@ -107,9 +129,19 @@ def plan_switch(
     ranks: int | None = None,
     flat: bool = False,
 ) -> Plan:
-    """Layouts, order of ranks (where `after` asks for one) and routes of a switch in a world of `ranks`."""
+    """Layouts, order of ranks (where `after` asks for one) and routes of a switch.
+
+    Args:
+        model: What is laid out.
+        before: The layout in force.
+        after: The layout to come.
+        ranks_per_node: Ranks k n .. k n + n - 1 are on one node.
+        ranks: Size of the world; None: as many as both layouts need.
+        flat: As `layout_of` takes it.
+    """
     world = ranks or max(before.ranks, after.ranks, *before.rank_of_place, *_order(after))
     nodes = (np.arange(world) // ranks_per_node).tolist()
+    # planning is part of what a switch costs, so it is timed part by part
     times = [time.perf_counter()]
     old = layout_of(model, before, ranks=world, flat=flat)
     times.append(time.perf_counter())
@@ -132,7 +164,7 @@ def plan_switch(
 
 
 def _order(parallelism: Parallelism) -> tuple[int, ...]:
-    """One more than every rank that is named."""
+    """One more than every rank that the order names; 1 where it names none."""
     order = parallelism.order
     return tuple(r + 1 for r in order) if isinstance(order, tuple) else (1,)
 
@@ -146,12 +178,22 @@ def predict(
     ranks: int | None = None,
     flat: bool = False,
 ) -> Prediction:
-    """What the switch takes on this machine; `ranks` is the world (None: as many as both layouts need)."""
+    """What the switch takes on this machine.
+
+    Args:
+        model: What is laid out.
+        before: The layout in force.
+        after: The layout to come.
+        machine: Rates of its ports, and its memory.
+        ranks: Size of the world; None: as many as both layouts need.
+        flat: As `layout_of` takes it.
+    """
     rates = machine.rates
     planned = plan_switch(model, before, after, ranks_per_node=machine.ranks_per_node, ranks=ranks, flat=flat)
     planned_route = planned.route
     given = planned_route.wire_bytes
     if after.order == FEWEST_BYTES:
+        # to say what choosing the order saves
         as_given = layout_of(model, replace(after, order=None), ranks=planned_route.ranks, flat=flat)
         given = route(planned.before, as_given, nodes=planned_route.nodes.tolist()).wire_bytes
     demand = demand_of(planned_route.atoms, model.space.item_bytes)
@@ -181,7 +223,11 @@ def predict(
 
 
 def ports_of(text: str) -> Ports:
-    """The ports of a machine: one in `STATED`, a preset of `prophet`, or a topology file."""
+    """The ports of a machine: one in `STATED`, a preset of `prophet`, or a topology file.
+
+    Raises:
+        SpecError: For a name that none of them has, or a file that cannot be read.
+    """
     if text in STATED:
         return STATED[text]
     from prophet.machine.named import machine_named
@@ -190,10 +236,12 @@ def ports_of(text: str) -> Ports:
     try:
         machine = machine_named(text)
     except SpecError as error:
+        # a file or a preset with a size was meant: its own message says more than a list of names
         if text.endswith(".toml") or ":" in text:
             raise
         raise SpecError(no_such("machine", text, [*STATED, *CLUSTERS])) from error
     topology = machine.topology(machine.ranks or 8)
+    # a preset comes in any size: its ports are those of a node of 8
     per_node = topology.ranks_per_node if machine.ranks else 8
     return Ports(
         rates=Rates.of(topology.intra, topology.inter),

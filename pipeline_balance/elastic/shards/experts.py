@@ -61,7 +61,13 @@ def check_experts(model: nn.Module, layout: Parallelism) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """A parameter of experts: its shape in the unsplit model, and how many experts that has. `first`: row held here."""
+    """A parameter of experts.
+
+    Attributes:
+        shape: In the unsplit model.
+        experts: How many it has there, E.
+        first: The first of its rows that this process has.
+    """
 
     shape: Shape
     experts: int
@@ -69,11 +75,11 @@ class Stack:
 
     @property
     def block(self) -> Block:
-        """How it is cut."""
+        """How ep cuts it: along dimension 0, experts whole."""
         return Block(length=self.shape[0], units=self.experts)
 
     def part(self, index: int, ep: int) -> Box:
-        """What one of `ep` ranks has."""
+        """The box that the rank with this `index` among `ep` ranks has."""
         return slice_box(self.shape, 0, ep, index)
 
 
@@ -82,6 +88,7 @@ def stacks(model: nn.Module) -> dict[str, Stack]:
     stacked, found = stacked_experts(model), {}
     named = dict(model.named_parameters()) if stacked else {}
     for name, bank in stacked.items():
+        # rows per expert: some banks stack [E x rows, ...], others [E, ...]
         rows = named[name].shape[0] // bank.experts
         shape = (rows * bank.total_experts, *named[name].shape[1:])
         found[name] = Stack(shape=shape, experts=bank.total_experts, first=rows * bank.first_expert)
@@ -89,32 +96,42 @@ def stacks(model: nn.Module) -> dict[str, Stack]:
 
 
 def share_out(model: nn.Module, rank_assignment: RankAssignment) -> None:
-    """Leave of a whole model's experts what this process has with these seats."""
+    """Keep, of a whole model's experts, those that are this process's in `rank_assignment`."""
     if rank_assignment.experts is None:
         return
     ranks, rank = rank_assignment.experts.size, rank_assignment.experts.rank
     named = dict(model.named_parameters())
     for name in stacked_experts(model):
         whole = named[name].detach()
+        # a view would keep the memory of all experts
         part = whole.tensor_split(ranks)[rank].clone()
         put(named[name], nn.Parameter(part, requires_grad=named[name].requires_grad))
+    # the layers must exchange tokens with these ranks from now on
     regroup(model, rank_assignment.experts, rank_assignment.copies, rank_assignment.alike)
 
 
 def nobody(ep: int) -> Collective:
-    """Stands for the group of a process without a place, which holds no experts and runs none."""
+    """A stand-in for the group of a process without a place, which holds no experts and runs none."""
+    # it has the size that layers ask for; nothing is ever sent in it
     return ThreadWorld(ep).collective(0)
 
 
 def as_boxes(held: Held, owned: Ownership, stacked: Mapping[str, Stack]) -> Held:
-    """What is held as boxes of whole tensors; the parts of experts are of `owned`.
+    """What is held, described as boxes of whole tensors.
 
-    Raises `LayoutError` for what is kept for one of them and is neither of its shape nor one number.
+    Args:
+        held: What a process holds.
+        owned: Its parameters, parts of experts among them.
+        stacked: The stacks of experts, by name.
+
+    Raises:
+        LayoutError: For what is kept for a part of experts and is neither of its shape nor one number.
     """
     specs = []
     for spec in held.specs:
         name = base_name(spec.name)
         part = tuple(owned.parameters[name].shape) if name in stacked else None
+        # moments are cut like their parameter
         if part is not None and spec.shape == part:
             specs.append(replace(spec, shape=stacked[name].shape))
             continue

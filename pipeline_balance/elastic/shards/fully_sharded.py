@@ -25,11 +25,12 @@ def give_back(root: nn.Module) -> None:
 
 
 def leaves_of(root: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What a graph would hold of parameters: themselves, or what FSDP2 last gathered for them."""
+    """The autograd leaves that a graph would hold of parameters: themselves, or what FSDP2 last gathered for them."""
     leaves, names = dict(named), {id(p): name for name, p in named.items()}
     for module in root.modules():
         if isinstance(module, FSDPModule):
             for param in (p for g in module._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params):
+                # FSDP2 computes with a gathered parameter, and keeps the object after its memory is freed
                 gathered, name = getattr(param, "_unsharded_param", None), names.get(id(param.sharded_param))
                 if gathered is not None and name is not None:
                     leaves[name] = gathered
@@ -38,6 +39,7 @@ def leaves_of(root: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, n
 
 def padded(root: nn.Module) -> list[Tensor]:
     """The memory that FSDP2 keeps shards in, with padding: those on other processes may be larger."""
+    # FSDP2 pads shards to equal size, so a rank without elements has memory, too
     groups = (g for m in root.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups)
     found = [param._sharded_param_data for group in groups for param in group.fsdp_params]
     return [memory for memory in found if not memory.is_meta]
@@ -45,11 +47,14 @@ def padded(root: nn.Module) -> list[Tensor]:
 
 def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
     """Raise `SpecError` for a module or parameter with weak references, which would find the old one or none."""
+    # layers of experts refer to the model weakly, and may go on with it
     known, modules = known_references(root), list(sharded_of(root))
     replaced = {id(p) for _, module in modules for p in module._parameters.values()}
     for name, held in (*modules, *((n, p) for n, p in named.items() if id(p) in replaced)):
-        others = sum(id(one) not in known for one in weakref.getweakrefs(held))  # a list would outlive an error
-        if others > isinstance(held, FSDPModule) + _tagged(held):  # FSDP2 has one itself
+        # Counted, not listed: a list would outlive an error in its traceback
+        others = sum(id(one) not in known for one in weakref.getweakrefs(held))
+        # FSDP2 has one itself to each of its modules
+        if others > isinstance(held, FSDPModule) + _tagged(held):
             raise SpecError(
                 f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
                 "and take it anew afterwards"
@@ -58,14 +63,16 @@ def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
 
 def _tagged(held: object) -> bool:
     """Whether torch.compile has a weak reference: once it was used, it has one to every module that is made."""
+    # not imported: where nobody has used torch.compile there is nothing to find
     guard = sys.modules.get("torch._dynamo.mutation_guard")
     return guard is not None and isinstance(held, nn.Module) and held in guard.GenerationTracker.generation_values
 
 
 def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
-    """The different ways in which FSDP2 computes `root`'s modules; none where it shards none.
+    """The different mixed precision policies by which FSDP2 computes `root`'s modules; none where it shards none.
 
-    Raises `SpecError` for parameters that it keeps on the host.
+    Raises:
+        SpecError: For parameters that it keeps on the host.
     """
     found: list[MixedPrecisionPolicy] = []
     for name, module in root.named_modules():
@@ -80,18 +87,19 @@ def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
 
 
 def options_to_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `fully_shard` or DDP as JSON can say them; `options_from_json` is the inverse."""
+    """Options of `fully_shard` or DDP in types that JSON has; `options_from_json` is the inverse."""
     return {name: _option_to_json(option) for name, option in options.items()}
 
 
 def _option_to_json(option: Any) -> Any:
     if isinstance(option, MixedPrecisionPolicy):
         return {name: _option_to_json(value) for name, value in asdict(option).items()}
+    # a dtype is sent by its name
     return str(option).removeprefix("torch.") if isinstance(option, torch.dtype) else option
 
 
 def options_from_json(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reverse of `options_to_json`."""
+    """Options of `fully_shard` or DDP, as `options_to_json` wrote them."""
     return {name: _policy(option) if isinstance(option, dict) else option for name, option in fields.items()}
 
 

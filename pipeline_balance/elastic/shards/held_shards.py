@@ -23,8 +23,14 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
 
     `3.weight` is a parameter or a buffer, `3.weight@exp_avg` what an optimizer keeps for it. A tied parameter has the
     first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard. Of a DeepSpeed
-    engine with ZeRO 1 or 2, give its `module`: `3.weight@master` and moments are the range of elements that is here.
-    Raises `SpecError` for ZeRO 3.
+    engine with ZeRO 1 or 2 `3.weight@master` and moments are the range of elements that is here.
+
+    Args:
+        model: A module; of a DeepSpeed engine its `module`.
+        *optimizers: Of its parameters.
+
+    Raises:
+        SpecError: For DeepSpeed's ZeRO 3.
     """
     names, stacked = {id(p): name for name, p in model.named_parameters()}, stacks(model)
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -32,7 +38,8 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
 
     def add(name: str, parameter: str, tensor: Tensor) -> None:
         stack, pieces = stacked.get(parameter), pieces_of(name, tensor)
-        if stack is not None and tensor.shape == shapes[parameter]:  # this process's experts
+        # A part of experts: its rows are counted in the whole stack
+        if stack is not None and tensor.shape == shapes[parameter]:
             pieces = [Piece(piece.name, _moved(piece.box, stack.first)) for piece in pieces]
         found.extend(pieces)
 
@@ -48,9 +55,11 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
 
 
 def _range_of(name: str, parameter: Tensor) -> list[Piece]:
-    """What DeepSpeed's ZeRO 1 and 2 keep here for a parameter: of some elements in a row, which are one box or more."""
+    """What DeepSpeed's ZeRO 1 and 2 keep here for a parameter: consecutive elements, which are one box or more."""
+    # only ZeRO 3 sets it
     if hasattr(parameter, "ds_id"):
         raise SpecError(f"{name} is partitioned by DeepSpeed's ZeRO 3, which is not read: expected ZeRO 0, 1 or 2")
+    # DeepSpeed links each 16-bit parameter to its fragment of the flat float32 one
     here: Any = getattr(parameter, "_hp_mapping", None)
     if here is None:
         return []
@@ -64,7 +73,7 @@ def _moved(box: Box, rows: int) -> Box:
 
 
 def digests(named: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """The part that this process has of every tensor, in words, with a digest of its bits."""
+    """The box that this process has of every tensor, as text, with a digest of its bits."""
     found: dict[str, list[Any]] = {}
     for name, tensor in named.items():
         bits = sum_of_bits([tensor]) if pieces_of(name, tensor) else None
@@ -74,7 +83,7 @@ def digests(named: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def refuse_apart(every: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-    """Raise `SpecError` where two ranks have the same part of a tensor with other bits, by what all `digests` say."""
+    """Raise `SpecError` where two ranks have the same part of a tensor with other bits, by the `digests` of all."""
     first: dict[tuple[str, str], tuple[int, int]] = {}
     for rank, parts in enumerate(every):
         for name, (box, bits) in parts.items():
@@ -84,9 +93,12 @@ def refuse_apart(every: Sequence[Mapping[str, Sequence[Any]]]) -> None:
 
 
 def cut_over(tensor: Tensor) -> list[tuple[int, ...]]:
-    """The ranks over which each dimension of a `DTensor`'s mesh cuts it, that process's included; of others, none.
+    """The ranks over which each dimension of a `DTensor`'s mesh cuts it, this process's included.
 
-    Raises `SpecError` for one that is a sum over ranks.
+    A mesh dimension that does not cut is left out; of other tensors there are none.
+
+    Raises:
+        SpecError: For a tensor that is a sum over ranks.
     """
     if not isinstance(tensor, DTensor):
         return []
@@ -96,6 +108,7 @@ def cut_over(tensor: Tensor) -> list[tuple[int, ...]]:
         if placement.is_partial():
             raise SpecError(f"it is a sum over ranks ({placement})")
         if not placement.is_replicate() and mesh.size(d) > 1 and here is not None:
+            # the ranks that differ from this one along dimension d alone
             at = tuple(slice(None) if k == d else index for k, index in enumerate(here))
             found.append(tuple(int(rank) for rank in mesh.mesh[at]))
     return found
@@ -119,7 +132,8 @@ def box_of(tensor: Tensor) -> Box:
     return _cut(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
 
 
-@lru_cache(maxsize=256)  # layers have few shapes
+# Layers have few shapes, and torch takes its time for each
+@lru_cache(maxsize=256)
 def _cut(whole: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
     shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
     return Box(tuple(offset), tuple(o + n for o, n in zip(offset, shape, strict=True)))

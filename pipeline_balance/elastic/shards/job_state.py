@@ -1,9 +1,9 @@
-"""Switching between the layouts of a job: what each parameter is there says what becomes of it.
+"""Switching between the layouts of a job: what each parameter is in both decides how it gets there.
 
 A parameter is whole, a stack of experts of which a process has a part, or a shard (`DTensor`). The first two stay the
 same objects and get other contents. Shards are of other modules, which are made and filled on the side. Once all
-processes have decided, what is left are assignments: contents, the groups that share experts, the model, the parameters
-in the optimizers' groups, the keys of their state.
+processes have decided, what is left are assignments: contents, the groups that share experts, the model, the
+parameters in the optimizers' groups, the keys of their state.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Ahead = Callable[[Shards], ShardedModel | None]
 
 @dataclass(frozen=True, kw_only=True)
 class JobLayout(TrainingLayout):
-    """A layout. `rules` say how tp cuts."""
+    """A layout of a job; `rules` say how tp cuts its modules."""
 
     layout: Parallelism
     rules: Mapping[str, Rule] = field(default_factory=dict)
@@ -78,8 +78,10 @@ def describe(owned: Ownership, rules: Mapping[str, Rule] | None = None) -> Model
     stacked = stacks(owned.model.root)
     for name, p in owned.parameters.items():
         whole, shape, experts = Rule(how="whole"), tuple(p.shape), name in stacked
+        # rules here are by the exact name of the module that holds the parameter
         dim, blocks = (rules or {}).get(name.rpartition(".")[0], whole).cut(name, shape)
         if experts:
+            # a process has a part; layouts are of the whole
             shape, blocks = stacked[name].shape, (stacked[name].block,)
         dtype = str(p.dtype).removeprefix("torch.")
         given: dict[str, Any] = {"layers": owned.units_of[name], "dim": dim, "blocks": blocks, "experts": experts}
@@ -90,11 +92,21 @@ def describe(owned: Ownership, rules: Mapping[str, Rule] | None = None) -> Model
 def layout_in(
     layout: Parallelism, space: Space, model: ModelDescription, owners: Owners, processes: int, *, first: bool
 ) -> Layout:
-    """Which box of which tensor each process holds; `first`: buffers count as the first process's alone.
+    """Which box of which tensor each process holds.
 
-    Raises `LayoutError` for an optimizer's entry that is neither of its parameter's shape nor one number.
+    Args:
+        layout: With its order chosen.
+        space: All tensors of the state.
+        model: How parameters are cut.
+        owners: With zero 1, which replica updates which parameter.
+        processes: Size of the world.
+        first: Buffers count as the first process's of a stage alone.
+
+    Raises:
+        LayoutError: For an optimizer's entry that is neither of its parameter's shape nor one number.
     """
     home = layout.stage_map(model.layers).assignment()
+    # owners decide below who has optimizer state, as the pipeline shares it out
     alike = replace(layout, zero=0) if layout.zero == 1 else layout
     held = layout_of(model, alike, ranks=processes).by_tensor()
 
@@ -108,9 +120,11 @@ def layout_in(
         if tensor.kind == "buffer":
             assert tensor.layer is not None
             ranks = layout.grid[home[tensor.layer]].reshape(-1).tolist()
+            # buffers may differ between replicas: one is the source, all are targets
             places = [(rank, tensor.box) for rank in (ranks[:1] if first else ranks)]
         elif tensor.kind == "optimizer" and tensor.shape != space[name].shape:
             refuse_odd(tensor.name, tensor.shape, space[name].shape)
+            # whoever keeps a step count keeps any other scalar
             places = [(rank, tensor.box) for rank, _ in held[f"{name}@step"]]
         else:
             places = held[name]
@@ -123,7 +137,18 @@ def layout_in(
 
 @dataclass
 class Remodel(Change):
-    """Also other groups that share the experts of all layers, and other modules, with parameters in the optimizers."""
+    """A change that also regroups the experts of all layers, and puts other modules in force.
+
+    Attributes:
+        root: The model that the user built.
+        shared: What balances experts now, which is released.
+        rank_assignment: Of the new layout.
+        old_model, new_model: Models of shards, before and after; None without shards.
+        optimizers: Get the new parameters.
+        new_owner: What stands for each parameter in the optimizers, by the id of the old one.
+        entries: What they keep for it, likewise.
+        requires_grad: Parameters with the flag and the attributes that they get.
+    """
 
     root: nn.Module | None = None
     shared: StageExperts | None = None
@@ -136,6 +161,7 @@ class Remodel(Change):
     requires_grad: list[tuple[nn.Parameter, bool, dict[str, Any]]] = field(default_factory=list)
 
     def make(self) -> None:
+        # first: the originals must have their hooks and attributes back before others take them
         if self.old_model is not None:
             self.old_model.leave()
         if self.new_model is not None:
@@ -150,6 +176,7 @@ class Remodel(Change):
         assert self.shared is not None
         assert self.rank_assignment is not None
         self.shared.release()
+        # a process without shared experts runs all of them itself
         group = self.rank_assignment.experts if self.rank_assignment.experts is not None else alone()
         regroup(self.root, group, self.rank_assignment.copies, self.rank_assignment.alike)
 
@@ -158,8 +185,11 @@ class Remodel(Change):
 class JobState(PipelineState):
     """The training state of a job in its `present` layout, whatever kinds of parameters the model has.
 
-    `plain` is the model that the user built, `before` what is in force of shards, None of none. `remakes`: one of the
-    layouts has shards, so that modules are other ones.
+    Attributes:
+        plain: The model that the user built.
+        present: The layout in force.
+        before: Likewise with its shards; None where there are none.
+        remakes: One of the two layouts has shards, so that modules are other ones.
     """
 
     plain: PipelineModel
@@ -193,7 +223,7 @@ class JobState(PipelineState):
 
     @property
     def now_sharded(self) -> ShardedModel | None:
-        """What this process has of shards now."""
+        """The model of shards that is in force on this process; None without."""
         model = self.mover.owned.model
         return model if isinstance(model, ShardedModel) else None
 
@@ -207,7 +237,7 @@ class JobState(PipelineState):
         check_weak(root, named)
 
     def copies(self) -> dict[str, Any]:
-        """What tp ranks have whole: parameters, with what is kept for them."""
+        """Digests of what tp ranks have whole: parameters, with what is kept for them."""
         if self.before is None or self.before.layout.tp == 1:
             return {}
         owned, state = self.mover.owned, self.mover.optimizers.state()
@@ -217,6 +247,7 @@ class JobState(PipelineState):
                 name, p, stack = parameter.name, owned.parameters[parameter.name], self.stacked.get(parameter.name)
                 entries = {f"{name}@{e}": t for e, t in state.get(id(p), {}).items() if isinstance(t, Tensor)}
                 mine = {name: p, **entries, **{key: handle.tensor for key, handle in registered(name, p)}}
+                # ranks of one tp group have different experts: only equal parts are compared
                 part = f" from row {stack.first}" if stack is not None else ""
                 found |= {f"{key}{part}": tensor for key, tensor in mine.items()}
         return digests(found)
@@ -228,7 +259,7 @@ class JobState(PipelineState):
         return self.refusal() or super().describe()
 
     def refusal(self) -> str:
-        """In words, why modules cannot be made anew here; nothing if they can, or need not."""
+        """The reason why modules cannot be made anew here; nothing if they can, or need not be."""
         if not self.remakes:
             return ""
 
@@ -253,6 +284,7 @@ class JobState(PipelineState):
         model = target.model or self.plain
         if shards is not None:
             assert isinstance(target, ShardedLayout)
+            # modules that were made ahead serve unless the user has changed something since
             made = target.ahead
             if made is None or not made.copy.stands():
                 made = self._modules(shards, self._found())
@@ -262,21 +294,24 @@ class JobState(PipelineState):
                 if id(owned.parameters[name]) not in twins:
                     continue
                 box = box_of(twins[id(owned.parameters[name])])
+                # torch cuts the modules, our layouts say what is sent: values would land in wrong rows
                 if box.elements and box != boxes.get(name):
                     raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
         return Built(stages=self._stages(replace(mover.builder, model=model), to), owned=owned, model=model)
 
     def ahead(self) -> Ahead:
-        """Reads the modules as they are; what is returned makes them from that, in any thread.
+        """Read the modules as they are; what is returned makes new ones from that, in any thread.
 
-        None where it fails: then the switch makes them, and says why it cannot.
+        That returns None where it fails: then the switch makes them, and says why it cannot.
         """
+        # a loss that is kept as an attribute would hold a graph until the switch
         found = [one.lasting() for one in self._found()]
         index = None if self.mover.device.type == "cpu" else torch.accelerator.current_device_index()
 
         def made(shards: Shards) -> ShardedModel | None:
             try:
-                with torch.accelerator.device_index(index):  # every thread has its own
+                # The current device is per thread
+                with torch.accelerator.device_index(index):
                     return self._modules(shards, found)
             except Exception:
                 return None
@@ -289,7 +324,8 @@ class JobState(PipelineState):
 
     def _modules(self, shards: Shards, found: Sequence[Found]) -> ShardedModel:
         """Modules like those that were `found`, cut into shards, without memory."""
-        passes = self.passes  # not this object, which refers to what is in force now
+        # Not this object, which refers to what is in force now
+        passes = self.passes
         return sharded(self.plain, found, shards, lambda: passes.progress.updates)
 
     def beside(self, others: list[Tensor]) -> list[Tensor]:
@@ -303,6 +339,7 @@ class JobState(PipelineState):
             return
         for handle, tensor in settings(mover.owned.parameters, {}):
             handle.tensor = tensor
+        # the state is to be freed: optimizers would hold the shards
         gone = now.leave()
         for optimizer in mover.optimizers.all:
             for group in optimizer.param_groups:
@@ -315,6 +352,7 @@ class JobState(PipelineState):
         if self.remakes:
             change = self._remodelled(to, built, values, numbers)
         else:
+            # the same change, which can also regroup experts
             change = Remodel(**vars(super().change(to, built, state, numbers)))
         change.root, change.shared, change.rank_assignment = (
             self.plain.root,
@@ -326,13 +364,14 @@ class JobState(PipelineState):
         return change
 
     def _share(self, change: Remodel, target: TrainingLayout, values: Mapping[str, Tensor]) -> None:
-        """Have experts in parts of the size that processes have of them in `target`, also where there are none."""
+        """Give parameters of experts the size that processes have of them in `target`, on spare ones too."""
         assert isinstance(target, JobLayout)
         contents = {id(parameter): k for k, (parameter, _) in enumerate(change.contents)}
         for name, stack in self.stacked.items():
             parameter, part = self.mover.owned.parameters[name], stack.part(0, target.layout.ep).shape
             memory = values.get(name)
             if memory is None:
+                # nothing came: the layer lives elsewhere, and keeps the shape that its engine expects
                 memory = torch.empty(part, dtype=parameter.dtype, device="meta")
                 mine = {id(handle) for _, handle in registered(name, parameter)}
                 change.settings = [(h, t.new_empty(part) if id(h) in mine else t) for h, t in change.settings]
@@ -346,16 +385,15 @@ class JobState(PipelineState):
                 change.grads.append((parameter, None))
 
     def _remodelled(self, to: Going, built: Built, values: dict[str, Tensor], numbers: Mapping[str, Any]) -> Remodel:
-        """The change to other modules; whose parameters are none of theirs gets other contents."""
+        """The change to other modules; a parameter that none of them replaces gets other contents."""
         now, mover, plain = self.now_sharded, self.mover, built.owned
         new_model = built.model if isinstance(built.model, ShardedModel) else None
         assert plain is not None
         change = Remodel(optimizers=mover.optimizers, old_model=now, new_model=new_model)
         own = plain.parameters
         here_too = {name: own[name] for name in plain.of(to.layers)}
-        twins = (
-            self._filled(new_model, here_too, values, to.space) if new_model is not None else {}
-        )  # and empty moments
+        # this also adds empty moments to `values`, which `state_entries` reads
+        twins = self._filled(new_model, here_too, values, to.space) if new_model is not None else {}
         change.owned = Ownership(new_model) if new_model is not None else plain
         entries = state_entries(values, to.updates(numbers, mover.groups.world.rank))
         for name, before in mover.owned.parameters.items():
@@ -366,12 +404,15 @@ class JobState(PipelineState):
                 mine = entries[name]
                 cut = id(original) in twins
                 change.entries[id(before)] = entries_like(after, mine, name, to.space) if cut else mine
+            # gradients are of the old contents
             change.grads.append((original, None))
             if id(original) not in twins and name in values:
                 made = nn.Parameter(values[name], requires_grad=before.requires_grad)
                 change.contents.append((original, made))
+            # frees what lives elsewhere from now on
             elif not original.is_meta:
                 change.contents.append((original, like_meta(original)))
+            # the original keeps marks as well: it may be in force again after the next switch
             kept, both = attributes_of(before), {id(original): original, id(after): after}
             change.requires_grad += [(p, before.requires_grad, kept) for p in both.values()]
         self._buffers(change, plain, values)
@@ -386,7 +427,7 @@ class JobState(PipelineState):
     def _filled(
         self, model: ShardedModel, own: Mapping[str, nn.Parameter], values: dict[str, Tensor], space: Space
     ) -> dict[int, nn.Parameter]:
-        """The shards with what has come for them."""
+        """The parameters of `model`, which get the values that have come for their shards."""
         twins = model.copy.twins()
         mine = {name: box_of(twins[id(p)]) for name, p in own.items() if id(p) in twins}
         add_empty(values, mine, space, self.mover.device)
@@ -408,8 +449,12 @@ class JobState(PipelineState):
 
 
 def check_optimizers(optimizers: Optimizers, *, mixed: bool) -> None:
-    """Raise `SpecError` for an optimizer that takes no shards beside other parameters; `mixed`: it is to have both."""
+    """Raise `SpecError` for an optimizer that cannot update shards beside other parameters.
+
+    With `mixed` it is to have both.
+    """
     for option in ("foreach", "fused"):
+        # torch's foreach and fused kernels take lists of one kind of tensor
         if mixed and any(group.get(option) for one in optimizers.all for group in one.param_groups):
             raise SpecError(f"an optimizer with {option}=True cannot update shards beside experts: leave it out")
 
@@ -421,12 +466,24 @@ def is_sharded(layout: Parallelism) -> bool:
 
 def mesh_axes(layout: Parallelism) -> list[Axis]:
     """The axes along which tensors are shards: those of a mesh."""
+    # dp first: FSDP2 wants the outer dimension of the mesh
     axes: list[Axis] = ["dp"] if layout.zero >= 2 and layout.dp > 1 else []
     return [*axes, "tp"] if layout.tp > 1 else axes
 
 
 def shards_in(layout: Parallelism, root: nn.Module, groups: Groups, rank: int, device: torch.device) -> Shards | None:
-    """How `root` is sharded on a rank in this layout, whose `groups` were made; None without shards or a place."""
+    """How the model is sharded on a rank in this layout.
+
+    Args:
+        layout: With its order chosen.
+        root: The unsplit model.
+        groups: Those of the layout, made before.
+        rank: This process's.
+        device: Where it computes.
+
+    Returns:
+        None without shards, or for a rank without a place.
+    """
     axes = mesh_axes(layout)
     if not axes or layout.place(rank) is None:
         return None

@@ -19,14 +19,19 @@ from torch import Tensor, nn
 from prophet.engine.regroup import inside_layers
 from prophet.errors import SpecError
 
+# read off a module, since versions of torch differ in their kinds of hooks
 _HOOKS = {k: type(v) for k, v in vars(nn.Module()).items() if k.endswith(("_hooks", "_with_kwargs", "_always_called"))}
+# of these kinds, what runs first is around what runs later
 _BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+# what a copy has apart from its original; all else is an attribute
 _OWN = {"_parameters", "_modules", "_buffers", *_HOOKS}
 # what torch and `sharded` leave on modules that they shard
 _SHARDING = ("torch.distributed.", "pipeline_balance.elastic.shards.sharded")
+# attributes that `fully_shard` and `distribute_module` set
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied")
 _STATE = "__composable_api_state_key"
-_PLAIN = {type(None), bool, int, float, str}  # refer to nothing
+# These refer to nothing
+_PLAIN = {type(None), bool, int, float, str}
 _TORCHS = set(vars(nn.Module())) - _OWN
 
 
@@ -35,7 +40,14 @@ _Hooks = dict[int, dict[str, dict[Any, Any]]]
 
 
 class Found(NamedTuple):
-    """A module that the user built, as it was found: its class, what is registered in it, its attributes."""
+    """A module that the user built, as it was found.
+
+    Attributes:
+        module: The module itself.
+        kind: Its class, as its author wrote it.
+        parameters, modules: What is registered in it.
+        attributes: All else that it has.
+    """
 
     module: nn.Module
     kind: type[nn.Module]
@@ -67,12 +79,17 @@ def sharded_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class Copy:
     """A copy of a tree of modules that was `found`; `update` then gives it buffers, and attributes as they are.
 
-    `slot(parameter)` makes what stands for a parameter, once for a tied one. Whoever shards the copy adds hooks, and
-    hands them over by `take_hooks`: those of `inner` run within the user's, those of `outer` around them.
+    Whoever shards the copy adds hooks, and hands them over by `take_hooks`: those of `inner` run within the user's,
+    those of `outer` around them.
+
+    Args:
+        found: The modules, the root first.
+        slot: Makes what stands for a parameter, once for a tied one.
     """
 
     def __init__(self, found: Sequence[Found], slot: Callable[[nn.Parameter], nn.Parameter]) -> None:
         self._found = [one.lasting() for one in found]
+        # __new__ without __init__: nothing may be drawn or allocated again
         self._pairs = {id(one.module): (one.module, one.kind.__new__(one.kind)) for one in found}
         self._whole: dict[int, nn.Parameter] = {}
         self.root = self.of(found[0].module)
@@ -88,6 +105,7 @@ class Copy:
                 _parameters={n: None if p is None else self._whole[id(p)] for n, p in one.parameters.items()},
                 _modules={n: None if child is None else self.of(child) for n, child in one.modules.items()},
             )
+        # what is new beyond this was set by sharding, or by the user later
         self._given = {id(copy): set(vars(copy)) for _, copy in self._pairs.values()}
         self._gained: dict[int, set[str]] = {}
         self.inner: _Hooks = {}
@@ -106,11 +124,13 @@ class Copy:
         )
 
     def update(self, now: Copy | None) -> None:
-        """Take in attributes and buffers as they are, in the copy in force if one is. `make` takes in hooks."""
+        """Take in attributes and buffers as they are, from the copy in force if there is one. `make` takes in hooks."""
         for original, copy in self._pairs.values():
             own, kept = copy.__dict__, attributes_of(original, now)
+            # an attribute that the user has deleted since
             for name in self._given[id(copy)] - _OWN - set(kept):
                 own.pop(name, None)
+            # the same dictionary: a buffer that is replaced in one is replaced in both
             own.update(kept, _buffers=original._buffers)
 
     def of(self, module: nn.Module) -> nn.Module:
@@ -157,17 +177,19 @@ class Copy:
             inner, outer = self.inner.get(id(copy), {}), self.outer.get(id(copy), {})
             torchs = _hooks_of_sharding(original)
             for kind in _HOOKS:
-                shared = copy.__dict__[kind] = original.__dict__[kind]  # the user's handles refer to it
+                # The user's handles refer to this dictionary, so it stays and its contents change
+                shared = copy.__dict__[kind] = original.__dict__[kind]
                 if not (shared or inner.get(kind) or outer.get(kind)):
                     continue
                 users = {key: hook for key, hook in shared.items() if key not in torchs}
                 first, last = (outer, inner) if kind in _BEFORE else (inner, outer)
+                # hooks run in the order of the dictionary, so all go in anew
                 shared.clear()
                 for hooks in (first.get(kind, {}), users, last.get(kind, {})):
                     shared.update(hooks)
 
     def _take_out(self, original: nn.Module, copy: nn.Module) -> None:
-        """Leave the user's hooks alone on a module."""
+        """Take the hooks of sharding off a module, and leave the user's."""
         for added in (self.inner, self.outer):
             for kind, hooks in added.get(id(copy), {}).items():
                 for key in hooks:
@@ -184,7 +206,7 @@ class Copy:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within, the originals have the user's hooks alone, and may run."""
+        """Within this context the originals have the user's hooks alone, and may run."""
         shared = [original.__dict__[kind] for original, _ in self._pairs.values() for kind in _HOOKS]
         before = [dict(hooks) for hooks in shared]
         try:
@@ -197,7 +219,7 @@ class Copy:
                 hooks.update(every)
 
     def sharded(self) -> None:
-        """What copies have gained as attributes by now is of those who shard."""
+        """Note which attributes copies have gained by now: they belong to sharding, not to the user."""
         self._gained = {id(c): set(vars(c)) - self._given[id(c)] for _, c in self._pairs.values()}
 
     def attributes(self, original: nn.Module) -> dict[str, Any]:
@@ -229,12 +251,14 @@ def attributes_of(original: nn.Module, now: Copy | None) -> dict[str, Any]:
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
     """The class of a module as its author wrote it: `fully_shard` puts another one in front."""
+    # `fully_shard` replaces `__class__` by a class made on the fly
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith(_SHARDING[0]))
 
 
 def _hooks_of_sharding(module: nn.Module) -> set[Any]:
     """The keys of the hooks that sharding has put on a module."""
     kinds = [hooks for kind in _HOOKS if (hooks := module.__dict__[kind])]
+    # a hook is known by the module that defines it
     every = ((key, hook) for hooks in kinds for key, hook in hooks.items() if callable(hook))
     return {key for key, hook in every if str(getattr(hook, "__module__", "")).startswith(_SHARDING)}
 
@@ -247,7 +271,8 @@ def without_memory(parameter: nn.Parameter) -> nn.Parameter:
 def retire(copy: Copy) -> None:
     """Have the originals fail when they are called, and hold no memory: a copy is in force for good. Cannot fail."""
     for original, _ in copy.pairs():
-        for kind in _HOOKS:  # the user's handles refer to those of the copy
+        # The user's handles refer to the dictionaries of the copy by now: originals get empty ones
+        for kind in _HOOKS:
             original.__dict__[kind] = type(original.__dict__[kind])()
         original.__dict__["_parameters"] = {
             name: None if p is None else without_memory(p) for name, p in original._parameters.items()
@@ -256,7 +281,7 @@ def retire(copy: Copy) -> None:
 
 
 def gone(*args: Any, **kwargs: Any) -> None:
-    """The forward of a model that was resharded."""
+    """Refuse to run: this is the forward of a model that was resharded."""
     raise SpecError("this model was resharded: call the one that elastic.reshard returned")
 
 
@@ -268,11 +293,13 @@ def check_copyable(root: nn.Module, now: Copy | None) -> None:
     copied = list(sharded_of(root))
     mine = {id(m) for _, m in copied} | {id(p) for _, m in copied for p in m._parameters.values() if p is not None}
     if now is not None:
+        # references to the copy in force would break just as well
         mine |= now.ids | {id(twin) for twin in now.twins().values()}
     check_apart(root, mine)
     for name, module in copied:
         where = name or "the model"
         kept = attributes_of(module, now)
+        # patched on the object, it is bound to the old module
         if "forward" in kept:
             raise SpecError(f"{where} has a forward that was set on the object: sharded modules would not have it")
         if kept.get("_compiled_call_impl") is not None:
@@ -301,14 +328,17 @@ def check_apart(root: nn.Module, copied: set[int]) -> None:
 
 
 def check_parameters(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise `SpecError` for a parameter with hooks of its own: it becomes another object."""
+    """Raise `SpecError` for a parameter with hooks on the tensor itself: another object takes its place."""
     for name, parameter in named.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise SpecError(f"{name} has a hook on the tensor, which cannot go over to a shard: remove it first")
 
 
 def _inside(value: Any, depth: int = 3) -> Iterator[Any]:
-    """What a value refers to: elements, what a bound method, a partial or a function in a function was given."""
+    """What a value refers to: elements, and what a bound method, a partial or an inner function was given.
+
+    It goes `depth` levels down.
+    """
     if isinstance(value, Tensor | nn.Module) or not depth:
         return
     found: list[Any] = []
@@ -321,6 +351,7 @@ def _inside(value: Any, depth: int = 3) -> Iterator[Any]:
     elif isinstance(value, MethodType):
         found.append(value.__self__)
     elif isinstance(value, FunctionType):
+        # an empty cell has no contents to read
         found += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         found += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     for one in found:

@@ -28,10 +28,14 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 class NewModel:
-    """Modules made anew from those of `user_model`, on `meta`: as `shards`, or plain and then wrapped by `wrap`.
+    """Modules made anew from those of `user_model`, on `meta`. After `filled`, `make` puts it in force.
 
-    A process that does not run it (`runs`) keeps it there. `options` are more of `fully_shard`. After `filled`, `make`
-    puts it in force.
+    Args:
+        user_model: The model in force.
+        runs: Whether this process runs it; if not, it stays on `meta`.
+        shards: How it is cut; None: plain.
+        wrap: Makes what is returned of a plain one, such as DDP; None: nothing.
+        options: More of `fully_shard`.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class NewModel:
         self.user_model, self.runs, self.shards, self.wrap = user_model, runs, shards, wrap
         self.copy = copy = Copy(found_in(user_model.root, None), without_memory)
         for original, module in copy.pairs():
+            # a dictionary apart: the old model keeps its buffers until `make`
             module.__dict__["_buffers"] = dict(original._buffers)
         if shards is not None:
+            # tp first: FSDP2 expects the `DTensor`s of tp
             cut_over_tp(copy, shards)
             copy.inner = copy.take_hooks()
             cut_over_dp(copy.root, lambda: [*_blocks(copy.root), [copy.root]], shards, **options)
@@ -57,7 +63,7 @@ class NewModel:
         self._entries: dict[str, dict[str, Any]] = {}
 
     def twins(self) -> dict[str, nn.Parameter]:
-        """What stands for every parameter, by name."""
+        """The new parameter that stands for every parameter of the user's model, by name."""
         return {self.user_model.names[key]: twin for key, twin in self.copy.twins().items()}
 
     def boxes(self) -> dict[str, Box]:
@@ -65,9 +71,16 @@ class NewModel:
         return {name: box_of(twin) for name, twin in self.twins().items()} if self.runs else {}
 
     def filled(self, values: dict[str, Tensor], space: Space, scalars: Mapping[str, Any]) -> nn.Module:
-        """The model with these values, by the names of the state; `make` is then all that is left.
+        """The model with these values; `make` is then all that is left.
 
-        Raises what torch raises where it cannot be made, and `LayoutError` for registered tensors that are missing.
+        Args:
+            values: By the names of training state; parts without elements are added to it.
+            space: All tensors of the state.
+            scalars: What optimizers keep as numbers.
+
+        Raises:
+            LayoutError: For registered tensors that are missing.
+            Exception: What torch raises where the model cannot be made.
         """
         add_empty(values, self.boxes(), space, self.user_model.device)
         made = self._made = self._parameters(values)
@@ -87,10 +100,12 @@ class NewModel:
         made: dict[str, nn.Parameter] = {}
         for name, twin in self.twins().items():
             before = self.user_model.parameters[name]
+            # without memory on a process that does not run it
             content = twin.detach()
             if self.runs:
                 content = shard_like(twin, values[name]) if self.shards is not None else values[name]
             made[name] = nn.Parameter(content, requires_grad=before.requires_grad)
+            # libraries keep marks on parameters, such as "no weight decay"
             made[name].__dict__.update(attributes_of(before))
             take_hooks(made[name], before)
         self.copy.put({id(p): made[name] for name, p in self.user_model.parameters.items()})
@@ -101,6 +116,7 @@ class NewModel:
         for _, module in self.copy.pairs():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
+                    # a buffer that has not come is on no process of the layout
                     module._buffers[name] = values.get(names[id(buffer)], buffer.to("meta"))
 
     def make(self) -> None:
@@ -113,6 +129,7 @@ class NewModel:
         for handle, tensor in self._settings:
             handle.tensor = tensor
         if user_model.wrapper is not None:
+            # DDP would run the old module, and average gradients that nobody uses
             user_model.wrapper.__dict__["forward"] = gone
         retire(self.copy)
 
@@ -124,11 +141,13 @@ def _blocks(root: nn.Module) -> list[list[nn.Module]]:
     """
     groups = sharing(list(_elements(root)))
     inside = {id(part) for group in groups for module in group for part in module.modules()}
+    # FSDP2 cannot gather a parameter in two groups
     outside = {id(p) for m in root.modules() if id(m) not in inside for p in m._parameters.values()}
     return [group for group in groups if not any(id(p) in outside for module in group for p in module.parameters())]
 
 
 def _elements(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements of the outermost lists and rows of modules; lists within lists are opened."""
     rows = isinstance(module, (*_LISTS, nn.Sequential))
     for child in module.children():
         if rows and not isinstance(child, _LISTS):

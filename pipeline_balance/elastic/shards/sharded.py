@@ -46,9 +46,12 @@ from prophet.state.streams import torch_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """How this process's copy is sharded: `mesh` has the dimensions "dp" (zero 2 and 3) and "tp", those that cut.
+    """How this process's copy is sharded.
 
-    styles: how tp cuts each module that has parameters. reshard: parameters are gathered anew for the backward pass.
+    Attributes:
+        mesh: Has the dimensions "dp" (zero 2 and 3) and "tp", those of the two that cut.
+        tp_styles: How tp cuts each module that has parameters, by name.
+        reshard: Parameters are gathered anew for the backward pass.
     """
 
     mesh: DeviceMesh
@@ -57,10 +60,12 @@ class Shards:
 
     @property
     def dp(self) -> DeviceMesh | None:
+        """The mesh along dp; None where it does not cut."""
         return self._along("dp")
 
     @property
     def tp(self) -> DeviceMesh | None:
+        """The mesh along tp; None where it does not cut."""
         return self._along("tp")
 
     def _along(self, name: str) -> DeviceMesh | None:
@@ -73,7 +78,8 @@ class Shards:
 class _Whole(ParallelStyle):
     """A module that has its parameters whole on every tp rank, and computes with what lies there.
 
-    With `partial`, each rank runs it on its part of the activations, and gradients are summed.
+    Args:
+        partial: Each rank runs it on its part of the activations, so gradients are summed.
     """
 
     def __init__(self, partial: bool) -> None:
@@ -86,15 +92,18 @@ class _Whole(ParallelStyle):
         for name in names:
             p = module._parameters[name]
             assert p is not None
+            # no rank sends: parameters are on meta here
             made = distribute_tensor(p, device_mesh, [Replicate()], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(made, requires_grad=p.requires_grad))
-        kept: dict[str, Any] = {}  # within a forward
+        # The parameters, while a forward runs with plain tensors in their place
+        kept: dict[str, Any] = {}
 
         def before(module: nn.Module, args: Any) -> None:
             for name in names:
                 whole: Any = module._parameters.pop(name)
                 kept[name] = whole
-                if self.partial:  # sums in the backward
+                # This sums the gradients in the backward
+                if self.partial:
                     whole = whole.redistribute(placements=[Replicate()])
                 module.__dict__[name] = whole.to_local(grad_placements=sums)
 
@@ -105,16 +114,19 @@ class _Whole(ParallelStyle):
                     module._parameters[name] = kept.pop(name)
 
         module.register_forward_pre_hook(before)
+        # also after an exception: the parameters must come back
         module.register_forward_hook(after, always_call=True)
         return module
 
 
 def _style(style: Style) -> ParallelStyle:
+    """torch's own style for one of ours."""
     if style.how == "column":
         return ColwiseParallel(output_layouts=Replicate()) if style.gathered else ColwiseParallel()
     if style.how == "row":
         return RowwiseParallel()
     if style.how == "vocabulary":
+        # torch cuts an embedding over its rows, and sums what each rank finds
         return RowwiseParallel(input_layouts=Replicate())
     return _Whole(style.partial)
 
@@ -126,14 +138,22 @@ def cut_over_tp(copy: Copy, shards: Shards) -> None:
     for name, style in shards.tp_styles.items():
         parallelize_module(copy.root.get_submodule(name), shards.tp, _style(style), src_data_rank=None)
     first: dict[int, nn.Parameter] = {}
-    for original, module, name in copy.slots():  # tied ones are cut alike, and one again
+    # Tied parameters were cut once per module, all alike: they become one object again
+    for original, module, name in copy.slots():
         module._parameters[name] = first.setdefault(id(original), module._parameters[name])  # type: ignore[arg-type]
 
 
 def cut_over_dp(
     root: nn.Module, groups: Callable[[], Sequence[Sequence[nn.Module]]], shards: Shards, **options: Any
 ) -> None:
-    """Have FSDP2 cut `root`; modules of one group are gathered together. `options` are more of `fully_shard`."""
+    """Have FSDP2 cut `root`.
+
+    Args:
+        root: A copy without memory.
+        groups: Lists modules whose parameters are gathered together, the root last.
+        shards: Its mesh along dp; without one nothing happens.
+        **options: More of `fully_shard`.
+    """
     mesh = shards.dp
     if mesh is None:
         return
@@ -141,7 +161,8 @@ def cut_over_dp(
         fully_shard(list(modules), mesh=mesh, reshard_after_forward=shards.reshard, **options)
     for module in root.modules():
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+            # gloo has no other reduction than a sum
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def sharing(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -159,10 +180,15 @@ def sharing(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 class ShardedModel(PipelineModel):
-    """The model `plain`, whose modules were `found`, as shards: without memory until `fill`.
+    """The model `plain` as shards: without memory until `fill`.
 
-    Any thread may make it; `update` then takes in what has changed since. `seed` and `updates()` are what random
-    numbers are drawn by where units run as one.
+    Any thread may make it; `update` then takes in what has changed since.
+
+    Args:
+        plain: The model that the user built.
+        found: Its modules, as they were found.
+        shards: How it is cut.
+        updates: Says how many updates were made, which with the seed decides what units that run as one draw.
     """
 
     metered = False
@@ -177,13 +203,16 @@ class ShardedModel(PipelineModel):
         self.root = self.copy.root
         self.units = self._units()
         self._cut_over_tp()
+        # hooks of tp see what the layer itself takes and returns, so they run within the user's
         self.copy.inner = self.copy.take_hooks()
         self._draw_by_unit()
         self._cut_over_dp()
+        # FSDP2 gathers before any other hook may read parameters
         self.copy.outer = self.copy.take_hooks()
         self.copy.sharded()
         self._structure = self._ids()
         mesh = shards.mesh
+        # of ranks that compute the same, one counts
         self.leads = shards.tp is None or shards.tp.get_local_rank() == 0
         self._first = [mesh.get_local_rank(d) == 0 for d in range(mesh.ndim)]
 
@@ -211,9 +240,13 @@ class ShardedModel(PipelineModel):
         return sharing(self.units)
 
     def fill(self, values: Mapping[int, Tensor]) -> dict[int, nn.Parameter]:
-        """Parameters that have these values for their shards, by the id of the original; each is put in its places.
+        """Parameters that have these values for their shards, each put in its places.
 
-        What has no value stays without memory.
+        Args:
+            values: By the id of the original parameter; what has no value stays without memory.
+
+        Returns:
+            The new parameters, by the id of the original.
         """
         made = self.copy.twins()
         for key, like in made.items():
@@ -225,9 +258,12 @@ class ShardedModel(PipelineModel):
         return made
 
     def leave(self) -> dict[int, nn.Parameter]:
-        """Give hooks and attributes back. Who still refers to this model finds no values, rather than old ones.
+        """Give hooks and attributes back to the originals. Cannot fail.
 
-        What stands for every parameter from here on, by the id of the shard. Cannot fail.
+        Who still refers to this model finds no values, rather than old ones.
+
+        Returns:
+            What stands for every parameter from here on, by the id of the shard.
         """
         self.copy.unmake()
         found: dict[int, nn.Parameter] = {}
@@ -235,13 +271,14 @@ class ShardedModel(PipelineModel):
         for key, twin in self.copy.twins().items():
             shard: Any = twin
             made[key] = found[id(shard)] = like_meta(shard)
+            # frees the memory even where somebody holds the parameter
             shard._local_tensor = shard._local_tensor.to("meta")
         self.copy.put(made)
         self._hold(made)
         return found
 
     def _hold(self, made: Mapping[int, nn.Parameter]) -> None:
-        """Parameters that units list without being their modules."""
+        """Register parameters that units list without being their modules."""
 
     def _ids(self) -> list[int]:
         return [id(m) for m in self.root.modules()]
@@ -249,7 +286,13 @@ class ShardedModel(PipelineModel):
     # --- running it -------------------------------------------------------------------------------------------
 
     def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
-        """The first unit runs all of them: torch wants the root called."""
+        """Run the whole model as the first unit, since torch wants the root called; other units pass their input on.
+
+        Args:
+            unit: Its number.
+            activations: What the unit before returned.
+            microbatch: Inputs and labels.
+        """
         if unit:
             return activations
         self._part = microbatch
@@ -263,6 +306,7 @@ class ShardedModel(PipelineModel):
         """From here on random numbers are those of `unit`; outside of a pass nothing changes."""
         if self._part is not None:
             seed = unit_seed(self._seed, unit, self._updates(), self._part.number, None)
+            # the global generators: the root's forward goes from unit to unit by itself
             torch.manual_seed(seed)
             random.seed(seed)
 
@@ -277,7 +321,8 @@ class ShardedModel(PipelineModel):
         return self.plain.counted(microbatch)
 
     def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
-        return self.plain.sliced(microbatch)  # one, in which layers may attend as in slices
+        # One slice, in which layers may attend as in slices
+        return self.plain.sliced(microbatch)
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
@@ -285,16 +330,19 @@ class ShardedModel(PipelineModel):
             yield
 
     def activations(self, microbatch: Microbatch) -> list[Activations]:
-        return [()] * (len(self.units) + 1)  # no other stage waits for them
+        # No other stage waits for them
+        return [()] * (len(self.units) + 1)
 
     def measures(self, parameter: nn.Parameter, replica: int) -> bool:
-        placements = getattr(parameter, "placements", None)  # none in a layer of experts: all have it whole
+        # None in a layer of experts: all have it whole
+        placements = getattr(parameter, "placements", None)
         copies = [p.is_replicate() for p in placements] if placements is not None else [True] * len(self._first)
+        # of ranks that have the same shard, the first one adds it to the gradients' norm
         first = all(here for here, copied in zip(self._first, copies, strict=True) if copied)
         return first and (self.shards.dp is not None or replica == 0)
 
     def end_pass(self) -> None:
-        """Give memory of gathered parameters back: a pass without a backward keeps it otherwise."""
+        """Give memory of gathered parameters back, which a pass without a backward would keep."""
         self._part = None
         give_back(self.root)
         self.plain.end_pass()
@@ -304,7 +352,10 @@ class ShardedModel(PipelineModel):
 
 
 class _Row(nn.Module):
-    """All layers of a row, which torch wants to see called from one module; `call` runs a microbatch through them."""
+    """All layers of a row, which torch wants to see called from one module.
+
+    `call` runs a microbatch through them.
+    """
 
     def __init__(self, units: Sequence[nn.Module], call: Callable[[Microbatch], Activations]) -> None:
         super().__init__()
@@ -349,14 +400,16 @@ class _InStages(TransformersModel):
     """The model `plain` with other modules, whose layers take and return what its own do."""
 
     def __init__(self, plain: TransformersModel, root: nn.Module, layers: Any, units: tuple[nn.Module, ...]) -> None:
+        # no __init__: it would look into modules that have no memory yet
         self.__dict__.update(vars(plain))
         self.root, self.layers, self.units, self._latest = root, layers, units, None
         self.skeleton, self._known, self._outputs = Skeleton(root, layers, plain.device), {}, {}
         if plain.router_loss is not None:
-            self.router_loss = find_router_loss(root, layers)  # of these gates
+            # Of the gates in this copy
+            self.router_loss = find_router_loss(root, layers)
 
     def _shapes_of(self, layer: int, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
-        """Without hooks: those of tensor parallelism want shards."""
+        """Without hooks, since those of tensor parallelism want shards."""
         return output_of(self.layers[layer], args, kwargs, self.device, hooks=lambda kind: None)
 
 
@@ -390,6 +443,7 @@ class ShardedTransformers(ShardedModel):
     def _hold(self, made: Mapping[int, nn.Parameter]) -> None:
         for unit, theirs in ((self.units[0], self.plain.units[0]), (self.units[-1], self.plain.units[-1])):
             for name, parameter in theirs._parameters.items():
+                # the first and the last unit list parameters that modules of the root own
                 unit.register_parameter(name, made[id(parameter)])
 
     def _draw_by_unit(self) -> None:
@@ -397,23 +451,38 @@ class ShardedTransformers(ShardedModel):
             return
         layers = self.units[1:-1]
         for number, layer in enumerate(layers, start=1):
+            # before all other hooks of the layer, which may draw, too
             layer.register_forward_pre_hook(lambda *_, unit=number: self._draw(unit), prepend=True)
+        # the last unit is what follows the last layer in the root's forward
         layers[-1].register_forward_hook(lambda *_: self._draw(len(layers) + 1))
 
     def _whole(self, microbatch: Microbatch) -> Activations:
+        # a mean over no labels is NaN: such a microbatch adds zero
         counts = self.counted(microbatch) > 0
         out = self.root(**self.plain._asked(microbatch, labels=microbatch.labels if counts else None))
         loss = out[0] if isinstance(out, tuple) else out["loss" if counts else "logits"]
         if not counts:
             return (zero_of((loss,)),)
+        # 16-bit losses lose digits when microbatches are added up
         return (loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss,)
 
     def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        # transformers returns a mean; the pipeline divides the sum by all labels of the batch
         return activations[0] * self.counted(microbatch)
 
 
 def sharded(plain: PipelineModel, found: Sequence[Found], shards: Shards, updates: Callable[[], int]) -> ShardedModel:
-    """The model as shards, without memory; `SpecError` for a kind of model that cannot be."""
+    """The model as shards, without memory.
+
+    Args:
+        plain: The model that the user built.
+        found: Its modules, as they were found.
+        shards: How it is cut.
+        updates: Says how many updates were made.
+
+    Raises:
+        SpecError: For a kind of model that cannot be sharded.
+    """
     if isinstance(plain, TransformersModel):
         return ShardedTransformers(plain, found, shards, updates)
     if isinstance(plain, ModuleChain):
@@ -422,7 +491,7 @@ def sharded(plain: PipelineModel, found: Sequence[Found], shards: Shards, update
 
 
 def check_shardable(model: PipelineModel, *, in_stages: bool) -> None:
-    """Raise `SpecError` for a model that cannot be sharded; `in_stages`: its units run one by one."""
+    """Raise `SpecError` for a model that cannot be sharded; with `in_stages` its units run one by one."""
     if not isinstance(model, TransformersModel | ModuleChain) or model.slicing is not None:
         raise SpecError(f"a {type(model).__name__} cannot be sharded: expected layers in a row or a transformers model")
     if isinstance(model, TransformersModel) and model.router_loss is not None and not in_stages:
@@ -448,7 +517,14 @@ def check_parts(root: nn.Module) -> None:
 
 
 def mesh_of(groups: Sequence[Any], names: Sequence[str], ranks: Any, device: torch.device) -> DeviceMesh:
-    """The mesh of these process groups; nothing is sent."""
+    """The mesh of process groups that exist; nothing is sent.
+
+    Args:
+        groups: One per dimension, this process's.
+        names: Of the dimensions.
+        ranks: Of the whole mesh, one axis per dimension.
+        device: Its type is the mesh's.
+    """
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=tuple(names))
     return DeviceMesh.from_group(list(groups), device.type, mesh=torch.tensor(ranks), mesh_dim_names=tuple(names))
@@ -462,12 +538,26 @@ def is_wide(space: Space, name: str) -> bool:
 
 
 def entries_like(like: Tensor, entries: Mapping[str, Any], name: str, space: Space) -> dict[str, Any]:
-    """What an optimizer keeps for the parameter called `name`: as shards like it where it is of its shape."""
+    """What an optimizer keeps for a parameter: as shards like it where it is of its shape.
+
+    Args:
+        like: The parameter.
+        entries: Values by the optimizer's names.
+        name: The parameter's name in `space`.
+        space: All tensors of the state.
+    """
     return {e: shard_like(like, v) if is_wide(space, f"{name}@{e}") else v for e, v in entries.items()}
 
 
 def add_empty(values: dict[str, Tensor], boxes: Mapping[str, Box], space: Space, device: torch.device) -> None:
-    """Add the parts without elements, which do not travel: of parameters with such `boxes`, and of what is kept so."""
+    """Add the parts without elements, which do not travel: of parameters, and of what is kept in their shape.
+
+    Args:
+        values: Gets them, by the names of training state.
+        boxes: What this process has of every parameter.
+        space: All tensors of the state.
+        device: Where they are made.
+    """
     for spec in space.tensors:
         box = boxes.get(base_name(spec.name))
         if box is not None and not box.elements and (spec.kind == "parameter" or is_wide(space, spec.name)):
@@ -476,9 +566,11 @@ def add_empty(values: dict[str, Tensor], boxes: Mapping[str, Box], space: Space,
 
 def shard_like(like: Any, values: Tensor) -> DTensor:
     """A tensor of the shape and placements of `like`, of which this process has `values`."""
-    kind: Any = DTensor  # whose constructor has no types
+    # the constructor has no types
+    kind: Any = DTensor
     spec = like._spec
     if values.dtype != like.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=values.dtype))
-    made: DTensor = kind(values, spec, requires_grad=False)  # `from_local` makes a graph: ten times as long
+    # `from_local` makes a graph, which takes ten times as long
+    made: DTensor = kind(values, spec, requires_grad=False)
     return made

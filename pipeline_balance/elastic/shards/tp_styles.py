@@ -17,7 +17,8 @@ from pipeline_balance.elastic.layouts.parallelism import check_cut
 from pipeline_balance.elastic.shards.module_copies import sharded_of
 from prophet.errors import SpecError
 
-# transformers' words: how the module is cut, whether its output is gathered, whether its gradients are parts of a sum
+# By transformers' names in `tp_plan`: how the module is cut, whether its output is gathered, whether its gradients
+# are parts of a sum.
 _KNOWN: dict[str, tuple[How, bool, bool]] = {
     "colwise": ("column", False, False),
     "colwise_gather_output": ("column", True, False),
@@ -32,8 +33,11 @@ _KNOWN: dict[str, tuple[How, bool, bool]] = {
 class Style:
     """How a module with parameters is cut.
 
-    gathered: its output is put together on every tp rank. partial: its parameters are whole, but each rank runs it on
-    its own heads, so that their gradients are parts of a sum.
+    Attributes:
+        how: Along rows, columns, or not at all.
+        gathered: Its output is put together on every tp rank.
+        partial: Its parameters are whole, but each rank runs it on its own heads, so that their gradients are parts of
+            a sum.
     """
 
     how: How = "whole"
@@ -52,9 +56,11 @@ def styles_of(root: nn.Module, tp: int) -> dict[str, Style]:
         raise SpecError(f"tp{tp}: a {kind} has no tensor-parallel plan (transformers' tp_plan)")
     config: Any = getattr(root, "config", None)
     heads = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    # attention computes with whole heads on each rank
     check_cut(tp, {f"{name} = {n} of a {kind}": n for name, n in heads.items() if n is not None})
     found: dict[str, Style] = {}
     for name, module in sharded_of(root):
+        # what holds no parameter has nothing to cut
         if not any(p is not None for p in module._parameters.values()):
             continue
         word = next((how for pattern, how in plan.items() if fnmatchcase(name, pattern)), None)
@@ -66,7 +72,7 @@ def styles_of(root: nn.Module, tp: int) -> dict[str, Style]:
 
 
 def rules_for(tp_styles: Mapping[str, Style]) -> dict[str, Rule]:
-    """The same for `describe`."""
+    """Rules for `describe` that cut modules in the same way."""
     return {name: Rule(how=style.how) for name, style in tp_styles.items() if style.how != "whole"}
 
 
@@ -76,15 +82,17 @@ def _style(word: str) -> Style:
 
 
 def _checked(name: str, module: nn.Module, style: Style, tp: int) -> Style:
-    """The style; whole where the output is gathered, so that it need not be cut, and cannot be."""
+    """The style; whole where the output is gathered and tp does not divide the length."""
     if style.how == "whole":
         return style
     wanted = nn.Embedding if style.how == "vocabulary" else nn.Linear
     if not isinstance(module, wanted):
         raise SpecError(f"tp{tp}: {name} is a {type(module).__name__}, only a {wanted.__name__} can be cut this way")
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        return Style()  # torch would look for that row in every shard
+        # torch would look for the padding row in every shard
+        return Style()
     length = module.weight.shape[1 if style.how == "row" else 0]
+    # no rank needs it cut; a vocabulary is often no multiple of tp
     if style.gathered and length % tp:
         return Style()
     check_cut(tp, {f"{length} {'columns' if style.how == 'row' else 'rows'} of {name}": length})
@@ -92,7 +100,7 @@ def _checked(name: str, module: nn.Module, style: Style, tp: int) -> Style:
 
 
 def _tie(root: nn.Module, tp_styles: dict[str, Style], tp: int) -> None:
-    """Modules that share a weight cut it alike: whole where one of them has it whole and the other gathers."""
+    """Have modules that share a weight cut it alike: whole where one has it whole and the other gathers."""
     sharing: dict[int, list[str]] = {}
     for name in tp_styles:
         for parameter in root.get_submodule(name)._parameters.values():
@@ -100,6 +108,7 @@ def _tie(root: nn.Module, tp_styles: dict[str, Style], tp: int) -> None:
                 sharing.setdefault(id(parameter), []).append(name)
     for names in sharing.values():
         hows = {tp_styles[name].how for name in names}
+        # both cut dimension 0
         if hows <= {"column", "vocabulary"} or len(hows) == 1:
             continue
         if not all(tp_styles[name].gathered or tp_styles[name].how == "whole" for name in names):

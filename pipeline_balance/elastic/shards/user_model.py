@@ -43,10 +43,17 @@ _OPTIONS = (
 
 
 class UserModel:
-    """A model with its optimizer. `root` is without its DDP `wrapper`; tied parameters have the first of their names.
+    """A model with its optimizer, as a user's loop has them.
 
-    `device` is where a process works that has nothing of the model. Raises `SpecError` for a kind of model that cannot
-    be resharded, and where the optimizer has other parameters.
+    `root` is without its DDP `wrapper`. Tied parameters have the first of their names.
+
+    Args:
+        model: Plain, wrapped in DDP, or sharded by torch.
+        optimizer: Of its parameters; several as a list.
+        device: Where a process works that has nothing of the model.
+
+    Raises:
+        SpecError: For a kind of model that cannot be resharded, and where the optimizer has other parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
@@ -57,9 +64,11 @@ class UserModel:
             if kind in _NOT_DDP or isinstance(module, DistributedDataParallel):
                 hint = _NOT_DDP.get(kind, "wrap the whole model")
                 raise SpecError(f"{name or 'the model'} is a {kind}, which cannot be resharded: {hint}")
+        # gathered parameters would be read in place of shards
         give_back(self.root)
         self.parameters = dict(self.root.named_parameters())
         self.names = {id(p): name for name, p in self.parameters.items()}
+        # by every name of a tied parameter, the first one
         self.first = {n: self.names[id(p)] for n, p in self.root.named_parameters(remove_duplicate=False)}
         self.buffers = dict(self.root.named_buffers())
         self.device = next((local(p).device for p in self.parameters.values() if not p.is_meta), device)
@@ -99,6 +108,7 @@ class UserModel:
         found: dict[str, list[Any]] = {}
         for name, tensor in self.tensors().items():
             for piece in pieces_of(name, tensor):
+                # torch may shard with strides, where a rank has several runs of rows
                 if local(tensor).shape != piece.box.shape:
                     raise SpecError(f"{name}: a shard of several runs, which cannot be resharded")
                 found[name] = [piece.box.start, piece.box.stop]
@@ -122,11 +132,13 @@ class UserModel:
         wrong = [f"{n}: {difference}" for n, p in self.parameters.items() if (difference := _differs(p, layout, rank))]
         if not wrong and place is not None and layout.tp > 1:
             tp = set(layout.group("tp", rank))
+            # norms are whole with tp, too: at least one parameter must be cut
             if not any(set(ranks) == tp for p in self.parameters.values() for ranks in cut_over(p)):
                 wrong.append(f"no parameter is cut over the tp ranks {sorted(tp)}")
         if self.wrapper is not None and (is_sharded(layout) or layout.dp == 1):
             wrong.append("the model is wrapped in DistributedDataParallel")
         elif self.wrapper is not None and place is not None:
+            # DDP over other ranks would mean another dp
             members = members_of(self.wrapper.process_group)
             if sorted(members) != sorted(layout.group("dp", rank)):
                 wrong.append(f"DistributedDataParallel averages over ranks {members}")
@@ -145,6 +157,7 @@ class UserModel:
             mine = self.parameters[self.first[name]]
             if tuple(mine.shape) != tuple(p.shape):
                 raise SpecError(f"{name} is {list(mine.shape)} in the model and {list(p.shape)} in build()")
+            # a pair that is tied on one side only would be trained apart
             tied = first.setdefault(id(p), name)
             if self.first[name] != tied:
                 raise SpecError(
@@ -153,7 +166,7 @@ class UserModel:
                 )
 
     def match_numbers(self, built: nn.Module) -> None:
-        """Raise `SpecError` where a module counts otherwise than `build` made it: heads of one rank, for instance."""
+        """Raise `SpecError` where a module counts differently than `build` made it, such as heads of one rank."""
         theirs = dict(built.named_modules())
         for name, module in self.root.named_modules():
             for attribute, value in vars(theirs.get(name, module)).items():
@@ -165,7 +178,7 @@ class UserModel:
                     )
 
     def ddp_options(self) -> Mapping[str, Any]:
-        """The options of DDP that go over to another one; `SpecError` for what cannot."""
+        """The options of DDP that another DDP takes; `SpecError` for what it cannot."""
         ddp: Any = self.wrapper
         if ddp is None:
             return {}
@@ -175,11 +188,12 @@ class UserModel:
                 "ignores, which cannot go over"
             )
         kept = {name: vars(ddp)[name] for name in _OPTIONS if name in vars(ddp)}
+        # DDP keeps it in bytes, and takes it in MiB
         return {**kept, "bucket_cap_mb": ddp.bucket_bytes_cap / (1 << 20)}
 
 
 def _differs(tensor: Tensor, layout: Parallelism, rank: int) -> str:
-    """In words, how a parameter lies otherwise than in `layout`; nothing if it does not."""
+    """How a parameter lies differently than in `layout`, as text; nothing if it does not."""
     if layout.place(rank) is None:
         return "" if tensor.is_meta else f"rank {rank} has no place, so it must be on meta"
     if tensor.is_meta:

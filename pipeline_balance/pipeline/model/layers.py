@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,15 +72,13 @@ class Slicing(Protocol):
 
 
 class Slicer(Slicing, Protocol):
-    """Options of slices, which make the models that are run by them."""
+    """Options of slices, which name the module that makes the models that run by them.
 
-    def chain(self, layers: Any, loss_fn: LossFn, **options: Any) -> PipelineModel:
-        """As `ModuleChain`, in slices."""
-        ...
+    Its `chain(slices, layers, loss_fn, **options)` is as `ModuleChain`, its `transformers(slices, model, **options)` as
+    `TransformersModel`.
+    """
 
-    def transformers(self, model: nn.Module, **options: Any) -> PipelineModel:
-        """As `TransformersModel`, in slices."""
-        ...
+    models: ClassVar[str]
 
 
 class PipelineModel(ABC):

@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 
 from benchmarks.slices.by_hand import Dims, unit_bytes
 from benchmarks.slices.live_bytes import LiveBytes
+from pipeline_balance.slices import models
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.options import Recompute, SliceOptions
 from pipeline_balance.slices.recompute import Recomputing, recomputed_parts
@@ -98,8 +99,8 @@ def test_a_part_that_changes_its_input_is_refused_before_a_step(slices: int) -> 
     """Mixtral's noise is multiplied in place, and its parts are computed again from what they were given."""
     options = SliceOptions(slices, recompute="selective")
     with pytest.raises(SpecError, match=r"layer 0 .* changes its input in place, MixtralSparseMoeBlock: .*full"):
-        options.transformers(model_of("mixtral", router_jitter_noise=0.1))
-    options.transformers(model_of("mixtral"))
+        models.transformers(options, model_of("mixtral", router_jitter_noise=0.1))
+    models.transformers(options, model_of("mixtral"))
 
 
 def test_layers_are_as_they_were_afterwards() -> None:
@@ -132,12 +133,12 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(SpecError, match=r'layer 0 \(OnlyAttention\) has no part.*take recompute="full"'):
         SlicedTransformers(wrapped, SliceOptions(4, recompute="selective"))
     with pytest.raises(SpecError, match="recompute is for transformers models"):
-        SliceOptions(4, recompute="full").chain(own.layers(), own.loss_fn)
+        models.chain(SliceOptions(4, recompute="full"), own.layers(), own.loss_fn)
 
 
 def test_one_slice_recomputes_too() -> None:
     model = model_of("llama")
-    run = SliceOptions(1, recompute="full").transformers(model)
+    run = models.transformers(SliceOptions(1, recompute="full"), model)
     assert isinstance(run, Recomputing)
     count = LiveBytes(run)
     (whole,) = run.cut(*batch_of(), 1)
