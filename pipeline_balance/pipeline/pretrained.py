@@ -26,8 +26,11 @@ def load_pretrained(pipeline: ElasticPipeline, folder: str | Path) -> None:
     """Take the weights that `from_pretrained(folder)` of the model's class gives; collective, between updates.
 
     Each rank reads those of its own layers, and of what is around all layers. So the model may be built under
-    `init_empty_weights()`. Raises `SpecError` on all ranks, with the pipeline as it was, where one cannot read them, or
-    `folder` does not fit the model.
+    `init_empty_weights()`.
+
+    Raises:
+        SpecError: On all ranks, with the pipeline as it was, where one cannot read them, or `folder` does not fit the
+            model.
     """
     owned, device, found = pipeline.owned, pipeline.config.device, dict[str, Tensor]()
 
@@ -44,10 +47,17 @@ def load_pretrained(pipeline: ElasticPipeline, folder: str | Path) -> None:
 
 
 def read_units(owned: Ownership, units: Collection[int], folder: str | Path) -> dict[str, Tensor]:
-    """What `units` hold of the weights in `folder`, and buffers around the layers, by their names.
+    """Read what `units` hold of the weights in `folder`, and buffers around the layers, by their names.
 
-    Layers of other units are not read. What is around the layers is, and forgotten where no unit of these holds it.
-    Raises `SpecError` for a model that `folder` cannot fill, or that would not train with what it says.
+    Layers of other units are not read. What is around the layers is, and is forgotten where none of `units` holds it.
+
+    Args:
+        owned: The model's parameters and buffers.
+        units: The units whose weights are wanted.
+        folder: A folder that `save_pretrained` wrote.
+
+    Raises:
+        SpecError: `folder` cannot fill the model, or the model would not train with what it says.
     """
     root = owned.model.root
     if not hasattr(type(root), "from_pretrained") or hasattr(type(root), "get_base_model"):
@@ -57,13 +67,16 @@ def read_units(owned: Ownership, units: Collection[int], folder: str | Path) -> 
         )
     mine = {id(owned.model.units[unit]) for unit in units}
     others = {id(unit) for unit in owned.model.units} - mine
+    # layers of other ranks are left out while reading, so a rank needs memory for its own part only
     without = [name for name, module in root.named_modules() if id(module) in others]
+    # the model is read in the type of most of its elements: some parameters are kept wider on purpose
     kinds = Counter[torch.dtype]()
     for p in owned.parameters.values():
         kinds[p.dtype] += p.numel() * p.is_floating_point()
     read = read_pretrained(root, folder, kinds.most_common(1)[0][0], without).state_dict(keep_vars=True)
     _check_ties(owned, read)
-    buffers = {name for name, _ in root.named_buffers()} - owned.buffers.keys()  # on every rank
+    # buffers that no unit holds are on every rank
+    buffers = {name for name, _ in root.named_buffers()} - owned.buffers.keys()
     buffers |= {name for name, held in owned.buffers.items() if not set(held.units).isdisjoint(units)}
     wanted = owned.of(units)
     missing = [name for name in wanted if name not in read]
@@ -75,7 +88,13 @@ def read_units(owned: Ownership, units: Collection[int], folder: str | Path) -> 
 
 
 def fill(owned: Ownership, values: Mapping[str, Tensor], device: torch.device) -> None:
-    """Give parameters and buffers these values, and memory on `device` where they have none."""
+    """Give parameters and buffers these values, and memory where they have none.
+
+    Args:
+        owned: The model's parameters and buffers.
+        values: What they are to hold, by name.
+        device: Where new memory is taken.
+    """
     buffers = {
         f"{path}.{name}" if path else name: (module, name)
         for path, module in owned.model.root.named_modules()
@@ -88,18 +107,18 @@ def fill(owned: Ownership, values: Mapping[str, Tensor], device: torch.device) -
                 module, attribute = buffers[name]
                 module._buffers[attribute] = value.to(device)
             elif parameter.is_meta:
+                # the object stays the same, as optimizers refer to it
                 put(parameter, nn.Parameter(value.to(device), requires_grad=parameter.requires_grad))
             else:
                 parameter.copy_(value)
 
 
 def _fitting(name: str, own: Tensor, read: Tensor) -> Tensor:
-    """`read` in the type of the model's own; `SpecError` where it has another shape, or would be rounded.
-
-    Classes of transformers keep some parameters in float32 whatever type is asked for, as the routers of DeepSeek-V3.
-    """
+    """`read` in the type of the model's own; `SpecError` where it has another shape, or would be rounded."""
+    # transformers keeps some parameters in float32 whatever type is asked for, as the routers of DeepSeek-V3
     if read.shape != own.shape:
         raise SpecError(f"{name}: the model has a tensor {list(own.shape)}, the folder {list(read.shape)}")
+    # widening is exact; anything else would change the weights in silence
     if torch.promote_types(own.dtype, read.dtype) != own.dtype:
         raise SpecError(
             f"{name}: the class keeps {read.dtype}, the model has {own.dtype}, so it would be rounded: build the model "

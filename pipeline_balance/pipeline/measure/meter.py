@@ -2,16 +2,15 @@
 
 Shape legend: L layers, M microbatches. Times come from clock readings around forward and from gradient hooks in
 backward, one of each per layer and microbatch; nothing is run twice. A layer's time is the mean over microbatches and
-steps, as a pipeline's step is a sum over microbatches, but without those that took more than twice the median, so that
-one disturbed microbatch does not move layers. Of slices it is the sum of a line fitted over them. Activations are
-counted on the second microbatch of a measuring period (the first one is slower than the others, and belongs to the
-mean), or on the first that a layer sees at all. What comes before a stage's first gradient, the loss's own backward on
-the last stage, counts for the stage's last layer, and so does the loss.
+steps, without those that took more than twice the median. Of slices it is the sum of a line fitted over them.
+Activations are counted on the second microbatch of a measuring period, or on the first that a layer sees at all. What
+comes before a stage's first gradient, the loss's own backward on the last stage, counts for the stage's last layer, and
+so does the loss.
 
-A full backward interleaves input and weight gradients, so the two are told apart by what needs computing: a layer
+A full backward interleaves input and weight gradients, so the two are distinguished by what needs computing: a layer
 without trainable parameters has no weight part, one without an input gradient has nothing else, any other is split in
-half (two matrix products of equal size). Where the schedule splits the backward, the weight part is what was measured,
-shared among the stage's layers by trainable parameters.
+half. Where the schedule splits the backward, the weight part is what was measured, shared among the stage's layers by
+trainable parameters.
 """
 
 from __future__ import annotations
@@ -41,9 +40,14 @@ MAX_SAMPLES = 256
 class RankTimes:
     """Where this rank's time went during the measured steps, in seconds per step.
 
-    `wait_forward_s` is spent waiting for an activation from the stage before, `wait_backward_s` for a gradient from the
-    stage after: a slow link or a slow neighbour shows here. `between_s` is the median from one action to the next: on a
-    rank that seldom waits, what the runtime itself takes for every action.
+    Attributes:
+        steps: How many steps were measured.
+        step_s: A whole step.
+        compute_s: Forward and backward of this rank's stages.
+        wait_forward_s: Waiting for an activation from the stage before: a slow link or a slow neighbour shows here.
+        wait_backward_s: Waiting for a gradient from the stage after.
+        between_s: Median from one action to the next. On a rank that seldom waits, it is what the runtime takes per
+            action.
     """
 
     steps: int
@@ -56,14 +60,28 @@ class RankTimes:
 
 @dataclass
 class Meter:
-    """Collects samples on one rank; `enabled` switches all readings off between measured steps.
+    """Collects samples on one rank.
 
-    `clock` tells waits and steps. `work_clock`, where there is one, times the layers' own work: processor time of the
-    thread suits ranks that share cores or run under a quota, where the wall clock counts pauses as work. Of every kind
-    the last `max_samples` are kept. `on_backward` is called once, before the next backward action. `boundary_bytes` is
-    what this rank has received of other ranks and not used up, at most at a moment of the last step; slices keep as
-    much in buffers. `sent_bytes` is the most that was on its way to others. No layer's activations have them.
-    `working_on` says which slice of how many runs, and the share of the microbatch's tokens that it has.
+    Of every kind of sample the last `max_samples` are kept, in seconds, by layer where they are of layers.
+
+    Attributes:
+        enabled: Whether anything is read; off between measured steps.
+        clock: Times waits and steps, in seconds.
+        work_clock: Times the layers' own work (None: `clock`). The processor time of the thread suits ranks that share
+            cores or run under a quota, where the wall clock counts pauses as work.
+        max_samples: How many samples of a kind are kept; with slices, as many of each slice.
+        on_backward: Called once, before the next backward action.
+        forward, backward: Seconds of a microbatch, by layer.
+        stage_weight: Seconds of weight gradients, by stage, where the schedule splits the backward.
+        activation_bytes: What autograd keeps of a microbatch, by layer.
+        input_grad: Whether a layer has to compute an input gradient.
+        loss: Seconds of a microbatch's loss.
+        between: Seconds from one action to the next.
+        counted: Layers whose activations were counted in this measuring period.
+        boundary_bytes: What this rank has received of other ranks and not used up, at most at a moment of the last
+            step; slices keep as much in buffers. No layer's activations have it.
+        sent_bytes: The most that was on its way to others in the last step.
+        working_on: Which slice of how many runs, and the share of the microbatch's tokens that it has.
     """
 
     enabled: bool = True
@@ -111,23 +129,34 @@ class Meter:
             self.enabled = enabled
 
     def begin_step(self) -> None:
-        """From here on work counts towards a new step."""
+        """Begin a new step, which work counts towards from here on."""
         self._step_began = self._last_end = self.clock()
 
     def end_step(self) -> None:
-        """The step that began last is over."""
+        """End the step that began last."""
         if self.enabled:
             self._steps += 1
             self._step_s += self.clock() - self._step_began
 
     def run_action(self, kind: str, stage: int, call: Callable[[], Any]) -> Any:
-        """Run one action of the schedule; the gap since the one before it is waiting, by what it waited for."""
+        """Run one action of the schedule; the gap since the one before it is waiting, by what it waited for.
+
+        Args:
+            kind: F, B, I or W, as `Action` has it.
+            stage: The stage that runs.
+            call: The action.
+
+        Returns:
+            What `call` returns.
+        """
         if kind in ("B", "I") and self.on_backward is not None:
+            # cleared first: what is called may ask for another call
             call_once, self.on_backward = self.on_backward, None
             call_once()
         if not self.enabled:
             return call()
         began, work_began = self.clock(), self.work_s()
+        # a weight gradient needs nothing from other ranks, so the gap before it is no wait
         self._wait_s["F" if kind == "F" else "B"] += began - self._last_end if kind != "W" else 0.0
         if self._last_end > self._step_began:
             self.add(self.between, began - self._last_end)
@@ -137,6 +166,7 @@ class Meter:
         if kind in ("B", "I"):
             # a layer's backward lasts until the gradient reaches the layer below it, or the action ends
             marks = [*self._arrived, (-1, work_ended)]
+            # what comes before the first gradient, the loss's own backward, counts for the stage's last layer
             marks[0] = (marks[0][0], work_began)
             for (layer, start), (_, stop) in pairwise(marks):
                 self.add(self.backward[layer], stop - start)
@@ -148,17 +178,19 @@ class Meter:
 
     def add(self, samples: list[float], value: float) -> None:
         """Note a sample and forget those that are too old."""
+        # a slice's number stays with its sample: later slices take longer, and a line is fitted over them
         number, slices, _ = self.working_on or (0, 1, 1.0)
         samples.append(value if self.working_on is None else OfSlice(value, number, slices))
         if len(samples) > self.max_samples * slices:
             del samples[0]
 
     def gradient_arrived(self, layer: int) -> None:
-        """The backward pass has reached `layer`, whose own work begins."""
+        """Note that the backward pass has reached `layer`, whose own work begins."""
         self._arrived.append((layer, self.work_s()))
 
     def work_s(self) -> float:
         """A reading of the clock that times layers; it stands still inside `waiting`."""
+        # the processor time of a thread stands still in waits by itself
         return self.clock() - self._waited_s if self.work_clock is None else self.work_clock()
 
     @contextmanager
@@ -173,9 +205,20 @@ class Meter:
     def run_unit(
         self, index: int, module: nn.Module, call: Callable[[], tuple[Tensor, ...]], given: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """What `call` returns: the forward of layer `index`, which is `module` and is given `given`."""
+        """Run the forward of a layer and measure it.
+
+        Args:
+            index: The layer's number.
+            module: The layer, whose parameters are no activations.
+            call: Its forward.
+            given: What it is given.
+
+        Returns:
+            What `call` returns.
+        """
         if not self.enabled:
             return call()
+        # on the second microbatch: the first one is slower than the others, and belongs to the mean
         known = index in self.activation_bytes
         count = index not in self.counted and (not known or bool(self.forward[index]))
         saved = _SavedBytes(module) if count else None
@@ -185,6 +228,7 @@ class Meter:
         self.input_grad[index] = any(t.requires_grad for t in given)
         if saved:
             share = self.working_on[2] if self.working_on is not None else 1.0
+            # a slice's bytes stand for those of the whole microbatch
             self.activation_bytes[index] = round(saved.total / share)
             self.counted.add(index)
         else:
@@ -192,11 +236,12 @@ class Meter:
             self.add(self.forward[index], self.work_s() - began)
         first = next((t for t in out if t.requires_grad), None)
         if first is not None and torch.is_grad_enabled():
+            # the gradient of an output is ready when the layer above it is done
             first.register_hook(lambda _: self.gradient_arrived(index))
         return out
 
     def timed(self, call: Callable[[], Tensor]) -> Tensor:
-        """What `call` returns, the loss of a microbatch, with its seconds noted."""
+        """Run `call`, the loss of a microbatch, and note its seconds."""
         if not self.enabled:
             return call()
         began = self.work_s()
@@ -205,7 +250,7 @@ class Meter:
         return result
 
     def times(self) -> RankTimes:
-        """Per step, over the steps since the last reset."""
+        """Return where the time went, per step, over the steps since the last reset."""
         n = max(self._steps, 1)
         return RankTimes(
             steps=self._steps,
@@ -226,6 +271,7 @@ class _SavedBytes:
 
     def counting(self) -> AbstractContextManager[Any]:
         def pack(tensor: Tensor) -> Tensor:
+            # views share memory, which is kept once
             storage = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
             if storage not in self._seen:
                 self._seen.add(storage)
@@ -241,9 +287,16 @@ def local_costs(
     meter: Meter,
     state: Mapping[int, Mapping[str, Any]],
 ) -> dict[int, LayerCost]:
-    """Costs of this rank's layers; `stages` lists the layers of each of its stages, as `meter` numbers them.
+    """Work out the costs of this rank's layers from what was measured.
 
-    `state` is what optimizers keep per parameter, by its id.
+    Args:
+        layers: The layers by number.
+        stages: The layers of each of this rank's stages, by the stage's number as `meter` has it.
+        meter: What was measured.
+        state: What optimizers keep per parameter, by its id.
+
+    Returns:
+        Seconds and bytes of a microbatch, by layer.
     """
     weights = _weight_seconds(layers, stages, meter)
     found: dict[int, LayerCost] = {}
@@ -259,6 +312,7 @@ def local_costs(
         elif not meter.input_grad.get(index, True):
             input_s, weight_s = 0.0, backward
         else:
+            # two matrix products of equal size
             input_s = weight_s = backward / 2
         found[index] = LayerCost(
             forward_s=_typical(meter.forward.get(index, ())) + (_typical(meter.loss) if index == last else 0.0),
@@ -275,7 +329,7 @@ def local_costs(
 
 
 def slice_fit(meter: Meter) -> SliceFit:
-    """Seconds of a slice forward and backward in all layers of this rank, without the loss."""
+    """Fit the seconds of a slice, forward and backward in all layers of this rank, without the loss."""
     found = SliceFit(0.0, 0.0, 1)
     for by_layer in (meter.forward, meter.backward):
         for samples in by_layer.values():
@@ -304,6 +358,7 @@ def _typical(samples: Sequence[float]) -> float:
     of_slices = [x for x in samples if isinstance(x, OfSlice)]
     if of_slices:
         return SliceFit.of(of_slices).microbatch_s
+    # A mean, as a pipeline's step is a sum over microbatches; but one disturbed microbatch must not move layers.
     limit = 2 * _median(samples)
     kept = [x for x in samples if x <= limit]
     return statistics.fmean(kept) if kept else 0.0
@@ -325,10 +380,19 @@ def gather_costs(
     *,
     rows: Sequence[Sequence[int]] | None = None,
 ) -> list[LayerCost]:
-    """Costs of all L layers on every rank, from the ranks that run them; one all-gather of [L, 7] figures.
+    """Gather the costs of all L layers on every rank; one all-gather of [L, 7] figures.
 
-    `rows` are the ranks of every replica (None: one of all); a figure is that of the slowest.
+    Args:
+        local: Costs of the layers that this rank runs, by number.
+        layers: L.
+        collective: Over all ranks.
+        device: Where the figures travel.
+        rows: The ranks of every replica (None: one of all); a figure is that of the slowest replica.
+
+    Returns:
+        [L] costs, equal on all ranks.
     """
+    # float64 holds whole bytes up to 2^53 exactly
     table = torch.zeros((layers, len(_FIGURES)), dtype=torch.float64)
     for i, cost in local.items():
         table[i] = torch.tensor([float(getattr(cost, name)) for name in _FIGURES], dtype=torch.float64)

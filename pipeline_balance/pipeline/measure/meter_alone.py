@@ -31,13 +31,25 @@ def measure_alone(
     repeats: int = 5,
     device: torch.device | None = None,
 ) -> list[LayerCost]:
-    """Costs of L layers for one microbatch `inputs`, each layer fed with the output of the one before it.
+    """Measure L layers for one microbatch, each layer fed with the output of the one before it.
 
-    A layer is a module from one tensor to one tensor, or a function that builds one; modules are copied and stay as
-    they are, and the random generators are left as they were. The medians of `repeats` passes count, after one that
-    does not. With `loss_fn` and `target` the loss counts for the last layer; with `make_optimizer` the bytes of its
-    state count too. A layer above no trainable parameter has no input gradient, as in training. Raises `SpecError` if a
-    layer returns something else than a tensor.
+    Modules are copied and stay as they are, and the random generators are left as they were. A layer above no trainable
+    parameter has no input gradient, as in training.
+
+    Args:
+        layers: Modules from one tensor to one tensor, or functions that build one.
+        inputs: The microbatch, as layer 0 takes it.
+        target: What `loss_fn` compares the last output with.
+        loss_fn: The loss, which counts for the last layer (None: it does not count).
+        make_optimizer: Makes an optimizer of a layer's parameters, the bytes of whose state count (None: they do not).
+        repeats: How many passes count, after one that does not.
+        device: Where to measure (None: where `inputs` are).
+
+    Returns:
+        [L] costs of a microbatch in seconds and bytes.
+
+    Raises:
+        SpecError: A layer returns something else than a tensor, or one of `target` and `loss_fn` is missing.
     """
     if not layers or repeats < 1:
         raise SpecError(f"measuring needs at least one layer and one pass, got {len(layers)} and {repeats}")
@@ -45,7 +57,7 @@ def measure_alone(
         raise SpecError("the loss needs both loss_fn and target")
     device = device or inputs.device
     costs: list[LayerCost] = []
-    x, trains_below = inputs.detach().to(device), False
+    x, trainable_below = inputs.detach().to(device), False
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for index, made in enumerate(layers):
             # an instance is callable too, but calling it would not build it
@@ -56,18 +68,19 @@ def measure_alone(
             optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
             out = x
             for run in range(repeats + 1):
-                out = _pass(module, index, meter, x, trains_below, ends, target)
+                out = _pass(module, index, meter, x, trainable_below, ends, target)
                 if run == 0:
                     # threads started, memory got, activations counted: not what a step takes
                     for samples in (meter.forward, meter.backward):
                         samples.clear()
                     meter.loss.clear()
             if optimizer is not None:
+                # optimizers make their state in their first step
                 optimizer.step()
             kept = {id(p): entries for p, entries in optimizer.state.items()} if optimizer is not None else {}
             found = local_costs({index: module}, {0: [index]}, meter, kept)[index]
             costs.append(replace(found, name=type(module).__name__))
-            x, trains_below = out, trains_below or bool(parameters)
+            x, trainable_below = out, trainable_below or bool(parameters)
     return costs
 
 
@@ -76,13 +89,14 @@ def _pass(
     index: int,
     meter: Meter,
     x: Tensor,
-    trains_below: bool,
+    trainable_below: bool,
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
     target: Tensor | None,
 ) -> Tensor:
     """Forward and backward once; the detached output."""
     module.zero_grad(set_to_none=True)
-    given = x.detach().requires_grad_(trains_below and x.is_floating_point())
+    # each layer has a graph for itself, so only one layer's activations are in memory
+    given = x.detach().requires_grad_(trainable_below and x.is_floating_point())
 
     def forward() -> tuple[Tensor]:
         found = module(given)
@@ -95,6 +109,7 @@ def _pass(
     if loss_fn is not None and target is not None:
         value = meter.timed(lambda: loss_fn(out, target.to(out.device)))
     if value.requires_grad:
+        # without a loss, any gradient of the right shape takes as long
         meter.run_action("B", 0, lambda: torch.autograd.backward(value, torch.ones_like(value)))
     return out.detach()
 
@@ -104,6 +119,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
         return time.perf_counter
 
     def after_the_device() -> float:
+        # kernels are launched without waiting, so a reading must wait for those before it
         torch.cuda.synchronize(device)
         return time.perf_counter()
 

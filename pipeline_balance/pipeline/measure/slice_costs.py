@@ -20,7 +20,10 @@ from pipeline_balance.spec import LayerCost
 
 
 class OfSlice(float):
-    """Seconds that were measured of slice number `slice` of `slices`."""
+    """Seconds that were measured of slice number `slice` of `slices`.
+
+    A float, so it goes wherever samples do.
+    """
 
     __slots__ = ("slice", "slices")
 
@@ -32,13 +35,20 @@ class OfSlice(float):
     slice: int
     slices: int
 
+    # pickling would call `__new__` without the slice
     def __reduce__(self) -> tuple[Any, ...]:
         return OfSlice, (float(self), self.slice, self.slices)
 
 
 @dataclass(frozen=True, slots=True)
 class SliceFit:
-    """Slice s of N takes `first_s` + s `more_s` seconds."""
+    """A line over slices: slice s of N takes `first_s` + s `more_s` seconds.
+
+    Attributes:
+        first_s: Seconds of slice 0.
+        more_s: How many seconds each slice takes more than the one before it.
+        slices: N.
+    """
 
     first_s: float
     more_s: float
@@ -46,13 +56,14 @@ class SliceFit:
 
     @classmethod
     def of(cls, samples: Sequence[OfSlice]) -> SliceFit:
-        """Least squares, without samples above twice a first fit through every slice's median."""
+        """Fit by least squares, without samples above twice a first fit through every slice's median."""
         if not samples:
             return cls(0.0, 0.0, 1)
         slices = samples[0].slices
         by_slice: dict[int, list[float]] = defaultdict(list)
         for x in samples:
             by_slice[x.slice].append(x)
+        # medians first: one disturbed sample would tilt a fit through all of them
         rough = _line([(s, statistics.median(found)) for s, found in by_slice.items()])
         kept = [(x.slice, float(x)) for x in samples if x <= 2 * (rough[0] + rough[1] * x.slice)]
         first, more = _line(kept) if kept else rough
@@ -61,18 +72,20 @@ class SliceFit:
     @property
     def microbatch_s(self) -> float:
         """Seconds of all slices."""
+        # the sum over s = 0 .. N - 1; noise may tilt the line below zero
         return max(self.slices * self.first_s + self.more_s * self.slices * (self.slices - 1) / 2, 0.0)
 
     def __add__(self, other: SliceFit) -> SliceFit:
         return SliceFit(self.first_s + other.first_s, self.more_s + other.more_s, max(self.slices, other.slices))
 
     def crossover_tokens(self, slice_tokens: int) -> int | None:
-        """The tokens before one where attention takes as long as all else, from slices of T tokens each.
+        """Find the tokens before one where attention takes as long as all else, from slices of T tokens each.
 
         It is what `SliceOptions` is given for slices of equal cost. None where later slices take no longer.
         """
         if self.more_s * self.slices <= 1e-9 * self.first_s:
             return None
+        # slice 0 attends to T / 2 tokens on average, so half a `more_s` of its seconds is attention
         return max(round(slice_tokens * (self.first_s / self.more_s - 0.5)), 0)
 
 
@@ -86,13 +99,14 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def unit_costs(costs: Iterable[LayerCost], slices: int) -> list[LayerCost]:
-    """Costs of a microbatch as those of a slice, of which the ranks run N times as many.
+    """Turn costs of a microbatch into those of a slice, of which the ranks run N times as many.
 
     Searches count activations of the units in flight that microbatches would have. With slices N - 1 more are held,
     which are counted with the gradients: they take memory, and do not move.
     """
     found = []
     for cost in costs:
+        # rounded up, so that memory is never underestimated
         each = -(-cost.activation_bytes // slices)
         found.append(
             replace(

@@ -26,20 +26,27 @@ from pipeline_balance.pipeline.model.router_losses import RouterLoss, find_route
 from pipeline_balance.pipeline.model.skeleton import Readable, Skeleton, StandIn, Stop
 from prophet.errors import SpecError
 
-IGNORED_LABEL = -100  # transformers leaves these out of its losses
-_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")  # losses whose label t belongs to the output at t - 1
+# transformers leaves these out of its losses
+IGNORED_LABEL = -100
+# losses whose label t belongs to the output at t - 1
+_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
 _PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")
 _DEFAULT_EXAMPLE = torch.tensor([[7, 6, 0, 0, 1], [1, 2, 3, 0, 0]])
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One layer's arguments in one microbatch: leaves in the order of `structure`, and where the activations go in."""
+    """One layer's arguments in one microbatch.
+
+    Attributes:
+        leaves: Arguments in the order of `structure`; None where an activation goes in.
+        structure: How positional and keyword arguments are nested.
+        takes: [tensors that the layer before hands over] the leaf that each one fills.
+    """
 
     leaves: list[Any]
     structure: TreeSpec
     takes: tuple[int, ...]
-    """[tensors that the layer before hands over] the leaf that each becomes."""
 
     def with_activations(self, activations: Activations) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self.leaves)
@@ -51,23 +58,38 @@ class _Call:
 
 @dataclass(eq=False)
 class Recorded:
-    """What the model's own forward does with its layers in one microbatch."""
+    """What the model's own forward does with its layers in one microbatch.
 
-    first_inputs: tuple[Tensor, ...] = ()  # what layer 0 gets from the front, on `meta`
+    Attributes:
+        first_inputs: What layer 0 gets from the front, on `meta`.
+        calls: [n] arguments of every layer.
+        outputs: [n] leaves of every layer's output, on `meta`, and their structure.
+        stands: [n - 1] stand-ins for a layer's output, in its structure.
+        gives: [n] the leaves of a layer's output that go on to the next one.
+    """
+
+    first_inputs: tuple[Tensor, ...] = ()
     calls: list[_Call] = field(default_factory=list)
-    outputs: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)  # leaves on `meta`, structure
-    stands: list[Any] = field(default_factory=list)  # [n - 1] what stands for a layer's output, as it is structured
-    gives: list[tuple[int, ...]] = field(default_factory=list)  # [n] leaves of a layer's output that go on
+    outputs: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)
+    stands: list[Any] = field(default_factory=list)
+    gives: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class TransformersModel(PipelineModel):
     """A transformers model, or one built like them, cut between its layers; the model itself is not changed.
 
-    `layers` is the dotted name of its list of layers, needed only where there are several. `example` are inputs for one
-    forward of what comes before the layers, made with the model; by default token ids. `device` is where ranks compute.
-
     Inputs are named as the model's forward names them, and given alike on every rank, as are the labels. The loss of a
     microbatch is the model's own, times the labels that count in it.
+
+    Args:
+        model: The whole model; what other ranks run may be on `meta`.
+        layers: Dotted name of its list of layers. Needed only where there are several lists of modules.
+        example: Inputs for one forward of what comes before the layers, by name; made with the model. By default token
+            ids.
+        device: Where ranks compute; the CPU by default.
+
+    Raises:
+        SpecError: The layers cannot be found, or the model does something that a pipeline would get wrong.
     """
 
     def __init__(
@@ -103,11 +125,19 @@ class TransformersModel(PipelineModel):
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
         """Cut along the rows; an input of one row goes to every microbatch.
 
-        Raises `SpecError` if rows do not agree, are fewer than `microbatches`, or if something requires grad.
+        Args:
+            inputs: The main input, or inputs by name: B rows each, or one row for all microbatches.
+            labels: Labels with B rows.
+            microbatches: How many parts to make, whose rows differ by at most one.
+            first: Number of the first part.
+
+        Raises:
+            SpecError: Rows do not agree or are fewer than `microbatches`, or an input requires grad.
         """
         if labels is None:
             raise SpecError("a transformers model computes its loss from labels: give them on every rank")
         named, rows = self._named(inputs), labels.shape[0]
+        # microbatches are detached between stages, so a gradient of an input would never reach the caller
         grad = [name for name, t in named.items() if t.requires_grad]
         if grad:
             raise SpecError(f"{grad[0]} requires grad, which would be lost: inputs must not")
@@ -125,13 +155,15 @@ class TransformersModel(PipelineModel):
     def _named(self, inputs: Inputs) -> dict[str, Tensor]:
         name = getattr(self.root, "main_input_name", "input_ids")
         named = {name: inputs} if isinstance(inputs, Tensor) else dict(inputs)
-        return {name: named.pop(name), **named} if name in named else named  # whose rows are the batch's comes first
+        # the main input comes first: its rows are those of the batch
+        return {name: named.pop(name), **named} if name in named else named
 
     def counted(self, microbatch: Microbatch) -> int:
         labels = microbatch.labels
         kind = getattr(self.root, "loss_type", None) or "ForCausalLM"
         if labels is None or kind not in (*_SHIFTED, *_PER_TOKEN):
             return int(next(iter(microbatch.inputs.values())).shape[0])
+        # the model shifts labels left before its loss, so the first label of a row belongs to no output
         return int(((labels[..., 1:] if kind in _SHIFTED else labels) != IGNORED_LABEL).sum())
 
     # --- running units -----------------------------------------------------------------------------------------
@@ -144,7 +176,7 @@ class TransformersModel(PipelineModel):
         else:
             found = self._run_layer(unit - 1, activations, microbatch)
         if torch.is_grad_enabled() and (any(t.requires_grad for t in activations) or _requires_grad(self.units[unit])):
-            # as `activations` says, even where no gradient will come of it
+            # `activations` says that these require grad, whether or not a gradient will come of it
             return tuple(_requiring_grad(t) for t in found)
         return found
 
@@ -156,6 +188,7 @@ class TransformersModel(PipelineModel):
         found: list[Tensor] = []
 
         def first(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # the arguments of layer 0 are all that this stage needs of the forward
             leaves = tree_flatten((args, kwargs))[0]
             found.extend(leaves[place] for place in takes)
             raise Stop
@@ -174,9 +207,9 @@ class TransformersModel(PipelineModel):
             if self.router_loss is not None:
                 stack.enter_context(self.router_loss.recording(layer, logits))
             leaves, structure = tree_flatten(self._call_layer(layer, args, kwargs))
-        said = recorded.outputs[layer][1]
-        if structure != said:
-            raise SpecError(f"layer {layer} returned {structure}, where {said} was agreed on")
+        agreed = recorded.outputs[layer][1]
+        if structure != agreed:
+            raise SpecError(f"layer {layer} returned {structure}, where {agreed} was agreed on")
         out = tuple(leaves[place] for place in recorded.gives[layer])
         if self.router_loss is not None:
             sums = self.router_loss.add(sums, logits, microbatch.inputs.get("attention_mask"))
@@ -195,6 +228,8 @@ class TransformersModel(PipelineModel):
             if layer < last:
                 return recorded.stands[layer]
             leaves, structure = recorded.outputs[layer]
+            # What follows computes on real activations, so weights of other ranks may not be read from here on. The
+            # front ran on stand-ins only, and its random draws would shift those of what follows.
             readable.allowed = False
             random.restore()
             own = list(leaves)
@@ -214,7 +249,8 @@ class TransformersModel(PipelineModel):
         if counts:
             # sums over labels and microbatches need more than the bits of a half precision
             return (loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss,)
-        return (zero_of((loss, *activations)),)  # no label counts: nothing to learn
+        # no label counts: transformers' mean over no labels is not a number
+        return (zero_of((loss, *activations)),)
 
     def _asked(self, microbatch: Microbatch, labels: Tensor | None = None) -> dict[str, Any]:
         """The arguments of the model's own forward."""
@@ -222,6 +258,7 @@ class TransformersModel(PipelineModel):
         if labels is not None:
             asked["labels"] = labels
         if "use_cache" in self._accepts or any(p.kind is p.VAR_KEYWORD for p in self._accepts.values()):
+            # a cache is one object that all layers write to, in the recording run too
             asked["use_cache"] = False
         return asked
 
@@ -234,14 +271,15 @@ class TransformersModel(PipelineModel):
     # --- what layers are called with ---------------------------------------------------------------------------
 
     def recorded(self, microbatch: Microbatch) -> Recorded:
-        """The arguments of all layers. Only the latest microbatch's are kept: masks are large, and quickly made."""
+        """The arguments of all layers in one microbatch."""
+        # only the latest microbatch's are kept: masks are large, and quickly made
         if self._latest is None or self._latest[0] is not microbatch or self._latest[1] != self._mode():
             found = self._record(self._asked(microbatch), Readable(allowed=True))
             self._latest = (microbatch, self._mode(), found)
         return self._latest[2]
 
     def _mode(self) -> tuple[Any, ...]:
-        """What types and shapes depend on beside the inputs."""
+        """What types and shapes depend on besides the inputs."""
         kind = self.device.type
         return self.root.training, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -255,6 +293,7 @@ class TransformersModel(PipelineModel):
                 raise SpecError(f"the model runs layer {layer} where layer {len(recorded.calls)} was expected")
             leaves, structure = tree_flatten((args, kwargs))
             if layer:
+                # the model's forward hands stand-ins on as they are, so identity links arguments to outputs
                 takes, gives = self._linked(layer, leaves, before)
                 recorded.gives.append(gives)
             else:
@@ -272,6 +311,7 @@ class TransformersModel(PipelineModel):
             return recorded.stands[layer]
 
         random = _Random(self.device)
+        # also in evaluation: `requires_grad` of the arguments shows which of them come from parameters
         with torch.enable_grad():
             out = self.skeleton.forward(asked, note, held=frozenset(), readable=readable, fill=fill)
         random.restore()
@@ -294,6 +334,7 @@ class TransformersModel(PipelineModel):
 
     def _output_of(self, layer: int, leaves: list[Any], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
         """What a layer returns, without memory; remembered by the kind of layer and what it is called with."""
+        # models have many layers of few kinds: each kind is run on fake tensors once
         key = (
             self._kinds[layer],
             tuple(shapes.shape_of(leaf) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves),
@@ -332,6 +373,7 @@ class TransformersModel(PipelineModel):
             found.append(carried)
         found.append((torch.empty((), device="meta"),))
         grad = torch.is_grad_enabled()
+        # a gradient comes back over a boundary only if a unit in front of it trains
         below = [False, *(grad and any(requires_grad[: unit + 1]) for unit in range(len(self.units)))]
         return [
             tuple(t.detach().requires_grad_(passes and t.is_floating_point()) for t in activations)
@@ -343,7 +385,8 @@ class TransformersModel(PipelineModel):
     def look(self) -> None:
         """Look at the model again where it may have changed: wrapped modules, a router loss, checkpointing.
 
-        Raises `SpecError` for what a pipeline would get wrong in silence.
+        Raises:
+            SpecError: The model does something that a pipeline would get wrong in silence.
         """
         _refuse_reentrant_checkpointing(self.root)
         self._kinds = [self._numbers.setdefault(_kind_of(layer), len(self._numbers)) for layer in self.layers]
@@ -366,11 +409,12 @@ class TransformersModel(PipelineModel):
         """Which parameters the model reads before its first layer; its layers' arguments may not depend on them."""
         example = self._example
         if example is None:
-            said = getattr(self.root, "dummy_inputs", None)
-            example = said if isinstance(said, Mapping) else {"input_ids": _DEFAULT_EXAMPLE}
+            dummy = getattr(self.root, "dummy_inputs", None)
+            example = dummy if isinstance(dummy, Mapping) else {"input_ids": _DEFAULT_EXAMPLE}
         asked = self._asked(Microbatch(0, {n: t.to(self.device) for n, t in example.items()}, None))
         readable = Readable(allowed=True)
         try:
+            # two runs with other numbers for all weights: an argument that differs between them depends on weights
             found = [self._record(asked, readable, fill) for fill in (0.0, 1.0)]
         except SpecError:
             raise
@@ -395,6 +439,7 @@ class _Held(nn.Module):
     def hold(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters.clear()
         for name, parameter in parameters.items():
+            # torch refuses dots in the names of parameters
             self.register_parameter(name.replace(".", "/"), parameter)
 
 

@@ -16,7 +16,12 @@ from torch import Tensor
 
 @dataclass
 class AddedLosses:
-    """What layers have added while this was in force: gradients count `weight` times, values are kept."""
+    """What layers have added while this was in force.
+
+    Attributes:
+        weight: By how much their gradients count.
+        values: The losses themselves, detached.
+    """
 
     weight: float
     values: list[Tensor] = field(default_factory=list)
@@ -42,20 +47,23 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, loss: Tensor, weight: float) -> Tensor:
         ctx.weight = weight  # type: ignore[attr-defined]
+        # x itself goes on unchanged: the function is there for its backward
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
+        # the loss is no part of the output, so nothing comes back to it: its gradient is how much it counts
         return grad, torch.full((), ctx.weight, dtype=grad.dtype, device=grad.device), None  # type: ignore[attr-defined]
 
 
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x, with the scalar `loss`, a mean over the microbatch, added to what training minimises.
+    """Return x, with the scalar `loss`, a mean over the microbatch, added to what training minimises.
 
     Outside a pipeline it counts once, like a loss on which `backward` is called.
     """
     if _in_force:
+        # detached: the value is only reported, its gradient flows through `_AddLoss`
         _in_force[-1].values.append(loss.detach())
     weight = _in_force[-1].weight if _in_force else 1.0
     result: Tensor = _AddLoss.apply(x, loss, weight)  # type: ignore[no-untyped-call]

@@ -14,7 +14,9 @@ _Kind = tuple[object, ...]
 class BufferPool:
     """Tensors that are used again by shape, type and device.
 
-    `allocated` counts those that were made. `n_bytes` is what all of them take that are in use or wait for it.
+    Attributes:
+        allocated: How many tensors were made.
+        n_bytes: Bytes of all tensors that are in use or wait for it.
     """
 
     allocated: int = 0
@@ -23,8 +25,15 @@ class BufferPool:
     _used: set[_Kind] = field(default_factory=set)
 
     def take(self, like: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-        """A tensor with the shape of `like`, its values undefined; type and device are those of `like` unless given."""
+        """Hand out a tensor with the shape of `like`; its values are undefined.
+
+        Args:
+            like: Gives the shape; it may be on `meta`.
+            dtype: The tensor's type (None: that of `like`).
+            device: Where it lies (None: where `like` does).
+        """
         kind = (like.shape, dtype or like.dtype, device or like.device)
+        # also where one is free: `trim` keeps what was asked for since its last call
         self._used.add(kind)
         if free := self._free.get(kind):
             return free.pop()
@@ -41,5 +50,6 @@ class BufferPool:
     def trim(self) -> None:
         """Let go of memory of shapes that nobody has asked for since the last call."""
         for kind in self._free.keys() - self._used:
+            # shapes follow the batch, so without this a run with many lengths would keep buffers of each
             self.n_bytes -= sum(t.numel() * t.element_size() for t in self._free.pop(kind))
         self._used.clear()

@@ -22,9 +22,13 @@ Grads = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class _Site:
-    """Where the second half begins: `came` is what the first has brought. `weights` [W] are bits of those it leads to.
+    """Where the second half begins.
 
-    `passed` says that the first half goes on from here, so that other sites' second half may come by.
+    Attributes:
+        node: The node of autograd's graph.
+        weights: [W] bits of the weights that it leads to.
+        came: The gradients that the first half has brought.
+        passed: Whether the first half goes on from here, so that other sites' second half may pass it too.
     """
 
     node: Node
@@ -36,7 +40,7 @@ class _Site:
         self.came = grads
 
     def again(self, grads: Grads) -> Grads:
-        """What came in the first half was all there is."""
+        """Put back what came in the first half: that was all there is."""
         return self.came
 
 
@@ -55,6 +59,8 @@ class SecondHalf:
         self.weights = weights
         self.groups: list[_Group] = []
         for site in sites:
+            # A backward pass that begins at one site may pass through another one that leads to the same weight, whose
+            # part would then be counted twice. Such sites run together.
             apart = [g for g in self.groups if not g.weights & site.weights]
             joined = _Group(site.weights, [site])
             for group in self.groups:
@@ -70,10 +76,11 @@ class SecondHalf:
             came = [(GradientEdge(s.node, i), g) for s in group.sites for i, g in enumerate(s.came) if g is not None]
             if not came:
                 continue
+            # what flows from one site of a group to another has arrived there in the first half already
             passed = [s for s in group.sites if s.passed] if len(group.sites) > 1 else []
             handles = [site.node.register_prehook(site.again) for site in passed]
             try:
-                # another group's way may lead by these nodes, so they stay until all are done
+                # another group's path may lead through these nodes, so they stay until all groups are done
                 torch.autograd.backward(
                     [edge for edge, _ in came],
                     [grad for _, grad in came],
@@ -88,15 +95,23 @@ class SecondHalf:
 def first_half(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Grads, SecondHalf]:
-    """The gradients of `inputs`, which are leaves, and what is left to do for those of `weights`.
+    """Compute the gradients of a stage's inputs, and keep what is left to do for those of its weights.
 
-    outputs: those that require grad, with their `grads`. None is the gradient of an input that no output depends on.
+    Args:
+        outputs: The stage's outputs that require grad.
+        grads: Their gradients, in the same order.
+        inputs: The stage's inputs that require grad; leaves of the graph.
+        weights: [W] its trainable parameters.
+
+    Returns:
+        The gradients of `inputs` (None for one that no output depends on), and the second half.
     """
     roots = [get_gradient_edge(t) for t in outputs]
-    leads, beside = _ways([r.node for r in roots], inputs, weights)
+    leads, beside = _paths([r.node for r in roots], inputs, weights)
     sites = [_Site(node, bits) for node, bits in beside.items() if bits and node in leads]
     for root, grad in zip(roots, grads, strict=True):
         if root.node not in leads and beside[root.node]:
+            # the first half never reaches an output that depends on weights alone, so its gradient is put there by hand
             came = (*(None,) * root.output_nr, grad)
             sites.append(_Site(root.node, beside[root.node], came, passed=False))
     handles = [site.node.register_prehook(site.note) for site in sites if site.passed]
@@ -108,15 +123,16 @@ def first_half(
     return found, SecondHalf(weights, sites)
 
 
-def _ways(
+def _paths(
     roots: Sequence[Node], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[set[Node], dict[Node, int]]:
-    """The nodes that lead to an input; and of every node, to which weights it leads by nodes that do not."""
+    """The nodes that lead to an input; and of every node, which weights it reaches through nodes that do not."""
     leads = {get_gradient_edge(t).node for t in inputs}
     beside = {get_gradient_edge(w).node: 1 << i for i, w in enumerate(weights)}
     ends = leads | beside.keys()
     done: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    # depth first and without recursion, as graphs of deep stages exceed Python's limit
     while stack:
         node, known = stack.pop()
         if node in done:

@@ -24,7 +24,7 @@ Graph = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 class _Times(torch.autograd.Function):
-    """A function of one's own."""
+    """A custom autograd function, as users write them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -69,7 +69,8 @@ def _experts(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _recomputed(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """As checkpointing does it: what backward needs is computed then."""
+    """A layer as checkpointing runs it: what backward needs is computed during backward."""
+    # `t * 1` stands for a second forward: what is unpacked is another tensor than what was packed
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t * 1):
         return x + torch.tanh(x @ a) @ a
 
@@ -103,17 +104,19 @@ GRAPHS: Mapping[str, Graph] = {
 
 def _numbers(*shape: int, by: float) -> Tensor:
     count = torch.Size(shape).numel()
+    # sines instead of random numbers: the check runs inside a user's process, whose random stream must not change
     return (torch.arange(count, dtype=torch.float64, device="cpu") * 0.7 + by).sin().reshape(shape)
 
 
 def gradients(graph: Graph, *, split: bool) -> list[Tensor | None]:
-    """Of the inputs of some passes, and of the weights after all of them."""
+    """Return the gradients of the inputs of some passes, and of the weights after all of them."""
     weights = [_numbers(_D, _D, by=1.1), _numbers(_D, _D, by=2.3), _numbers(_D, by=3.9)]
     inputs = [_numbers(_D, _D, by=0.1 + n) for n in range(_PASSES)]
     for leaf in (*weights, *inputs):
         leaf.requires_grad_()
     for x in inputs:
         made = graph(x, *weights)
+        # several passes add to the same weights, as microbatches do
         outputs = made if isinstance(made, tuple) else (made,)
         grads = [_numbers(*t.shape, by=0.5 + i).to(t.dtype) for i, t in enumerate(outputs)]
         if split:
@@ -127,12 +130,14 @@ def gradients(graph: Graph, *, split: bool) -> list[Tensor | None]:
 def differing(graphs: Mapping[str, Graph]) -> list[str]:
     """The graphs whose gradients in two halves are others than in one pass."""
     found = []
+    # a pipeline may be built inside `no_grad`, where there would be no graph to try
     with torch.inference_mode(False), torch.enable_grad():
         for name, graph in graphs.items():
             try:
                 pairs = zip(gradients(graph, split=False), gradients(graph, split=True), strict=True)
                 same = all(_alike(one, other) for one, other in pairs)
-            except Exception:  # whatever it is, a step would meet it
+            except Exception:
+                # whatever it is, a step would meet it too
                 same = False
             if not same:
                 found.append(name)
@@ -142,6 +147,7 @@ def differing(graphs: Mapping[str, Graph]) -> list[str]:
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
+    # not bit for bit: two halves may add the parts of a gradient in another order
     return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 

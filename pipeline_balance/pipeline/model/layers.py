@@ -35,10 +35,13 @@ CountLabels = Callable[[Tensor | None], float]
 class Microbatch:
     """One part of a batch, the same on every rank of a replica.
 
-    `number` counts microbatches over the replicas and accumulated calls of an update; random numbers follow it. `kept`
-    is for what a model computes once per microbatch, such as its layers' arguments. `slice` counts the parts of a
-    microbatch where they pass the stages one by one; None if it passes whole. `share` is how much of the microbatch a
-    slice is.
+    Attributes:
+        number: Counts microbatches over the replicas and accumulated calls of an update; random numbers follow it.
+        inputs: Inputs by name.
+        labels: Labels of these rows.
+        kept: What a model computes once per microbatch, such as its layers' arguments.
+        slice: Counts the parts of a microbatch where they pass the stages one by one; None if it passes whole.
+        share: How much of the microbatch a slice is, from 0 to 1.
     """
 
     number: int
@@ -49,7 +52,7 @@ class Microbatch:
     share: float = 1.0
 
     def shapes(self) -> tuple[Any, ...]:
-        """What the activations' shapes depend on, as a key: names, shapes and types of the inputs and the labels."""
+        """The key on which the activations' shapes depend: names, shapes and types of the inputs and the labels."""
         given = {**self.inputs, "labels": self.labels}
         return tuple((n, None if t is None else (tuple(t.shape), t.dtype)) for n, t in sorted(given.items()))
 
@@ -67,7 +70,12 @@ class Slicing(Protocol):
         """Raise `SpecError` unless stages on these ranks [S] can be run."""
 
     def schedule(self, ranks: Sequence[int], microbatches: int) -> Schedule:
-        """The order of all slices over stages on `ranks` [S], which are 0 to P - 1."""
+        """Order all slices over the stages.
+
+        Args:
+            ranks: [S] rank of every stage; they are 0 to P - 1.
+            microbatches: M, each of which is cut into slices.
+        """
         ...
 
 
@@ -84,18 +92,21 @@ class Slicer(Slicing, Protocol):
 class PipelineModel(ABC):
     """A model cut into L units in a row. Every rank holds all of them and runs those that the stage map gives it.
 
-    `root` is the unsplit model: names of parameters and buffers are its own. `units` [L] are the modules whose state
-    moves. A parameter that several units hold is tied. Buffers outside all units stay on every rank. `slicing` is None
-    where microbatches pass the stages whole.
+    A parameter that several units hold is tied. Buffers outside all units stay on every rank.
+
+    Attributes:
+        root: The unsplit model: names of parameters and buffers are its own.
+        units: [L] the modules whose state moves.
+        slicing: How microbatches are cut into slices; None where they pass the stages whole.
+        metered: Whether times and memory of its units are measured.
+        leads: Whether this process reports the loss, of those that compute the same one.
     """
 
     root: nn.Module
     units: tuple[nn.Module, ...]
     slicing: Slicing | None = None
     metered: bool = True
-    """Whether times and memory of its units are measured."""
     leads: bool = True
-    """Whether this process tells the loss, of those that compute the same."""
 
     def measures(self, parameter: nn.Parameter, replica: int) -> bool:
         """Whether this process measures what it has of a parameter's gradient; replicas have copies."""
@@ -106,15 +117,25 @@ class PipelineModel(ABC):
 
     @abstractmethod
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
-        """The batch in `microbatches` parts, numbered from `first`. Raises `SpecError` if it has fewer rows."""
+        """Cut the batch into parts.
+
+        Args:
+            inputs: A tensor, or tensors by name.
+            labels: Labels with as many rows, or None.
+            microbatches: How many parts to make.
+            first: Number of the first part.
+
+        Raises:
+            SpecError: The batch has fewer rows than `microbatches`.
+        """
 
     def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
-        """What passes the stages one by one: the microbatch, or its slices in order."""
+        """Return what passes the stages one by one: the microbatch, or its slices in order."""
         return [microbatch]
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
-        """What the forward of a stage and its backward run in."""
+        """The context in which a stage's forward and its backward run."""
         yield
 
     def end_pass(self) -> None:  # noqa: B027 - most models keep nothing
@@ -125,7 +146,16 @@ class PipelineModel(ABC):
 
     @abstractmethod
     def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
-        """Forward of one unit. Unit 0 gets none; the loss is computed from the last unit's."""
+        """Forward of one unit.
+
+        Args:
+            unit: Its number, 0 to L - 1.
+            activations: What the unit before it returned; unit 0 gets none.
+            microbatch: The microbatch, or the slice, that they are of.
+
+        Returns:
+            What the next unit gets; the loss is computed from the last unit's.
+        """
 
     @abstractmethod
     def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
@@ -137,7 +167,7 @@ class PipelineModel(ABC):
 
     @abstractmethod
     def activations(self, microbatch: Microbatch) -> list[Activations]:
-        """What will flow, without memory [L + 1]: before unit 0 (nothing), then after every unit.
+        """Describe what will flow, without memory [L + 1]: before unit 0 (nothing), then after every unit.
 
         Shapes and types are those of the data that will flow. A tensor requires grad where a gradient may come back.
         """
@@ -146,6 +176,7 @@ class PipelineModel(ABC):
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Inside, `module` and all its parts are in evaluation mode, without gradients; afterwards each as it was."""
+    # users may keep a frozen part in evaluation mode all the time, so `train()` would not restore it
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -157,7 +188,17 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def split_rows(inputs: Mapping[str, Tensor], labels: Tensor | None, parts: int, first: int) -> list[Microbatch]:
-    """Cut along the first dimension into `parts` whose rows differ by at most one."""
+    """Cut along the first dimension into parts whose rows differ by at most one.
+
+    Args:
+        inputs: Inputs by name, all with equally many rows.
+        labels: Labels with as many rows, or None.
+        parts: How many parts to make.
+        first: Number of the first part.
+
+    Raises:
+        SpecError: Rows do not agree, or are fewer than `parts`.
+    """
     given = {**inputs, **({"labels": labels} if labels is not None else {})}
     rows = {name: t.shape[0] if t.dim() else 0 for name, t in given.items()}
     if len(set(rows.values())) != 1:
@@ -179,10 +220,18 @@ class ModuleChain(PipelineModel):
     """Modules in a row, each called with what the one before it returned: a tensor, or tuples and dictionaries of them.
 
     The first is called with the inputs, by name where they have names. A tuple becomes arguments, a dictionary keyword
-    arguments. `loss_fn(output, labels)` is a mean over `counted(labels)` labels. Without `counted`, cross entropy
-    counts labels other than its `ignore_index`, by the weights of their classes if it has some; any other loss counts
-    the rows. Raises `SpecError` for a loss of torch's that is no mean, and for labels of -100 that any other loss is
-    given without `counted`.
+    arguments.
+
+    Args:
+        layers: The modules in order, or one module whose children they are.
+        loss_fn: `loss_fn(output, labels)`, a mean over `counted(labels)` labels.
+        counted: From labels to how many of them count. By default, cross entropy counts labels other than its
+            `ignore_index`, by the weights of their classes if it has some; any other loss counts the rows.
+        device: Where ranks compute; the CPU by default.
+
+    Raises:
+        SpecError: A loss of torch's is no mean, or there are labels of -100, no `counted`, and another loss than cross
+            entropy.
     """
 
     def __init__(
@@ -222,6 +271,7 @@ class ModuleChain(PipelineModel):
             given = tree_unflatten(list(activations), self._structures[unit - 1])
         else:
             given = dict(microbatch.inputs)
+            # a single tensor was given the name "input" by `cut`
             given = given["input"] if set(given) == {"input"} else given
         if isinstance(given, Mapping):
             return (), dict(given)
@@ -234,8 +284,10 @@ class ModuleChain(PipelineModel):
         loss = self.loss_fn(tree_unflatten(list(activations), self._structures[-1]), microbatch.labels)
         if loss.numel() != 1:
             raise SpecError(f"the loss must be a mean, one number, got a tensor of shape {list(loss.shape)}")
+        # without this check the run would go on, and train nothing
         if any(t.requires_grad for t in activations) and not loss.requires_grad:
             raise SpecError("the loss has no gradient: loss_fn must compute it from the output, without detaching")
+        # a sum over labels: sums of microbatches add up, means do not
         return loss.reshape(()) * count
 
     def counted(self, microbatch: Microbatch) -> float:
@@ -248,6 +300,7 @@ class ModuleChain(PipelineModel):
         now = tuple(layer for layer in self.root._modules.values() if layer is not None)
         if len(now) != len(self.units):
             raise SpecError(f"the model has {len(now)} layers now, the pipeline has {len(self.units)}")
+        # a wrapped layer, as adapters make it, takes the place of the bare one
         self.units = now
 
     def activations(self, microbatch: Microbatch) -> list[Activations]:
@@ -258,7 +311,8 @@ class ModuleChain(PipelineModel):
         return found
 
     def _mode(self) -> tuple[Any, ...]:
-        """What the activations depend on beside the inputs: which modules there are, who trains, in which precision."""
+        """What the activations depend on besides the inputs: modules, which of them train, and the precision."""
+        # identity, as a replaced module may return other shapes
         parts = tuple(id(part) for module in self.units for part in module.modules())
         requires_grad = tuple((m.training, any(p.requires_grad for p in m.parameters())) for m in self.units)
         kind = self.device.type
@@ -271,6 +325,7 @@ class ModuleChain(PipelineModel):
         grad = False
         structures: list[TreeSpec] = []
         for unit, module in enumerate(self.units):
+            # `_arguments` of this unit nests the output of the one before it
             self._structures = tuple(structures)
             args, kwargs = self._arguments(unit, found[-1], microbatch)
             given = found[-1] if unit else tuple(microbatch.inputs.values())
@@ -282,6 +337,7 @@ class ModuleChain(PipelineModel):
             if not leaves or not all(isinstance(t, Tensor) for t in leaves):
                 kinds = sorted({type(t).__name__ for t in leaves})
                 raise SpecError(f"layer {unit} returns {kinds}, expected tensors: one, or tuples or dictionaries")
+            # once a unit trains, gradients flow back through all units above it
             grad = grad or any(p.requires_grad for p in module.parameters())
             flows = grad and torch.is_grad_enabled()
             found.append(tuple(t.requires_grad_(flows and t.is_floating_point()) for t in leaves))
@@ -290,19 +346,31 @@ class ModuleChain(PipelineModel):
 
 
 def zero_of(activations: Activations) -> Tensor:
-    """Zero, and a gradient of zero for all that comes in, whatever stands there: infinities times 0 are not 0."""
+    """Return zero with a gradient of zero for all activations.
+
+    Multiplying by 0 would not do: infinite activations times 0 are not 0.
+    """
+    # sums of empty slices keep the graph without reading any value
     return torch.stack([t.flatten()[:0].sum(dtype=torch.float32) for t in activations if t.is_floating_point()]).sum()
 
 
 def labels_of(loss_fn: LossFn, *, tokens: bool = False) -> CountLabels:
-    """What a mean is taken over: cross entropy leaves labels out, other losses are taken to count rows.
+    """Return the function that counts what a mean is taken over, by the kind of loss.
 
-    With `tokens` other losses count all elements of the labels: parts of a sequence may differ in length.
+    Cross entropy leaves labels out, other losses are taken to count rows.
+
+    Args:
+        loss_fn: The loss: a module or function of torch, a `functools.partial` of one, or a user's.
+        tokens: Whether other losses count all elements of the labels: parts of a sequence may differ in length.
+
+    Raises:
+        SpecError: The loss reduces to something other than a mean.
     """
     function, options = loss_fn, {}
     if isinstance(loss_fn, functools.partial):
         function, options = loss_fn.func, loss_fn.keywords
     elif isinstance(loss_fn, nn.modules.loss._Loss):
+        # class weights are a buffer of the loss module
         options = vars(loss_fn) | loss_fn._buffers
     if options.get("reduction", "mean") not in ("mean", "batchmean"):
         raise SpecError(f"the loss must be a mean, got {loss_fn} with reduction={options['reduction']!r}")
@@ -314,12 +382,15 @@ def labels_of(loss_fn: LossFn, *, tokens: bool = False) -> CountLabels:
         if labels is None:
             return 1
         if not entropy and not labels.is_floating_point() and bool((labels == -100).any()):
+            # the loss may leave them out or not, and a wrong count would scale all gradients
             raise SpecError("labels of -100 do not count in most losses: pass counted=, from labels to their number")
+        # labels in floating point are class probabilities, of which `ignore_index` leaves none out
         if not entropy or labels.is_floating_point():
             return labels.numel() if tokens else int(labels.shape[0])
         counts = labels != ignored
         if weight is None:
             return int(counts.sum())
+        # with class weights, torch divides by the sum of the labels' weights
         return float(weight.detach().to(labels.device, torch.float64)[labels[counts]].sum())
 
     return count

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from prophet.errors import SpecError
 
-_KEPT = ("loss", "aux")  # what attributes are called that keep one
+# attributes that keep a loss have one of these in their names
+_KEPT = ("loss", "aux")
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 _RIGHT = "add it in the layer by x = pipeline_balance.add_loss(x, loss), or in loss_fn; detach() what is only looked at"
 Key = tuple[int, int]
@@ -32,7 +33,14 @@ class _Watched:
 
 @dataclass
 class _Unit:
-    """One layer's forward in one microbatch: all `losses` must be used, and two `outputs` if a `router` has one."""
+    """One layer's forward in one microbatch.
+
+    Attributes:
+        name: The layer in an error's text.
+        losses: What must get a gradient, all of it.
+        outputs: The layer's outputs, two of which must get a gradient if it has a `router`.
+        router: Whether the layer has a router whose loss it does not add by itself.
+    """
 
     name: str
     losses: list[_Watched]
@@ -41,20 +49,30 @@ class _Unit:
 
 
 class LostLosses:
-    """Watches layers' forward by stage and microbatch, and looks once their backward is over."""
+    """Watches layers' forward by stage and microbatch, and checks once their backward is over."""
 
     def __init__(self) -> None:
         self._units: dict[Key, list[_Unit]] = {}
 
     def before(self, module: nn.Module) -> set[int]:
-        """What the layer keeps from an earlier forward."""
+        """Return the ids of losses that the layer keeps from an earlier forward."""
         return {id(t) for _, t in _kept(module)}
 
     def after(
         self, key: Key, unit: int, module: nn.Module, outputs: Sequence[Tensor], before: set[int], *, adds: bool
     ) -> None:
-        """The layer `unit` has returned `outputs`; `adds` says that it has added a loss by `add_loss`."""
+        """Watch what a layer has returned and kept.
+
+        Args:
+            key: Stage and microbatch.
+            unit: The layer's number.
+            module: The layer.
+            outputs: What it has returned.
+            before: What `before` returned ahead of this forward.
+            adds: Whether the layer has added a loss by `add_loss`.
+        """
         name = f"layer {unit} ({type(module).__name__})"
+        # a router whose layer adds some loss is taken to add its own
         found = _Unit(name, [], [], router=not adds and asks_router_loss(module))
         flowing = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
         for i, t in flowing:
@@ -62,6 +80,7 @@ class LostLosses:
             if is_loss(t):
                 found.losses.append(_watch(t, f"{name} returns a loss (output {i})"))
         for path, t in _kept(module):
+            # what an earlier forward left behind was checked then
             if id(t) not in before:
                 found.losses.append(_watch(t, f"{name} keeps a loss ({path})"))
         if found.losses or found.router:
@@ -73,6 +92,7 @@ class LostLosses:
             for lost in unit.losses:
                 if not lost.came:
                     raise lost_loss(lost.what)
+            # hidden states get a gradient in any case; router logits are a second output, and only a loss reaches them
             if unit.router and sum(output.came for output in unit.outputs) < 2:
                 raise SpecError(
                     f"{unit.name} has a router whose loss its config asks for (output_router_logits), and nobody adds "
@@ -83,7 +103,7 @@ class LostLosses:
 
 
 def lost_loss(what: str) -> SpecError:
-    """The error for it."""
+    """Make the error for a loss, described by `what`, that nobody adds."""
     return SpecError(f"{what} that nobody adds, so it trains nothing: {_RIGHT}")
 
 
@@ -94,6 +114,7 @@ def is_loss(tensor: Tensor) -> bool:
 
 def _watch(tensor: Tensor, what: str) -> _Watched:
     found = _Watched(what)
+    # a hook on a tensor runs only if a gradient reaches it
     tensor.register_hook(found.note)
     return found
 

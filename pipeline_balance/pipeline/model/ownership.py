@@ -22,14 +22,23 @@ from prophet.errors import SpecError
 from prophet.sharing import places_of
 
 _READ_BYTES = 1 << 20
-_INTEGERS = {1: torch.int8, 2: torch.int16}  # by bytes; of longer elements every four
-_ROW, _PART = 1 << 11, 1 << 22  # integers that are summed together
-_FACTOR = -0x61C8864680B583EB  # 2^64 by the golden ratio: its multiples lie far apart
+# by bytes of an element; longer elements are read as integers of four bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16}
+# integers that are summed together
+_ROW, _PART = 1 << 11, 1 << 22
+# 2^64 by the golden ratio: its multiples lie far apart (Knuth's multiplicative hashing)
+_FACTOR = -0x61C8864680B583EB
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBuffer:
-    """A buffer by its place: `module` has it under `name`, `units` hold the module."""
+    """A buffer by its place, as modules replace their buffers.
+
+    Attributes:
+        module: The module that has it.
+        name: Its name in that module.
+        units: The units that hold the module.
+    """
 
     module: nn.Module
     name: str
@@ -37,6 +46,7 @@ class HeldBuffer:
 
     @property
     def tensor(self) -> Tensor:
+        """The tensor that is there now."""
         found = self.module._buffers[self.name]
         assert found is not None
         return found
@@ -62,9 +72,12 @@ class Ownership:
         self.read()
 
     def read(self) -> None:
-        """Find parameters and buffers as they are now. Raises `SpecError` for a parameter that no unit holds.
+        """Find parameters and buffers as they are now.
 
         It is called at every step, so it looks closer only where a module, parameter or buffer is another object.
+
+        Raises:
+            SpecError: No unit holds a parameter, so no rank would train it.
         """
         now = [
             (id(m), *map(id, m._parameters.values()), *map(id, m._buffers.values())) for m in self.model.root.modules()
@@ -72,7 +85,8 @@ class Ownership:
         if now == self._read:
             return
         self.model.look()
-        places = places_of(nn.ModuleList(self.model.units))  # their names begin with the number of the unit
+        # names in a list of units begin with the number of the unit
+        places = places_of(nn.ModuleList(self.model.units))
         holders = {held: dict.fromkeys(int(p.name.partition(".")[0]) for p in some) for held, some in places.items()}
         parameters: dict[str, nn.Parameter] = {}
         buffers: dict[str, HeldBuffer] = {}
@@ -81,6 +95,7 @@ class Ownership:
         for path, module in self.model.root.named_modules():
             dot = f"{path}." if path else ""
             for attribute, parameter in module._parameters.items():
+                # a tied parameter has the first of its names, as in `named_parameters`
                 if parameter is None or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
@@ -96,7 +111,7 @@ class Ownership:
         self._read, self._split, self._structure = now, {}, self._digest()
 
     def as_read(self) -> Ownership:
-        """What is known now, for another thread: neither `read` nor a change of what trains reaches it."""
+        """A copy of what is known now, for another thread: neither `read` nor a change of what trains reaches it."""
         found = copy.copy(self)
         found._trained = frozenset(self.trained())
         return found
@@ -108,7 +123,8 @@ class Ownership:
         return frozenset(n for n, p in self.parameters.items() if p.requires_grad)
 
     def become(self, other: Ownership) -> None:
-        """Be of the model that `other` is of, whose tensors have the same names. Cannot fail."""
+        """Take over `other`, whose model has tensors of the same names. Cannot fail."""
+        # what `fresh` has returned already is a matter of this run, not of the model that runs the units
         known = self._known
         self.__dict__.update(other.__dict__)
         self._known = known
@@ -147,6 +163,7 @@ class Ownership:
 
     def _names(self, units: Collection[int]) -> tuple[list[str], list[str]]:
         """All names, of what `units` hold and of the rest."""
+        # asked at every step with the same units, so both lists are kept until `read` finds a change
         key = tuple(units)
         if key not in self._split:
             mine = set(units)
@@ -160,6 +177,7 @@ class Ownership:
             if name in self.buffers:
                 buffer = self.buffers[name]
                 if not buffer.tensor.is_meta:
+                    # buffers are found by their place in a module, so another tensor may stand there
                     buffer.module._buffers[buffer.name] = buffer.tensor.to("meta")
             elif not self.parameters[name].is_meta:
                 put(self.parameters[name], like_meta(self.parameters[name]))
@@ -175,7 +193,16 @@ class Ownership:
                     module._buffers[name] = buffer.to(device)
 
     def settle(self, units: Collection[int], device: torch.device, rank: int) -> None:
-        """Have what `units` hold on `device` and the rest on `meta`. Raises `SpecError` for what has no memory here."""
+        """Have what `units` hold on `device` and the rest on `meta`.
+
+        Args:
+            units: The units that run on this rank.
+            device: Where they compute.
+            rank: This rank, for the error.
+
+        Raises:
+            SpecError: Something that `units` hold has no memory here.
+        """
         self.keep_only(units)
         self.to_device(device)
         missing = self.missing(units)
@@ -189,12 +216,13 @@ class Ownership:
 
 
 def number_of(text: str) -> int:
-    """62 bits of a digest, for comparing over ranks."""
+    """Digest a text to 62 bits, for comparing over ranks."""
+    # 62 bits fit a signed integer of 64, as which it travels
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
 def digest_of(entries: Iterable[tuple[str, Any]]) -> int:
-    """A number for named values; equal for the same bits."""
+    """Digest named values into a number that is equal for the same bits, in any order of the entries."""
     found = 0
     for name, value in sorted(entries, key=lambda entry: str(entry[0])):
         for part in _bytes_of(value):
@@ -203,7 +231,7 @@ def digest_of(entries: Iterable[tuple[str, Any]]) -> int:
 
 
 def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor | None:
-    """A number that is equal for the same bits, on the tensors' device. None without any.
+    """Digest tensors into a number that is equal for the same bits, on the tensors' device; None without any.
 
     Elements are integers, each times its place, and summed modulo 2^64. It is cheaper than `digest_of`.
     """
@@ -211,6 +239,7 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor | None:
     for tensor in tensors:
         bits = local(tensor).detach().reshape(-1).contiguous().view(_INTEGERS.get(tensor.element_size(), torch.int32))
         for part in bits.split(_PART):
+            # whole rows are summed without a tensor of products, the rest is less than a row
             whole = part.numel() // _ROW * _ROW
             for some in filter(len, (part[:whole], part[whole:])):
                 found = _by_place(some) if found is None else found * _FACTOR + _by_place(some)
@@ -222,6 +251,7 @@ def _by_place(integers: Tensor) -> Tensor:
     place = torch.arange(1, _ROW + 1, device=integers.device)
     if integers.numel() < _ROW:
         return (integers * place[: integers.numel()]).sum()
+    # place of (row, column) is row * _ROW + column + 1, so two matrix sums do for all products
     rows = integers.to(torch.int64).view(-1, _ROW)
     above = torch.arange(len(rows), device=integers.device) * _ROW
     return (rows.sum(0) * place).sum() + (rows.sum(1) * above).sum()
@@ -231,7 +261,8 @@ def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, Tensor):
         yield str((value.dtype, tuple(value.shape))).encode()
         flat = local(value).detach().contiguous().reshape(-1).view(torch.uint8)
-        for part in flat.split(_READ_BYTES):  # copied: memory that numpy has seen can never be given back
+        for part in flat.split(_READ_BYTES):
+            # copied: memory that numpy has seen can never be given back
             yield part.to("cpu", copy=True).numpy().data
     else:
         yield repr(value).encode()
@@ -242,7 +273,8 @@ def local(tensor: Tensor) -> Tensor:
     shard: Any = tensor
     if not hasattr(tensor, "to_local"):
         return tensor
-    with torch.no_grad():  # else it becomes part of a graph, which takes ten times as long
+    # with gradients on, it would join a graph, which takes ten times as long
+    with torch.no_grad():
         found: Tensor = shard.to_local()
     return found
 
@@ -254,42 +286,46 @@ def like_meta(tensor: Tensor) -> nn.Parameter:
 
 
 def check_free(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise `SpecError` for a parameter that an autograd graph holds: its backward would go by the old one."""
+    """Raise `SpecError` for a parameter that an autograd graph holds: its backward would use the old one."""
 
     def held() -> str:
         every: dict[str, Any] = dict(named)
         return next((name for name, p in every.items() if p._use_count() > 1), "")
 
     if held():
-        gc.collect()  # graphs of tensors with a class of their own end no sooner
+        # graphs of tensor subclasses may live until the collector runs
+        gc.collect()
     if name := held():
         raise SpecError(f"{name} is held by an autograd graph that is alive, such as a loss has: delete it first")
 
 
 def try_put(parameter: nn.Parameter, content: nn.Parameter) -> None:
     """Raise RuntimeError if `put` would; nothing has changed afterwards. Weak references within torch forbid it."""
-    torch.clear_autocast_cache()  # has weak references to every parameter that it has cast
+    # the cache has weak references to every parameter that it has cast
+    torch.clear_autocast_cache()
+    # twice, so that nothing has changed afterwards
     for _ in range(2):
         torch._C._swap_tensor_impl(parameter, content)
 
 
 def put(parameter: nn.Parameter, content: nn.Parameter) -> None:
-    """`parameter` becomes what `content` is: the same object, attributes and hooks, another tensor and gradient.
+    """Give `parameter` the content of another: the same object, attributes and hooks, another tensor and gradient.
 
-    What refers to it goes on referring to it: modules, optimizers' groups, weak references. `parameter.data = ...` does
-    not reach from a device to `meta`, and `torch.utils.swap_tensors` takes attributes and hooks away.
+    What refers to it goes on referring to it: modules, optimizers' groups, weak references.
     """
+    # `parameter.data = ...` does not reach from a device to `meta`, and `torch.utils.swap_tensors` takes attributes and
+    # hooks away
     torch._C._swap_tensor_impl(parameter, content)
     take_hooks(parameter, parameter)
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """What users have set on a parameter, and what is registered for it."""
+    """Return what users have set on a parameter, and what is registered for it."""
     return {name: value for name, value in vars(parameter).items() if name != "_is_param"}
 
 
 def take_hooks(parameter: nn.Parameter, of: nn.Parameter) -> None:
-    """Have the hooks of `of`: torch keeps them with a tensor's content, and registered anew they go with the object."""
+    """Give `parameter` the hooks of `of`: torch keeps them with a tensor's content, so they must be set again."""
     if of._backward_hooks is not None:
         parameter._backward_hooks = of._backward_hooks
     if of._post_accumulate_grad_hooks is not None:

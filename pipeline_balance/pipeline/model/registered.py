@@ -21,7 +21,12 @@ MARK = "%"
 
 @dataclass(eq=False)
 class Registered:
-    """A registered tensor: `tensor` is what this process has of it now, on `meta` where its parameter is."""
+    """A registered tensor.
+
+    Attributes:
+        name: Its name, without that of the parameter.
+        tensor: What this process has of it now; on `meta` where its parameter is.
+    """
 
     name: str
     tensor: Tensor
@@ -32,10 +37,17 @@ Settings = list[tuple[Registered, Tensor]]
 
 
 def register(name: str, tensor: Tensor, spec: nn.Parameter) -> Registered:
-    """Have `tensor` travel with the parameter `spec`, under this name; the handle has it after every change.
+    """Have a tensor travel with a parameter, such as a moving average; the handle has it after every change.
 
-    It is in the parameter's layout: of its shape, on `meta` or a `DTensor` where that is. Call it on every process.
-    Under a name that is there already the tensor is replaced. Raises `SpecError` for another shape or layout.
+    Call it on every process. Under a name that is there already the tensor is replaced.
+
+    Args:
+        name: A word without `#`, `@` and `%`, which mark entries of the state.
+        tensor: Detached, and in the parameter's layout: of its shape, on `meta` or a `DTensor` where that is.
+        spec: The parameter that it travels with.
+
+    Raises:
+        SpecError: Another shape or layout than the parameter's, or a name or tensor that cannot be taken.
     """
     if not isinstance(spec, nn.Parameter):
         raise SpecError(f"{name}: expected a parameter that it travels with, got a {type(spec).__name__}")
@@ -46,6 +58,7 @@ def register(name: str, tensor: Tensor, spec: nn.Parameter) -> Registered:
     mine, theirs = _layout(tensor), _layout(spec)
     if mine != theirs:
         raise SpecError(f"{name}: expected a tensor that lies as its parameter does ({theirs}), got {mine}")
+    # kept on the parameter, so whatever carries its attributes over carries the handle too
     found: dict[str, Registered] = spec.__dict__.setdefault(_ATTRIBUTE, {})
     handle = found.setdefault(name, Registered(name, tensor))
     handle.tensor = tensor
@@ -53,14 +66,15 @@ def register(name: str, tensor: Tensor, spec: nn.Parameter) -> Registered:
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
+    # by their texts: meshes of one layout may be several objects
     shards = (str(tensor.device_mesh), str(tensor.placements)) if hasattr(tensor, "placements") else ()
     return (list(tensor.shape), "meta" if tensor.is_meta else tensor.device.type, *shards)
 
 
 def registered(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Registered]]:
-    """What is registered for the parameter called `name`, by its name in the state."""
-    for word, handle in vars(parameter).get(_ATTRIBUTE, {}).items():
-        yield f"{name}{MARK}{word}", handle
+    """Yield what is registered for the parameter called `name`, by its name in the state."""
+    for suffix, handle in vars(parameter).get(_ATTRIBUTE, {}).items():
+        yield f"{name}{MARK}{suffix}", handle
 
 
 def settings(
@@ -69,11 +83,18 @@ def settings(
     like: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
     new_owner: Callable[[str], Tensor] | None = None,
 ) -> Settings:
-    """What all handles become, from the parameters and registered tensors that have come, by their names in the state.
+    """Find what all handles are to have, from the parameters and registered tensors that have come.
 
-    A handle whose parameter has not come is of one that lives elsewhere: its tensor goes to `meta`, and lies there as
-    the parameter does, which is then `new_owner(name)`. `like(name, value)` makes a parameter's tensor of a value.
-    Raises `LayoutError` where one is not registered here, or has not come.
+    A handle whose parameter has not come is of one that lives elsewhere: its tensor goes to `meta`.
+
+    Args:
+        parameters: All parameters by name, as they were before.
+        values: What has come, by its name in the state.
+        like: `like(name, value)` makes a tensor of `value` in the layout of the parameter called `name`.
+        new_owner: `new_owner(name)` is the parameter from now on, where that is another one (None: it stays).
+
+    Raises:
+        LayoutError: A tensor has come that is not registered here, or one is registered and has not come.
     """
     found: Settings = []
     known: set[str] = set()
@@ -85,9 +106,11 @@ def settings(
             elif name in values:
                 raise LayoutError(f"{key} is registered, but has not come with its parameter")
             else:
+                # the tensor lies on `meta` as its parameter will, which is sharded differently where the layout changed
                 after = new_owner(name) if new_owner is not None else parameter
                 device = None if after.is_meta else "meta"
                 found.append((handle, torch.empty_like(after.detach(), dtype=handle.tensor.dtype, device=device)))
+    # left out in silence, it would be gone from the next checkpoint
     strange = sorted(key for key in values if MARK in key and key not in known)
     if strange:
         raise LayoutError(f"{strange[0]} is not registered on this process: call elastic.register on every one")

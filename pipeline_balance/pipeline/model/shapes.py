@@ -39,11 +39,21 @@ def output_of(
     *,
     hooks: Callable[[str], Callable[[], bool] | None] = only_before,
 ) -> tuple[list[Any], TreeSpec]:
-    """What `module` returns for these arguments, as leaves and structure, with tensors on `meta`.
+    """Find what a module returns for these arguments, in shape and type.
 
-    A copy of the module runs on fake tensors, under the autocast that is in force, so it makes no difference where the
+    A copy of the module runs on fake tensors, under the autocast that is in force. It makes no difference where the
     module's parameters are, and nothing of it changes. A part of it that branches on values is taken to keep the shape
-    and type of its first floating-point argument. `hooks` are those that run, as `copy_of` takes them.
+    and type of its first floating-point argument.
+
+    Args:
+        module: The layer.
+        args: Positional arguments; tensors count by shape and type.
+        kwargs: Keyword arguments, likewise.
+        device: Where the layer will compute.
+        hooks: Which of its hooks run, as `copy_of` takes them.
+
+    Returns:
+        The leaves of the output, with tensors on `meta`, and their structure.
     """
     with torch.no_grad(), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
 
@@ -52,6 +62,7 @@ def output_of(
 
         copy = copy_of(module, lambda name, parameter: fake(parameter), {}, hooks=hooks)
         for part in copy.modules():
+            # also tensors that are plain attributes: a fake and a real tensor do not mix
             part.__dict__["_buffers"] = {n: None if b is None else fake(b) for n, b in part._buffers.items()}
             part.__dict__.update({n: fake(t) for n, t in part.__dict__.items() if isinstance(t, Tensor)})
             part.__dict__["forward"] = _without_values(part, whole=part is copy)
@@ -78,20 +89,25 @@ def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
     with other ranks does not run, and is asked for the size of its answers. Modules of torch always can run, so what
     they raise is raised. So is what the `whole` layer raises for another reason than a want of values.
     """
+    # from the class, as the object's `forward` will be `run`
     forward, torchs = type(part).forward, type(part).__module__.startswith("torch.nn.")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if "_orig_mod" in part._modules:  # torch.compile's, which would compile for fake tensors
+        if "_orig_mod" in part._modules:
+            # the wrapper of torch.compile would compile for fake tensors
             return part._modules["_orig_mod"](*args, **kwargs)  # type: ignore[misc]
-        if collective_of(part) is not None and args:  # it would exchange its tokens with other ranks
+        if collective_of(part) is not None and args:
+            # its forward would exchange tokens with other ranks, which do not run it now
             return args[0].new_empty((*args[0].shape[:-1], getattr(part, "dim_out", args[0].shape[-1])))
         try:
             return forward(part, *args, **kwargs)
         except SpecError:
-            raise  # said in words what is not to be had
+            # a stand-in that was read: its text says what is missing
+            raise
         except Exception as error:
             given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.is_floating_point()]
             if torchs:
+                # the note outlives this frame: parts around this one know then that shapes do not fit
                 error.add_note(_FROM_TORCH)
             stays = _FROM_TORCH in getattr(error, "__notes__", ()) or whole
             if not given or (stays and not needs_data(error)):
@@ -104,8 +120,9 @@ def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
 def needs_data(error: Exception) -> bool:
     """Whether a forward without data failed for want of data, and not because shapes do not fit."""
     kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-    said = str(error).lower()
-    return isinstance(error, kinds) or any(word in said for word in ("numpy()", "tolist", "data pointer", "fake"))
+    # code outside torch (numpy, kernels) fails with errors of any type, so their texts decide
+    message = str(error).lower()
+    return isinstance(error, kinds) or any(hint in message for hint in ("numpy()", "tolist", "data pointer", "fake"))
 
 
 def on_meta(tensor: Tensor) -> Tensor:

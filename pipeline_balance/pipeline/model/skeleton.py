@@ -40,8 +40,11 @@ class Readable:
 class StandIn(Tensor):
     """Zeros (or any one number) without memory, in the shape, type and place of a tensor that this rank does not hold.
 
-    Shape, type and place can always be asked for. Anything else raises `SpecError`, with what the stand-in is
-    `called`, where `readable` does not allow it.
+    Shape, type and place can always be asked for. Anything else raises `SpecError` unless `readable` allows it.
+
+    Attributes:
+        called: The name of the tensor that it stands for.
+        readable: Whether it may be read now; notes that it was.
     """
 
     called: str
@@ -49,7 +52,16 @@ class StandIn(Tensor):
 
     @staticmethod
     def like(tensor: Tensor, device: torch.device, name: str, readable: Readable, fill: float = 0.0) -> StandIn:
-        """A stand-in for `tensor`, a leaf that requires grad where its type allows it."""
+        """Make a stand-in for a tensor, a leaf that requires grad where its type allows it.
+
+        Args:
+            tensor: What it stands for, on any device or `meta`.
+            device: Where it seems to lie.
+            name: What errors call it.
+            readable: Whether it may be read, now and later.
+            fill: The number that all its elements are.
+        """
+        # one element, expanded: as large as an embedding in shape, and a few bytes in memory
         one = torch.full((), fill, dtype=tensor.dtype, device=device)
         made: StandIn = Tensor._make_subclass(StandIn, one.expand(tensor.shape), tensor.is_floating_point())
         made.called, made.readable = name, readable
@@ -64,6 +76,7 @@ class StandIn(Tensor):
                     found.readable.read.add(found.called)
                     if not found.readable.allowed:
                         raise SpecError(f"the model reads {found.called} where this part of it is not to be had")
+        # results are plain tensors: what was computed from stand-ins is no stand-in
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -71,7 +84,7 @@ class StandIn(Tensor):
 def _asks_for_shape(func: Any) -> bool:
     """Whether a function of tensors, or an attribute's getter, needs no values."""
     if getattr(func, "__name__", "") == "__get__":
-        # getters written in Python have no name, and may do anything
+        # getters written in Python have no name and may do anything, so they count as `data`, which reads
         return getattr(func.__self__, "__name__", "data") not in _ATTRIBUTES_WITH_VALUES
     return getattr(func, "__name__", "") in _ASKS_FOR_SHAPE
 
@@ -81,7 +94,13 @@ class Stop(Exception):
 
 
 class Skeleton:
-    """The modules of `root` around `layers`, to be run with other layers and with stand-ins for parameters."""
+    """The modules of `root` around `layers`, to be run with other layers and with stand-ins for parameters.
+
+    Args:
+        root: The unsplit model.
+        layers: Its list of layers.
+        device: Where ranks compute.
+    """
 
     def __init__(self, root: nn.Module, layers: nn.Module, device: torch.device) -> None:
         self.root = root
@@ -114,7 +133,9 @@ class Skeleton:
 
     def _around(self) -> list[tuple[str, nn.Module]]:
         """Modules that are no part of a layer, each with the prefix of its names."""
+        # the list itself counts as around the layers: its copy holds what takes their place
         inside = {id(m) for layer in self.layers.children() for m in layer.modules()}
+        # under each of its names, as a tied module's parameters have several
         every = self.root.named_modules(remove_duplicate=False)
         return [(f"{path}." if path else "", m) for path, m in every if id(m) not in inside]
 
@@ -128,10 +149,18 @@ class Skeleton:
         hooks: Callable[[], bool] | None = None,
         fill: float = 0.0,
     ) -> Any:
-        """The model's own forward; layer i's place is taken by `call`.
+        """Run the model's own forward with `call` in the place of its layers.
 
-        Parameters named in `held` are the model's own, all others are stand-ins that obey `readable`, of the number
-        `fill`. Hooks on modules around the layers run while `hooks` says so. Returns None if `call` raised `Stop`.
+        Args:
+            inputs: Arguments of the model's forward, by name.
+            call: Takes layer i's place: gets i and the arguments of the call.
+            held: Names of the parameters that are the model's own; all others are stand-ins.
+            readable: What stand-ins obey.
+            hooks: Whether hooks on modules around the layers run at this moment (None: never).
+            fill: The number that stand-ins are made of.
+
+        Returns:
+            The model's output; None if `call` raised `Stop`.
         """
         stand_ins: dict[str, Tensor] = {}
 
@@ -155,6 +184,7 @@ class _Place(nn.Module):
 
     def __init__(self, layer: nn.Module, number: int, call: LayerCall) -> None:
         super().__init__()
+        # past `__setattr__`, which would register the layer as a child
         self.__dict__.update(_layer=layer, _number=number, _call=call, training=layer.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -173,23 +203,31 @@ def copy_of(
     path: str = "",
     done: dict[int, nn.Module] | None = None,
 ) -> nn.Module:
-    """A copy of a tree of modules that shares everything but the dictionaries that hold modules and parameters.
+    """Copy a tree of modules, sharing everything but the dictionaries that hold modules and parameters.
 
-    `slot(name, parameter)` gives what stands for a parameter, `places` what stands for a module, by its id.
-    `hooks(kind)` says when hooks of a kind run (None: never).
+    Args:
+        module: The root of the tree.
+        slot: `slot(name, parameter)` gives what stands for a parameter.
+        places: What stands for a module, by its id.
+        hooks: `hooks(kind)` says when hooks of a kind run (None: never).
+        path: The root's name, which names of parameters begin with.
+        done: Copies made so far, by the id of the original, so that a module in two places is copied once.
     """
     done = {} if done is None else done
     if id(module) in places:
         return places[id(module)]
     if id(module) in done:
         return done[id(module)]
+    # without `__init__`, which would allocate parameters
     copy = done[id(module)] = module.__class__.__new__(module.__class__)
     copy.__dict__.update(module.__dict__)
+    # set by `module.compile()`: it would call the original module
     copy.__dict__["_compiled_call_impl"] = None
     copy.__dict__["_buffers"] = dict(module._buffers)
     for kind in (_BEFORE, _AFTER, *_BACKWARD):
         found, when = module.__dict__[kind], hooks(kind)
         wrapped = {} if when is None else found if kind in _BACKWARD else {k: _while(when, h) for k, h in found.items()}
+        # a dictionary of the same class: torch keeps hooks in ordered dictionaries
         copy.__dict__[kind] = type(found)(wrapped)
     dot = f"{path}." if path else ""
     copy.__dict__["_parameters"] = {

@@ -22,18 +22,29 @@ def root_state(
     prepare: Callable[[nn.Module], None] = lambda root: None,
     state_dict_of: Callable[[nn.Module], dict[str, Any]] = nn.Module.state_dict,
 ) -> dict[str, Tensor]:
-    """The root's `state_dict`, in the host's memory, with `found` for its parameters and buffers by their names.
+    """Take the root's `state_dict` in the host's memory, without touching the root.
 
-    A copy of the root has `state_dict_of` it, which `prepare` may change first: modules may save parameters under other
-    names, or in parts. Raises `SpecError` for an entry that has no memory.
+    Args:
+        owned: Parameters and buffers of the unsplit model.
+        found: Their values by name, gathered from all ranks.
+        prepare: Changes the copy first: modules may save parameters under other names, or in parts.
+        state_dict_of: Takes the `state_dict` of the copy.
+
+    Returns:
+        The entries by their names, with what is no tensor as it is.
+
+    Raises:
+        SpecError: An entry has no memory.
     """
     root, names = owned.model.root, {id(p): n for n, p in owned.parameters.items()}
     values = {name: tensor.detach().cpu() for name, tensor in found.items()}
     parameters = {n: nn.Parameter(values[n], requires_grad=False) for n in names.values() if n in values}
 
+    # by object and not by name: a tied parameter comes under several names
     def slot(_: str, p: Tensor) -> Tensor:
         return parameters.get(names.get(id(p), ""), p)
 
+    # a copy: the model's parameters are on `meta` here, and must stay so
     copy = copy_of(root, slot, {}, hooks=lambda kind: None)
     for (path, _), part in zip(root.named_modules(), copy.modules(), strict=True):
         part._buffers.update({k: values.get(f"{path}.{k}" if path else k, b) for k, b in part._buffers.items()})
@@ -55,9 +66,20 @@ def write_pretrained(
     collective: Collective,
     config: PipelineConfig,
 ) -> None:
-    """`model.save_pretrained(folder)` with `state` in place of the model's own, on rank 0; collective.
+    """Write a model with `state` in place of its own by its class's `save_pretrained`, on rank 0; collective.
 
-    Returns when everything is written. Raises `SpecError` on all ranks where that fails.
+    Returns when everything is written.
+
+    Args:
+        model: The unsplit model.
+        state: Its whole `state_dict`; only rank 0 needs it.
+        folder: Where to write.
+        options: Options of `save_pretrained`.
+        collective: Over all ranks.
+        config: How the pipeline trains, for its device.
+
+    Raises:
+        SpecError: On all ranks where writing fails.
     """
     # of the class: a converted model's method would gather what is in `state` already
     write: Any = getattr(type(model), "save_pretrained", None)

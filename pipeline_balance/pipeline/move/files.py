@@ -1,8 +1,8 @@
 """The training state of a pipeline in files: what they say, how it is written, and how it takes the place of another.
 
-A checkpoint holds the state of the unsplit model by its names: tensors as boxes, and in words what is no tensor. It
-says nothing of the layout that wrote it. Loading is a move whose state comes from files: the same layouts say which
-boxes a process is to have, and the same assignments put them in force once all processes have them.
+A checkpoint holds the state of the unsplit model by its names: tensors as boxes, and in its description what is no
+tensor. It says nothing of the layout that wrote it. Loading is a move whose state comes from files: the same layouts
+say which boxes a process is to have, and the same assignments put them in force once all processes have them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from prophet.state.layout import Layout, Piece
 from prophet.state.space import Space, StateKind, TensorSpec
 from prophet.state.streams import torch_dtype
 
-_MOST = 1 << 53  # of any whole number
+# the largest whole number that is accepted: what any reader of JSON holds exactly
+_MOST = 1 << 53
 
 
 class Stateful(Protocol):
-    """What else a run has that is saved with it: a scheduler, a scaler."""
+    """Something that is saved with a run, such as a scheduler or a scaler."""
 
     def state_dict(self) -> Any: ...
 
@@ -59,10 +60,20 @@ Also = Mapping[str, Stateful] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """What a checkpoint says of itself: the next step, and the stage map that the next run is meant to use.
+    """What a checkpoint says of itself.
 
-    `tensors` is their folder. `optimizers` are the optimizers' classes, `options` their groups, `progress` the run's
-    counters, `also` what was saved beside them, and `run` what a job adds.
+    Attributes:
+        tensors: The folder of its tensors.
+        step: The next step's number.
+        stage_map: The map that the next run is to use, unless it has another.
+        space: All tensors by name, shape and type.
+        scalars: Plain numbers that optimizers keep, by name.
+        frozen: Names of the parameters that did not train.
+        optimizers: The optimizers' classes.
+        options: Their groups, [optimizer][group].
+        progress: The run's counters.
+        also: What was saved beside them, by name.
+        run: What a job adds.
     """
 
     tensors: Path
@@ -78,7 +89,8 @@ class Checkpoint:
     run: dict[str, Any]
 
     def digest(self) -> int:
-        """A number for all that it says, equal on processes that have read the same."""
+        """Digest all that it says, for comparing over processes."""
+        # the folder is compared by its name alone, as mounts may differ; a set has no order
         values = [getattr(self, f.name) for f in fields(self) if f.name not in ("tensors", "frozen")]
         return number_of(repr([values, sorted(self.frozen)]))
 
@@ -87,15 +99,17 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: str | Path) -> Checkpoint:
-    """The description of a checkpoint, without its tensors. Raises `CheckpointError`, naming the file, if it is none.
+    """Read the description of a checkpoint, without its tensors.
 
-    That is a `SpecError`.
+    Raises:
+        CheckpointError: `folder` holds no checkpoint; names the file. It is a `SpecError`.
     """
     folder = Path(folder)
     path, found = folder / DESCRIPTION, read_description(folder)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected an object written by pipe.save or job.save, got {found!r:.60}")
 
+    # every field is checked before use: a file may be damaged, or written by anyone
     def field(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
         if not fits(found.get(name)):
             raise CheckpointError(f"{path}: {name}: expected {expected}, got {found.get(name)!r:.60}")
@@ -128,6 +142,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def _is_whole(value: Any) -> bool:
+    # `isinstance` would take true and false for numbers
     return type(value) is int and 0 <= value <= _MOST
 
 
@@ -143,6 +158,7 @@ def _is_scalar(item: tuple[str, Any]) -> bool:
     """Whether it is a number by the name of an optimizer's entry, with the type of its tensor if it was one."""
     _, _, entry = item[0].partition("@")
     dtype, value = entry.partition(":")[2], item[1]
+    # the name is looked up in torch later, so it must be one of these
     if dtype and dtype not in _NUMBERS:
         return False
     return value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 63)
@@ -184,7 +200,16 @@ def save_state(
 ) -> None:
     """Write the state that `how` would move, with its counters, between updates; collective over all processes.
 
-    Raises `SpecError` on all of them where one cannot, with the checkpoint in `folder` as it was.
+    Args:
+        how: The pipeline's training state.
+        folder: Where the checkpoint goes, a place that all processes reach.
+        step: Number of the next step.
+        stage_map: For the run that reads it.
+        also: What else to save, by name.
+        run: What a job adds, as JSON holds it.
+
+    Raises:
+        SpecError: On all processes where one cannot write, with the checkpoint in `folder` as it was.
     """
     with how.during("saving before step"):
         how.check_static("save or load a checkpoint")
@@ -204,6 +229,7 @@ def _save(
             raise SpecError(
                 "an update is under way and its gradients would be lost: save after a step with update=True"
             )
+        # modules may have come since the last step, whose state belongs into the checkpoint
         how.passes.read_model()
         held = how.describe()
         if isinstance(held, str):
@@ -220,6 +246,7 @@ def _save(
             also={name: to_json(it.state_dict(), name) for name, it in (also or {}).items()},
             run=dict(run or {}),
         )
+        # apart from the other settings, as users can tell these from a call
         alike = [str(folder), step, parts["boundaries"], parts["ranks"], sorted(parts["also"])]
         settings_digest = number_of(
             json.dumps([parts[n] for n in ("frozen", "options", "progress", "run")], sort_keys=True)
@@ -236,15 +263,19 @@ def _save(
         layouts.append(how.held_by([row["tensors"] for row in every]))
         scalars = dict[str, Any]()
         for row in reversed(every):
-            scalars.update(row["scalars"])  # of the lowest process
+            # of the lowest process
+            scalars.update(row["scalars"])
         parts.update(tensors=spec_rows(layouts[0][0].tensors), scalars=scalars)
+        # found now, as the checkpoint would be written and then refused by every reader
         if len(json.dumps(parts)) > MAX_DESCRIPTION_BYTES - 100:
             raise SpecError(f"{folder}: a description of more than {MAX_DESCRIPTION_BYTES} bytes could not be read")
         return copies(layouts[0][1], here, kept[0])
 
+    # one copy of each tensor is written, so copies that differ would be lost in silence
     refuse_copies_apart(agree("comparing copies", compare))
     space, layout = layouts[0]
     state = {piece: kept[0].tensors[piece.name] for piece in layout.on(here)}
+    # the first process's random number names the folder of tensors, the same one for all
     number = int(every[0]["number"])
     write(folder, number, parts, by_tensor(space, state), agree, group=mover.groups.group, first=here == 0)
 
@@ -254,6 +285,7 @@ def _agreement(how: PipelineState) -> Agree:
     world, device = how.mover.groups.world, how.mover.device
 
     def agree(what: str, call: Callable[[], Any]) -> list[Any]:
+        # reading and writing may take longer than a wait for another rank may
         return from_all(call, world, device, Operation(what), waits=True)
 
     return agree
@@ -272,10 +304,22 @@ def load_state(
     seed: Callable[[Checkpoint], int | None] = lambda saved: None,
     then: Assignments = (),
 ) -> Checkpoint:
-    """Go to the arrangement `target` with the state in `folder`; collective over all processes, all or nothing.
+    """Go to the layout `target` with the state in `folder`; collective over all processes, all or nothing.
 
-    `check` refuses more; `seed` says by what the run draws random numbers from now on (None: as it does). `then` are
-    assignments that follow those of the state.
+    Args:
+        how: The pipeline's training state.
+        target: Who is to run what.
+        folder: A checkpoint.
+        also: What gets back what was saved beside the state, by name.
+        check: Refuses more checkpoints, by raising.
+        seed: By what the run draws random numbers from now on (None: as it does).
+        then: Assignments that follow those of the state.
+
+    Returns:
+        What the checkpoint says.
+
+    Raises:
+        SpecError: On all processes, with all as it was, where the checkpoint does not fit or cannot be read.
     """
     with how.during("loading before step"):
         how.check_static("save or load a checkpoint")
@@ -300,6 +344,7 @@ def _load(
         check(saved)
         files = Files(saved.tensors)
         files.check_space(saved.space)
+        # new memory: until all have read, the state in force stays whole
         layout = how.layout(saved.space, target, mover.groups.world.size)
         state = {
             piece: mover.allocate(piece.box.shape, torch_dtype(saved.space[piece.name]), mover.device)
@@ -320,6 +365,7 @@ def _load(
     def assemble() -> None:
         built = how.build(to, {piece.name: piece.box for piece in state})
         made.append((built, how.change(to, built, state, saved.scalars)))
+        # a user's `load_state_dict` may fail halfway, here or on another rank: what was there is kept, to be put back
         for name, it in (also or {}).items():
             before.append((it, copy.deepcopy(it.state_dict())))
             it.load_state_dict(from_json(saved.also[name]))
@@ -328,9 +374,11 @@ def _load(
         agree("loading a checkpoint", assemble)
     except Exception:
         for it, state_before in before:
+            # the error that led here is the one to raise
             with suppress(Exception):
                 it.load_state_dict(state_before)
         raise
+    # checked by `_fitting` already, so it cannot fail here
     progress = Progress()
     progress.take(saved.progress)
 
@@ -368,6 +416,7 @@ def _fitting(how: PipelineState, saved: Checkpoint, folder: Path, also: Mapping[
             raise SpecError(f"{folder}: holds {spec.name}, which the model does not have")
         if spec.kind != _kind(spec.name, base in owned.buffers):
             raise SpecError(f"{folder / DESCRIPTION}: tensors: {spec.name} cannot be of kind {spec.kind!r}")
+        # by the layers of this model, whatever the file says
         specs.append(replace(spec, layer=owned.units_of[base][0]))
     mine = [type(o).__name__ for o in optimizers.all]
     if mine != saved.optimizers:

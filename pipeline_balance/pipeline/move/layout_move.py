@@ -31,13 +31,19 @@ from prophet.state.transition import Mode, Moved, State
 
 @dataclass
 class LayoutMove(Move):
-    """A pipeline goes to `target`, with the state that `how` knows; between updates.
+    """A pipeline goes to `target`, with the state that `how` knows; between updates. Gradients are dropped.
 
-    `compared` must be the same on all processes, by what those do that differ. `extra_vote` is what the caller says
-    besides; it has `on_votes` what all have told before anything else is compared, and may raise: it must where a
-    process has no `target`. `prepared` is a route that was found ahead. What `compare` refuses: an update under way,
-    other words, ties that have come apart (`SpecError`), state that cannot be moved (`TransitionError`). Gradients are
-    dropped.
+    `compare` refuses an update under way, votes that differ, and ties that have come apart (`SpecError`). It refuses
+    state that cannot be moved (`TransitionError`).
+
+    Attributes:
+        how: The pipeline's training state.
+        target: The layout to go to; None where this process was given none, which `on_votes` must refuse.
+        compared: What must be the same on all processes, by what those do that differ.
+        prepared: A route that was found ahead.
+        extra_vote: What the caller votes on besides.
+        on_votes: Gets the extra votes of all before anything else is compared, and may raise.
+        mode: Whether the old state is kept until all have decided ("safe") or given up on the way ("in-place").
     """
 
     what = "a switch"
@@ -59,6 +65,7 @@ class LayoutMove(Move):
 
     def vote(self) -> Vote:
         how, refused, ties = self.how, "", dict[str, tuple[int, int]]()
+        # outside the `try`: `on_votes` gets what it returns from a process that refuses, too
         extra = self.extra_vote()
         try:
             ties = self._read() if self.target is not None else {}
@@ -79,7 +86,7 @@ class LayoutMove(Move):
         )
 
     def _read(self) -> dict[str, tuple[int, int]]:
-        """Look at what is in force and at the target; digests of tied parameters."""
+        """Look at what is in force and at the target; returns digests of tied parameters."""
         how, target = self.how, self.target
         assert target is not None
         how.check_static("switch")
@@ -87,6 +94,7 @@ class LayoutMove(Move):
         builder = how.mover.builder
         if target.model not in (None, how.mover.owned.model):
             builder = replace(builder, model=target.model)
+            # the same parameters in the modules of another model, which runs them from then on
             self._new_owner = Ownership(target.model)
         builder.check_map(target.stage_map, target.rank_assignment.grid)
         config = replace(builder.config, microbatches=target.microbatches)
@@ -95,8 +103,10 @@ class LayoutMove(Move):
             raise SpecError("an update is under way: switch after step(update=True)")
         how.check_free()
         owners = how.passes.owners
-        self._ties = ties_of(how.mover.owned) if owners.zero < 2 else ()  # else all have other shards
-        state = how.mover.optimizers.state() if not owners.zero else {}  # moments of one owner have no copies
+        # with zero 2 and 3 all holders have other shards, so there are no copies to compare
+        self._ties = ties_of(how.mover.owned) if owners.zero < 2 else ()
+        # moments of one owner have no copies either
+        state = how.mover.optimizers.state() if not owners.zero else {}
         return tie_digests(self._ties, how.now.stage_map, how.mover.groups.rank, state)
 
     def compare(self, votes: Sequence[Vote]) -> None:
@@ -107,6 +117,7 @@ class LayoutMove(Move):
         refuse_unmovable(votes, self.whole)
         self._ready = all(vote.ready for vote in votes)
         self._numbers = dict[str, Any]()
+        # the lowest process's numbers are written last, so they hold
         for vote in reversed(votes):
             self._numbers.update(vote.numbers)
 
@@ -121,7 +132,8 @@ class LayoutMove(Move):
     def prepare(self, route_schedule: RouteSchedule) -> None:
         how, target = self.how, self.target
         assert target is not None
-        how.passes.drop_gradients()  # they were used
+        # the optimizers have used them
+        how.passes.drop_gradients()
         if how.now.executor is not None:
             how.now.executor.rest()
         boxes = {piece.name: piece.box for piece in route_schedule.route.after.on(how.mover.groups.world.rank)}
@@ -146,6 +158,18 @@ class LayoutMove(Move):
 
 
 def switch(move: LayoutMove, carrier: Collective, then: Assignments = ()) -> Switched:
-    """Take a pipeline to another arrangement; collective over all processes, spare ones too. See `run` for errors."""
+    """Take a pipeline to another layout; collective over all processes, spare ones too.
+
+    Args:
+        move: The move, made alike on all processes.
+        carrier: Communicator that brings the state; see `run`.
+        then: Assignments that follow the move's own.
+
+    Returns:
+        What the move took on this process.
+
+    Raises:
+        TransitionError: The move failed; see `transaction.run`, which has all errors.
+    """
     with move.how.during("switch before step"):
         return run(move, world=move.how.mover.groups.world, carrier=carrier, then=then)

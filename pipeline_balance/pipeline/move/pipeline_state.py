@@ -45,10 +45,16 @@ from prophet.state.transition import State, transition
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLayout:
-    """Who runs what: places of processes, the stage map, who updates which tensor, microbatches of a replica.
+    """Who runs what.
 
-    `model` runs the units; it is of the same modules as the one in force, which None leaves as it is. `nodes` [N] are
-    the processes' nodes, as routes take them. `durations` are the stages' expected seconds, None where nobody knows.
+    Attributes:
+        rank_assignment: The processes' places, and this one's communicators.
+        stage_map: Which pipeline rank runs which layers.
+        owners: Who updates which tensor.
+        microbatches: How many a replica runs per step.
+        model: Runs the units; it is of the same modules as the one in force, which None leaves as it is.
+        nodes: [N] the processes' nodes, as routes take them.
+        durations: The stages' expected seconds (None: not known).
     """
 
     rank_assignment: RankAssignment
@@ -62,10 +68,15 @@ class TrainingLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Going:
-    """A way from what is in force to `target`, with the `space` of the state, on one process.
+    """A move from what is in force to `target`, as one process sees it.
 
-    `place` is its pipeline rank in the target, `config` how the pipeline trains there. `new_owner` is what the mover
-    owns there, where another model runs the units. `schedule` is what ranks have agreed to run; None asks for it.
+    Attributes:
+        target: Who is to run what.
+        space: All tensors of the state.
+        place: This process's pipeline rank in the target; P for none.
+        config: How the pipeline trains there.
+        new_owner: What the mover owns there, where another model runs the units.
+        schedule: What ranks have agreed to run (None: it is asked for).
     """
 
     target: TrainingLayout
@@ -81,14 +92,20 @@ class Going:
         return self.target.stage_map.layers_on(self.place)
 
     def updates(self, numbers: Mapping[str, Any], process: int) -> dict[str, Any]:
-        """Of these plain numbers, those of parameters that a process updates there."""
+        """Pick from these plain numbers those of parameters that a process updates there."""
         owners = self.target.owners
         return {n: value for n, value in numbers.items() if process in owners.updaters(base_name(n), self.place)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """The stages of a target, made on the side; of `model`'s units, whose parameters are `owned`. None: as now."""
+    """The stages of a target, made on the side.
+
+    Attributes:
+        stages: The stages, not in force yet.
+        owned: The parameters of `model` (None: as now).
+        model: What runs the units there (None: as now).
+    """
 
     stages: Stages
     owned: Ownership | None = None
@@ -99,13 +116,15 @@ class Built:
 class PipelineState:
     """The training state of a pipeline: what is held, where it lies, and how it goes elsewhere or into files.
 
-    `mover` has the pipeline's parts, `passes` what it has under way.
+    Attributes:
+        mover: The pipeline's parts.
+        passes: What is under way in the pipeline.
+        moves_experts: Whether it takes along what replicas share of experts.
     """
 
     mover: StateMover
     passes: Passes
     moves_experts = False
-    """Whether it takes along what replicas share of experts."""
 
     @property
     def now(self) -> Stages:
@@ -113,12 +132,12 @@ class PipelineState:
         return self.passes.now
 
     def in_force(self) -> TrainingLayout:
-        """Who runs what now."""
+        """Return who runs what now."""
         given: dict[str, Any] = {"rank_assignment": self.mover.groups.rank_assignment, "stage_map": self.now.stage_map}
         return TrainingLayout(owners=self.passes.owners, microbatches=self.mover.builder.config.microbatches, **given)
 
     def during(self, what: str) -> AbstractContextManager[None]:
-        """What all processes do together before the next step: see `Failures.during`."""
+        """The context of what all processes do together before the next step: see `Failures.during`."""
         return self.mover.groups.failures.during(f"{what} {self.passes.progress.updates}", self.now.stage_map)
 
     def check_static(self, what: str) -> None:
@@ -127,7 +146,7 @@ class PipelineState:
             self.passes.experts.check_static(what)
 
     def items(self) -> list[Item] | str:
-        """This process's state without gradients as it was found, or in words why it cannot be moved."""
+        """Find this process's state without gradients, or the reason why it cannot be moved."""
         units = self.now.stage_map.layers_on(self.mover.groups.rank)
         found: list[Item] | str = self.mover.attempt(
             lambda: items(self.mover.owned, self.mover.optimizers, units, gradients=False)
@@ -135,27 +154,39 @@ class PipelineState:
         return found
 
     def described(self, found: list[Item] | str) -> Held | str:
-        """These with their description, or in words why they cannot be moved; in any thread."""
+        """Describe what was found, or return the reason why it cannot be moved; in any thread."""
         held: Held | str = found if isinstance(found, str) else self.mover.attempt(lambda: Held.of(found))
         return held
 
     def describe(self) -> Held | str:
-        """This process's state without gradients, or in words why it cannot be moved."""
+        """Find and describe this process's state without gradients, or return the reason why it cannot be moved."""
         return self.described(self.items())
 
     def route_schedule(self, every: Sequence[Sequence[Any]], target: TrainingLayout, rank: int) -> RouteSchedule:
-        """The route from what `every` process says it holds (`spec_rows`) to `target`; in any thread."""
+        """Find the route to another layout; in any thread.
+
+        Args:
+            every: What every process holds, as `spec_rows`.
+            target: The layout to go to.
+            rank: This process's number.
+
+        Raises:
+            TransitionError: A process lacks something that it should hold.
+        """
         space, before = self.held_by(every)
         return RouteSchedule(route(before, self.layout(space, target, len(every)), nodes=target.nodes), rank)
 
     def held_by(self, every: Sequence[Sequence[Any]]) -> tuple[Space, Layout]:
-        """The space of what all processes say they hold (`spec_rows`), and who holds what in force.
+        """Find the space of what all processes hold, and who holds what in force.
 
-        Raises `TransitionError` where a process lacks something that it should hold.
+        Raises:
+            TransitionError: A process lacks something that it should hold.
         """
+        # the union: with stages, no process holds everything
         space = space_of([row for rows in every for row in rows])
         before = self.layout(space, None, len(every))
         for rank, described in enumerate(every):
+            # the route would send from a process what it does not have
             lacks = before.names_on(rank) - {row[0] for row in described}
             if lacks:
                 raise TransitionError(
@@ -164,12 +195,19 @@ class PipelineState:
         return space, before
 
     def layout(self, space: Space, target: TrainingLayout | None, processes: int) -> Layout:
-        """Who holds what in `target`; with None, what is in force."""
+        """Place all tensors on processes.
+
+        Args:
+            space: All tensors.
+            target: The layout (None: what is in force).
+            processes: N, spare ones included.
+        """
         tied = self.mover.owned.tied()
         if target is not None:
             return layout_over(
                 space, target.rank_assignment.grid.rows, target.stage_map, target.owners, tied, processes
             )
+        # replicas may differ in buffers, such as running means, so the first replica's count
         grid = self.mover.groups.grid
         return layout_over(space, grid.rows, self.now.stage_map, self.passes.owners, tied, processes, first=True)
 
@@ -178,18 +216,25 @@ class PipelineState:
         check_free(self.mover.owned.parameters)
 
     def copies(self) -> dict[str, Any]:
-        """What this process says of tensors that others have too, besides replicas and ties."""
+        """Return digests of tensors that other processes have too, besides replicas and ties."""
         return {}
 
     def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `SpecError` where the `copies` of all processes differ."""
+        """Refuse a move where the `copies` of all processes differ, by raising `SpecError`."""
 
     def assignments(self, to: Going, built: Built, change: Change) -> Assignments:
-        """What puts `built` in force with its state; `change` also has the modules, where they are other ones."""
+        """Make the assignments that put a built target in force with its state.
+
+        Args:
+            to: The move.
+            built: The stages there.
+            change: The state in its place, and the modules where they are other ones.
+        """
         mover, passes = self.mover, self.passes
 
         def model() -> None:
             if change.owned is not None:
+                # the object stays: all parts of the pipeline refer to it
                 mover.owned.become(change.owned)
                 mover.builder.model = mover.owned.model
 
@@ -206,7 +251,7 @@ class PipelineState:
         ]
 
     def numbers_to_vote(self, held: Held) -> dict[str, Any]:
-        """The plain numbers that this process tells all others: those of parameters that it updates."""
+        """Return the plain numbers that this process tells all others: those of parameters that it updates."""
         groups, owners = self.mover.groups, self.passes.owners
         here, rank = groups.world.rank, groups.rank
         return {n: v for n, v in held.scalars.items() if here in owners.updaters(base_name(n), rank)}
@@ -218,17 +263,18 @@ class PipelineState:
         return found | {name: tuple(b.tensor.shape) for name, b in owned.buffers.items()}
 
     def going(self, target: TrainingLayout, space: Space, **more: Any) -> Going:
-        """The way to `target` on this process; `more` is the rest of `Going`."""
+        """Describe the move to `target` on this process; `more` is the rest of `Going`."""
         config = replace(self.mover.builder.config, microbatches=target.microbatches)
         place = target.rank_assignment.grid.pipeline_rank_of(self.mover.groups.world.rank)
         return Going(**{"target": target, "space": space, "place": place, "config": config, **more})
 
     def build(self, to: Going, boxes: Mapping[str, Box]) -> Built:
-        """The new stages, made on the side with all that needs no values; `boxes` are of the state that comes here.
+        """Make the new stages on the side with all that needs no values; `boxes` are of the state that comes here.
 
         Raises what is wrong on this process.
         """
         mover = self.mover
+        # found out before anything moves: weak references within torch forbid to exchange a parameter's content
         mover.check_put(mover.owned.parameters)
         builder = mover.builder if to.new_owner is None else replace(mover.builder, model=to.new_owner.model)
         return Built(stages=self._stages(builder, to))
@@ -238,11 +284,20 @@ class PipelineState:
         return builder.build(to.target.stage_map, to.target.durations, **given)
 
     def change(self, to: Going, built: Built, state: State, numbers: Mapping[str, Any]) -> Change:
-        """The assignments that put the state in its place, all checked."""
+        """Make the assignments that put the state in its place, all checked.
+
+        Args:
+            to: The move.
+            built: The stages there.
+            state: The tensors that this process has there.
+            numbers: Plain numbers that optimizers keep, of all processes, by name.
+        """
         return self.mover.change(to.layers, state, to.updates(numbers, self.mover.groups.world.rank), to.new_owner)
 
     def beside(self, others: list[Tensor]) -> list[Tensor]:
-        """What is given up with the state, and does not move: `others`, which copies have elsewhere, and padding."""
+        """Return what is given up with the state and does not move: `others`, which copies have elsewhere, and
+        padding.
+        """
         return others
 
     def drop(self) -> None:
@@ -250,10 +305,14 @@ class PipelineState:
         self.mover.drop()
 
     def whole_state(self, rank: int, state_dict_of: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Tensor]:
-        """What a copy of the unsplit model has `state_dict_of` of its state, in the host's memory of process `rank`;
-        collective.
+        """Gather the unsplit model's `state_dict` in the host's memory of process `rank`; collective. Empty elsewhere.
 
-        Empty elsewhere. Raises `SpecError` on all processes where one cannot tell its state, or copies differ.
+        Args:
+            rank: The process that gets it.
+            state_dict_of: Takes the `state_dict` of a copy of the unsplit model.
+
+        Raises:
+            SpecError: On all processes where one cannot describe its state, or copies differ.
         """
         with self.during("collecting the model before step"):
             return self._whole_state(rank, state_dict_of)
@@ -262,11 +321,13 @@ class PipelineState:
         collective, kept = self.mover.groups.world, [Held()]
 
         def described() -> list[Any]:
+            # inside `agree`: raised here alone, it would leave other ranks waiting
             if not 0 <= rank < collective.size:
                 raise SpecError(f"the model is to be collected on rank {rank} of {collective.size}")
             self.passes.read_model()
             items = self.items()
-            if not isinstance(items, str):  # whatever an optimizer keeps, the model has a state_dict
+            # whatever an optimizer keeps, the model has a state_dict
+            if not isinstance(items, str):
                 items = [item for item in items if item.kind in ("parameter", "buffer")]
             found = self.described(items)
             if isinstance(found, str):
@@ -281,6 +342,7 @@ class PipelineState:
         refuse_where([to for to, _ in every], "collect the model on another rank")
         space = space_of([row for _, rows in every for row in rows])
         before, here = self.layout(space, None, collective.size), collective.rank
+        # one copy of each tensor is gathered, so copies that differ would go unnoticed
         refuse_copies_apart(agree(lambda: copies(before, here, kept[0])))
         after = layout_from(space, collective.size, {rank: [(t.name, t.box) for t in space.tensors]})
         moved = transition(
@@ -292,7 +354,7 @@ class PipelineState:
         )
         if here != rank:
             return {}
-        # which training goes on to change
+        # what was here already is the memory of parameters, which training goes on to change
         memory_in_use = {t.untyped_storage().data_ptr() for t in kept[0].tensors.values()}
         found = {
             piece.name: tensor.clone() if tensor.untyped_storage().data_ptr() in memory_in_use else tensor
@@ -306,7 +368,7 @@ class PipelineState:
         return self.mover.owned
 
     def unsplit(self, root: nn.Module) -> None:
-        """Make a copy of the root say all of the state, where modules hold parts of it."""
+        """Make a copy of the root hold all of the state, where modules hold parts of it."""
 
 
 def layout_over(
@@ -319,10 +381,18 @@ def layout_over(
     *,
     first: bool = False,
 ) -> Layout:
-    """Which process holds which whole tensor: `rows` [R][P] are the processes of every replica.
+    """Place whole tensors on processes.
 
-    What optimizers keep lives where its parameter is updated. With `first`, buffers count as the first replica's alone,
-    since replicas may differ in them.
+    What optimizers keep lives where its parameter is updated.
+
+    Args:
+        space: All tensors.
+        rows: [R][P] the processes of every replica.
+        stage_map: Which pipeline rank runs which layers.
+        owners: Who updates which tensor.
+        tied: The layers of each tied parameter, by name.
+        processes: N.
+        first: Whether buffers count as the first replica's alone, since replicas may differ in them.
     """
     home = stage_map.assignment()
     holders: list[list[int]] = []
@@ -330,9 +400,11 @@ def layout_over(
         name = base_name(tensor.name)
         assert tensor.layer is not None
         holders.append([])
+        # a tied parameter is on the ranks of all its units
         for p in sorted({home[unit] for unit in tied.get(name, (tensor.layer,))}):
             column = tuple(row[p] for row in rows)
             if tensor.kind == "optimizer":
+                # with zero 1 one process of a column keeps the moments, else all do
                 column = owners.updaters(name, p)
             elif tensor.kind == "buffer" and first:
                 column = column[:1]
@@ -341,19 +413,27 @@ def layout_over(
 
 
 def copies(layout: Layout, rank: int, held: Held) -> dict[str, int]:
-    """Digests of what this process has, and others too, by piece."""
+    """Digest what this process has and others have too, by piece.
+
+    Args:
+        layout: Who holds what.
+        rank: This process.
+        held: What it holds.
+    """
     table, names = layout.table, layout.space.tensors
     holders = np.diff(table.start)
+    # a digest reads every byte, so only what can be compared is digested
     shared = (int(k) for k in table.on(rank) if holders[k] > 1)
     pieces = (Piece(names[int(table.tensor[k])].name, table.box(k)) for k in shared)
     return {str(piece): digest_of([("", held.tensors[piece.name])]) for piece in pieces}
 
 
 def refuse_copies_apart(every: Sequence[Mapping[str, int]]) -> None:
-    """Raise `SpecError` where the `copies` of something differ."""
+    """Raise `SpecError` where the `copies` of something differ between processes."""
     holders: dict[str, dict[int, dict[str, int]]] = {}
     for rank, row in enumerate(every):
         for piece, digest in row.items():
+            # errors name the tensor; its box in brackets says little to a user
             name = piece.partition("[")[0]
             holders.setdefault(piece, {})[rank] = {name: digest}
     for column in holders.values():

@@ -37,11 +37,15 @@ from prophet.state.transition import Allocate, Moved, State, empty
 
 @dataclass
 class Change:
-    """Assignments that put moved state in its place on this rank; nothing in `make` can fail
-    once `check` has passed.
+    """Assignments that put moved state in its place on this rank; nothing in `make` can fail once `check` has passed.
 
-    `contents` has what parameters become, `grads`, `states` and `settings` (of registered tensors) what belongs to them
-    afterwards; `buffers` likewise. `owned` is what the mover is to own then, where another model runs the units.
+    Attributes:
+        contents: What parameters are to hold, as (parameter, content).
+        grads: Their gradients afterwards.
+        states: What optimizers keep for them afterwards; None: nothing.
+        buffers: What buffers are to hold.
+        settings: What registered tensors are to hold.
+        owned: What the mover is to own then, where another model runs the units.
     """
 
     contents: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
@@ -52,7 +56,7 @@ class Change:
     owned: Ownership | None = None
 
     def check(self) -> None:
-        """Raise RuntimeError on a parameter whose content cannot be exchanged."""
+        """Raise RuntimeError on a parameter whose content cannot be exchanged; nothing changes."""
         for parameter, content in self.contents:
             try_put(parameter, content)
 
@@ -77,7 +81,12 @@ class Change:
 class StateMover:
     """Takes the training state from the stages in force to those of another map; see `ElasticPipeline`'s methods.
 
-    `budget_bytes` bounds this rank's buffers; the least of all ranks holds. `allocate` is how memory is asked for.
+    Attributes:
+        builder: Makes the stages.
+        owned: Parameters and buffers of the model.
+        optimizers: What keeps state for them.
+        budget_bytes: Bounds this rank's buffers in a move; the least of all ranks holds.
+        allocate: How memory is asked for.
     """
 
     builder: StageBuilder
@@ -88,15 +97,24 @@ class StateMover:
 
     @property
     def groups(self) -> PipelineGroups:
+        """The communicators of the pipeline."""
         return self.builder.groups
 
     @property
     def device(self) -> torch.device:
+        """Where this rank computes."""
         return self.builder.config.device
 
     def prepare(self, now: Stages, stage_map: StageMap, collective: Collective) -> Prepared:
-        """Describe the state and find the route; collective."""
+        """Describe the state and find the route; collective.
+
+        Args:
+            now: The stages in force.
+            stage_map: The map to go to.
+            collective: Over the ranks of the pipeline; a separate one if a step is under way.
+        """
         self.builder.check_map(stage_map)
+        # a backward pass may be filling gradients in: the route holds if there are none when the move begins
         held = self.collect(now, gradients=False)
         space, _ = share(held, collective, self.device)
         route_schedule = self.route_schedule(space, now.stage_map, stage_map)
@@ -113,6 +131,7 @@ class StateMover:
 
     def drop(self) -> None:
         """Forget state whose memory is gone: what has it goes to `meta`, so that using it is an error."""
+        # as if nothing had come: every registered tensor goes to `meta` with its parameter
         for handle, tensor in settings(self.owned.parameters, {}):
             handle.tensor = tensor
         self.owned.keep_only(())
@@ -120,14 +139,14 @@ class StateMover:
             optimizer.state.clear()
 
     def attempt(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, or in words why it failed on this rank."""
+        """Call `call`; returns its result, or the reason in one line why it failed on this rank."""
         try:
             return call()
         except Exception as error:
             return in_a_line(error)
 
     def collect(self, now: Stages, *, gradients: bool) -> Held | str:
-        """What this rank holds, or in words why it cannot be moved."""
+        """Describe what this rank holds, or return the reason why it cannot be moved."""
         units = now.stage_map.layers_on(self.groups.rank)
         held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
         return held
@@ -135,9 +154,13 @@ class StateMover:
     def change(
         self, units: Collection[int], state: State, scalars: Mapping[str, Any], new_owner: Ownership | None = None
     ) -> Change:
-        """The assignments that give this rank the state of `units`, all checked.
+        """Make the assignments that give this rank the state of `units`, all checked.
 
-        `new_owner` is of another model that runs them from then on, with the same parameters.
+        Args:
+            units: The units that run on this rank from then on.
+            state: Their tensors.
+            scalars: Plain numbers that optimizers keep, by name.
+            new_owner: Of another model with the same parameters that runs the units from then on.
         """
         values = {piece.name: tensor for piece, tensor in state.items()}
         entries = state_entries(values, scalars)
@@ -148,12 +171,14 @@ class StateMover:
             optimizer = optimizer_of.get(id(parameter))
             if name in mine:
                 tensor = values[name]
+                # a parameter that stays keeps its memory, and so do views of it that users have
                 if parameter.is_meta or parameter.data_ptr() != tensor.data_ptr():
                     change.contents.append((parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad)))
                 change.grads.append((parameter, values.get(f"{name}#grad")))
                 if optimizer is not None:
                     change.states.append((optimizer, parameter, entries.get(name)))
             elif not parameter.is_meta:
+                # also what other ranks run goes on as an object: it may come back, and optimizers' groups list it
                 change.contents.append((parameter, like_meta(parameter)))
                 change.grads.append((parameter, None))
                 if optimizer is not None:
@@ -167,7 +192,13 @@ class StateMover:
         return change
 
     def route_schedule(self, space: Space, before: StageMap, after: StageMap) -> RouteSchedule:
-        """The route from map to map of what all ranks of a replica hold."""
+        """Find the route from map to map of what all ranks of a replica hold.
+
+        Args:
+            space: All tensors.
+            before: The map in force.
+            after: The map to go to.
+        """
         ranks, tied = self.groups.grid.pipeline_ranks, self.owned.tied()
         found = route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))
         return RouteSchedule(found, self.groups.rank)
@@ -177,9 +208,16 @@ class StateMover:
 class StageMove(Move):
     """The stages of a pipeline go to `stage_map`; see `ElasticPipeline.rebuild`.
 
-    Gradients that were used are dropped once all else has moved. What `compare` refuses: ranks that do not go from map
-    to map alike or follow other schedules, replicas that have come apart (`SpecError`), ties that have, and state that
-    cannot be moved (`TransitionError`).
+    Gradients that were used are dropped once all else has moved. `compare` refuses ranks that do not go from map to map
+    alike or follow other schedules, and replicas that have come apart (`SpecError`). It refuses ties that have, and
+    state that cannot be moved (`TransitionError`).
+
+    Attributes:
+        mover: Takes the state.
+        passes: What is under way in the pipeline.
+        stage_map: The map to go to.
+        durations: The new stages' expected seconds (None: not known).
+        prepared: What was made ahead.
     """
 
     mover: StateMover
@@ -202,10 +240,12 @@ class StageMove(Move):
         self._schedule = mover.builder.schedule(self.stage_map, self.durations)
         self._ties = ties_of(mover.owned)
         if self._midway and any(len(tie.holders(m)) > 1 for tie in self._ties for m in (before, self.stage_map)):
+            # the parts are summed up only when the update is complete, and could not be told from copies
             raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
         self._held = held = mover.collect(self.passes.now, gradients=not self.passes.used)
         ahead = self.prepared
         ready = ahead.route is not None and ahead.target == self.stage_map and ahead.specs == specs_of(held)
+        # where the route is ready, the tensors need no description, which is most of a vote
         vote = Vote.of(
             held,
             tensors=not ready,
@@ -218,6 +258,7 @@ class StageMove(Move):
         if isinstance(held, str):
             return vote
         rank, replicas = mover.groups.rank, mover.groups.grid.replicas
+        # digests read every weight once, so a pipeline without replicas does without
         names = mover.owned.of(before.layers_on(rank)) if replicas > 1 else []
         weights = {name: digest_of([(name, mover.owned.parameters[name])]) for name in names}
         return replace(
@@ -237,7 +278,8 @@ class StageMove(Move):
         mover = self.mover
         if self.prepared.route is not None and all(self._ready):
             return self.prepared.route
-        if any(self._ready):  # on another rank something has changed since
+        if any(self._ready):
+            # on another rank something has changed since, so the ranks that were ready describe their tensors now
             self._space, self._numbers = share(self._held, mover.groups.world, self.device)
         return mover.route_schedule(self._space, self.passes.now.stage_map, self.stage_map)
 
@@ -249,6 +291,7 @@ class StageMove(Move):
         assert isinstance(self._held, Held)
         name, _, kind = piece.name.partition("#")
         if kind == "grad" and piece.name not in self._held.tensors:
+            # a gradient that only other replicas have so far counts as zeros here
             return torch.zeros_like(self.mover.owned.parameters[name])
         return self._held.tensors[piece.name]
 
@@ -256,6 +299,7 @@ class StageMove(Move):
         mover = self.mover
         stages = mover.builder.build(self.stage_map, self.durations, schedule=self._schedule)
         change = mover.change(self.stage_map.layers_on(mover.groups.rank), moved.state, self._numbers)
+        # gradients that have moved are other tensors, whose marks must be set anew
         kept = [self.passes.gradients.keep] if self._midway else []
         return [change.make, lambda: self.passes.go_on(stages), *kept]
 

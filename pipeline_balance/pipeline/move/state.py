@@ -26,7 +26,13 @@ from prophet.state.space import ITEM_BYTES, Space, StateKind, TensorSpec
 
 @dataclass
 class Held:
-    """What one rank holds: tensors with their description, and what is not a tensor."""
+    """What one rank holds.
+
+    Attributes:
+        specs: The tensors' descriptions.
+        tensors: The tensors by name; of a `DTensor` this rank's shard.
+        scalars: What is not a tensor, by name.
+    """
 
     specs: list[TensorSpec] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -34,7 +40,7 @@ class Held:
 
     @classmethod
     def of(cls, found: Sequence[Item]) -> Held:
-        """These with their description; any thread may ask, as no step changes the form of what is there."""
+        """Describe what was found; any thread may ask, as no step changes the form of what is there."""
         held = cls()
         for item in found:
             if item.parameter is None:
@@ -44,18 +50,43 @@ class Held:
         return held
 
     def add(self, name: str, tensor: Tensor, kind: StateKind, unit: int) -> None:
-        """Take in a tensor of `unit`; `LayoutError` for a kind of tensor that cannot be moved."""
+        """Take in a tensor.
+
+        Args:
+            name: Its name in the space.
+            tensor: The tensor, a shard of a `DTensor` included.
+            kind: What it is.
+            unit: The unit that holds it.
+
+        Raises:
+            LayoutError: It is of a kind that cannot be moved, such as a sparse tensor.
+        """
         dtype = str(tensor.dtype).removeprefix("torch.")
+        # a box is a part along dimensions, which the memory of a sparse tensor does not follow
         if dtype not in ITEM_BYTES or tensor.layout != torch.strided:
             raise LayoutError(f"{name}: a {tensor.layout} tensor of {dtype} cannot be moved")
+        # the whole shape: which box of it this rank has is a matter of the layout
         self.specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, kind=kind, layer=unit))
         self.tensors[name] = local(tensor).detach()
 
     def add_state(self, key: str, entry: str, value: Any, device: torch.device, unit: int) -> None:
-        """Take in one entry of an optimizer's state for parameter `key`."""
+        """Take in one entry of an optimizer's state.
+
+        Args:
+            key: The parameter's name.
+            entry: The entry's name, such as `exp_avg`.
+            value: A tensor, a number, or None.
+            device: Where the parameter lies.
+            unit: The unit that holds the parameter.
+
+        Raises:
+            LayoutError: The value is of another kind.
+        """
         if isinstance(value, Tensor) and (value.dim() > 0 or value.device == device):
             self.add(f"{key}@{entry}", value, "optimizer", unit)
         elif isinstance(value, Tensor):
+            # on another device than the parameter, as Adam's `step` on the host: it travels as a number, and its type
+            # with its name
             self.scalars[f"{key}@{entry}:{str(value.dtype).removeprefix('torch.')}"] = value.item()
         elif value is None or isinstance(value, int | float):
             self.scalars[f"{key}@{entry}"] = value
@@ -64,7 +95,16 @@ class Held:
 
 
 class Item(NamedTuple):
-    """A tensor, or what an optimizer keeps as its `entry` for `parameter`, as it was found; `unit` holds it."""
+    """A tensor, or an entry of an optimizer's state, as it was found.
+
+    Attributes:
+        name: The tensor's name, or the parameter's for an entry.
+        value: The tensor, or whatever the optimizer keeps.
+        kind: What it is.
+        unit: The unit that holds it.
+        entry: The entry's name; empty for a tensor.
+        parameter: The parameter that the entry is of; None for a tensor.
+    """
 
     name: str
     value: Any
@@ -75,9 +115,16 @@ class Item(NamedTuple):
 
 
 def items(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, gradients: bool = True) -> list[Item]:
-    """Everything that belongs to `units`, which run on this rank; quick, for `Held.of` to look at closer.
+    """List everything that belongs to units which run on this rank; quick, for `Held.of` to look at closer.
 
-    Without `gradients`, those are left out: a backward pass may be filling them in at this moment.
+    Args:
+        owned: The model's parameters and buffers.
+        optimizers: What keeps state for them.
+        units: The units that run here.
+        gradients: Whether to list gradients: a backward pass may be filling them in at this moment.
+
+    Raises:
+        LayoutError: A parameter has no memory here.
     """
     found: list[Item] = []
     state = optimizers.state()
@@ -90,6 +137,7 @@ def items(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, g
             found.append(Item(f"{name}#grad", parameter.grad, "gradient", unit))
         for entry, value in state.get(id(parameter), {}).items():
             found.append(Item(name, value, "optimizer", unit, entry, parameter))
+        # under the parameter's unit, so it is where the parameter is
         for key, handle in registered(name, parameter):
             found.append(Item(key, handle.tensor, "registered", unit))
     for name, buffer in owned.buffers.items():
@@ -99,13 +147,23 @@ def items(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, g
 
 
 def collect(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, gradients: bool = True) -> Held:
-    """The same `items` with their description."""
+    """Describe everything that belongs to `units`.
+
+    Args:
+        owned: The model's parameters and buffers.
+        optimizers: What keeps state for them.
+        units: The units that run here.
+        gradients: Whether gradients count.
+    """
     return Held.of(items(owned, optimizers, units, gradients=gradients))
 
 
 def space_of(rows: Sequence[Sequence[Any]]) -> Space:
-    """The space of the tensors that ranks have described, each as [name, shape, dtype, kind, layer], layer by layer."""
-    found = {row[0]: row for row in rows}  # copies say the same
+    """Make the space of the tensors that ranks have described, each as [name, shape, dtype, kind, layer], layer by
+    layer.
+    """
+    # copies of a tensor, on replicas or of ties, describe it alike
+    found = {row[0]: row for row in rows}
     specs = [
         TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=layer)
         for name, shape, dtype, kind, layer in found.values()
@@ -114,7 +172,7 @@ def space_of(rows: Sequence[Sequence[Any]]) -> Space:
 
 
 def spec_rows(specs: Sequence[TensorSpec]) -> list[list[Any]]:
-    """Tensors as `space_of` takes them, in what JSON can say."""
+    """Turn tensors' descriptions into rows that JSON can hold, as `space_of` takes them."""
     return [[s.name, s.shape, s.dtype, s.kind, s.layer] for s in specs]
 
 
@@ -124,23 +182,40 @@ def specs_of(held: Held | str) -> tuple[TensorSpec, ...]:
 
 
 def refuse_odd(name: str, shape: Sequence[int], parameter: Sequence[int]) -> None:
-    """Raise `LayoutError` for a tensor kept for a parameter that cannot be cut as it is, nor is one number."""
+    """Refuse a tensor kept for a parameter that cannot be cut as the parameter is, nor is one number.
+
+    Args:
+        name: The tensor's name.
+        shape: Its shape.
+        parameter: The parameter's shape.
+
+    Raises:
+        LayoutError: It has neither the parameter's shape nor one element.
+    """
     if tuple(shape) not in (tuple(parameter), (), (1,)):
         raise LayoutError(f"{name} is {list(shape)}, of neither its parameter's shape nor one number")
 
 
 def base_name(name: str) -> str:
-    """The parameter or buffer that a piece of state belongs to."""
+    """Return the name of the parameter or buffer that a piece of state belongs to."""
     return name.split("#", 1)[0].split("@", 1)[0].split(MARK, 1)[0]
 
 
 def by_layer(
     space: Space, stage_map: StageMap, ranks: int, tied: Mapping[str, tuple[int, ...]] | None = None
 ) -> Layout:
-    """Whole tensors on the rank that runs their layer; tensors without a layer on all ranks.
+    """Place whole tensors on the rank that runs their layer; tensors without a layer on all ranks.
 
-    What belongs to a `tied` parameter is on the ranks of all its layers.
+    Args:
+        space: All tensors.
+        stage_map: Which rank runs which layer.
+        ranks: P.
+        tied: The layers of each tied parameter, by name: what belongs to it is on the ranks of all of them.
+
+    Raises:
+        LayoutError: A tensor's layer or rank does not exist.
     """
+    # asked once: the map builds it anew on every call
     home = stage_map.assignment()
     holders: list[Sequence[int]] = []
     for tensor in space.tensors:
@@ -157,7 +232,7 @@ def by_layer(
 
 
 def state_entries(values: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Optimizer state by parameter name, from moved tensors and what travelled in words."""
+    """Sort optimizer state by parameter name, from moved tensors and numbers that travelled in the description."""
     entries: dict[str, dict[str, Any]] = {}
     for name, tensor in values.items():
         if "@" in name:
@@ -166,5 +241,6 @@ def state_entries(values: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> d
     for name, value in scalars.items():
         key, entry = name.split("@", 1)
         entry, _, dtype = entry.partition(":")
+        # see `add_state`: a number that was a tensor has its type behind a colon
         entries.setdefault(key, {})[entry] = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
     return entries

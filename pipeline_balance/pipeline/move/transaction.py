@@ -45,9 +45,14 @@ Assignments = Sequence[Callable[[], None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What was made ahead of a move to `target`: the `route`, for a state that is described by `specs`.
+    """What was made ahead of a move.
 
-    Where it could not be made, `problem` says why. `broken`: processes have lost each other meanwhile.
+    Attributes:
+        target: What it goes to.
+        specs: The description of the state that the route is for.
+        route: The route; None where it could not be made.
+        problem: Why it could not be made.
+        broken: Whether processes have lost each other meanwhile.
     """
 
     target: Any = None
@@ -61,9 +66,12 @@ class Prepared:
 class Switched:
     """What a move of training state took on this process.
 
-    `seconds` is how long it was held up. `link_bytes` has the bytes of the state by sending and receiving rank of the
-    route, the same on all of them; `messages`, `sent_bytes` and `received_bytes` are this rank's own. `buffer_bytes`
-    are the move's buffers. `peak_bytes` is the most that state and buffers took: old state, new state, buffers.
+    Attributes:
+        seconds: How long the process was held up.
+        link_bytes: Bytes of the state by sending and receiving rank of the route, the same on all processes.
+        messages, sent_bytes, received_bytes: This rank's own.
+        buffer_bytes: The move's buffers.
+        peak_bytes: The most that old state, new state and buffers took together.
     """
 
     seconds: float
@@ -78,8 +86,13 @@ class Switched:
 class Move(ABC):
     """One change of where training state lives, as one process sees it: what `run` takes through its phases.
 
-    what: its name in errors. whole: how things stand where it fails. `budget_bytes` bounds the buffers, `allocate` is
-    how memory is asked for.
+    Attributes:
+        what: Its name in errors.
+        whole: How things stand where it fails.
+        mode: "safe" keeps the old state until all have decided, "in-place" gives it up on the way.
+        device: Where the state lies.
+        budget_bytes: Bounds the buffers.
+        allocate: How memory is asked for.
     """
 
     what = "a move"
@@ -91,46 +104,59 @@ class Move(ABC):
 
     @abstractmethod
     def vote(self) -> Vote:
-        """What this process says; what it raises stands against the move."""
+        """Make this process's vote; what it raises stands against the move."""
 
     @abstractmethod
     def compare(self, votes: Sequence[Vote]) -> None:
-        """Raise the same on all processes where the votes do not fit together."""
+        """Raise the same error on all processes where the votes do not fit together."""
 
     @abstractmethod
     def route_schedule(self, carrier: Collective) -> RouteSchedule:
-        """The route of the state, once all have voted; collective."""
+        """Find the route of the state, once all have voted; collective."""
 
     def prepare(self, route_schedule: RouteSchedule) -> None:  # noqa: B027 (not every move has something to prepare)
         """Make on the side what needs no values; raises what keeps this process from moving."""
 
     @abstractmethod
     def state(self, pieces: Sequence[Piece]) -> State:
-        """This process's tensors of the old layout."""
+        """Return this process's tensors of the old layout."""
 
     def beside(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        """Tensors besides those that are given up with the state in place, and do not move."""
+        """Return tensors besides those that are given up with the state in place, and do not move."""
         return ()
 
     @abstractmethod
     def assemble(self, moved: Moved) -> Assignments:
-        """What puts the new state in force, all of it checked."""
+        """Return what puts the new state in force, all of it checked."""
 
     def drop(self) -> None:  # noqa: B027 (only moves in place lose state)
         """Forget the state that was lost."""
 
 
 def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments = ()) -> Switched:
-    """Take a move from the votes to its end; collective over `world`, and over `carrier`, which brings the state.
+    """Take a move from the votes to its end; collective over `world` and `carrier`.
 
     Where the carrier is of all ranks they decide in it, and nothing of `world` is used once they have voted: after an
-    error the caller can make another carrier, and go on. `then` are assignments that follow the move's own. Raises
-    what `move.compare` raises, on all ranks. Raises `TransitionError` on all ranks where something fails up to the
-    decision (`BudgetError` where the budget is too small), and `StateLost` where the state was given up by then.
+    error the caller can make another carrier, and go on.
+
+    Args:
+        move: The move, made alike on all ranks.
+        world: Over all ranks.
+        carrier: Brings the state; over all ranks, or those of this rank's replica.
+        then: Assignments that follow the move's own.
+
+    Returns:
+        What the move took on this process.
+
+    Raises:
+        TransitionError: On all ranks where something fails up to the decision (`BudgetError` where the budget is too
+            small). What `move.compare` raises comes as it is, on all ranks.
+        StateLost: The state was given up by then.
     """
     began = time.perf_counter()
     votes = votes_of(move.vote, world, move.device, Operation(f"agreeing on {move.what}"))
     move.compare(votes)
+    # one name for all ranks, under which their words stand in the store
     name = votes[0].name
     whole = carrier.size == world.size
     begin = _Begin(carrier, f"{name} begins", move.mode)
@@ -139,6 +165,7 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
     assignments: Assignments = ()
     try:
         route_schedule = move.route_schedule(carrier)
+        # not raised here: the transition takes it along to the point where all ranks learn of it
         problem = _error_text_of(lambda: move.prepare(route_schedule))
         pieces = route_schedule.route.before.on(carrier.rank)
         moved = transition(
@@ -152,15 +179,18 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
             beside=move.beside(pieces),
             problem=problem,
             begin=begin.now,
+            # the ranks have voted already, and decide below
             votes=False,
             ahead=route_schedule,
         )
         assignments = move.assemble(moved)
     except Exception as error:
+        # `moved` may be set where assembling failed
         failed, moved = error, None
     decision = _decide(carrier if whole else world, name, failed, move.device)
     if decision.against or moved is None:
         raise _refusal(move, failed, decision, begin, world.rank, alone=not whole or carrier is world)
+    # nothing can keep the new state from being in force any more
     apply([*assignments, *then])
     return Switched(
         seconds=time.perf_counter() - began,
@@ -174,11 +204,7 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
 
 
 class _Begin:
-    """Whether any rank has begun to move in place, after which the old state is whole nowhere.
-
-    A rank that has heard that all are ready says yes before it gives anything up, one that has failed before that says
-    no, and the first word in the store holds.
-    """
+    """Whether any rank has begun to move in place, after which the old state is whole nowhere."""
 
     def __init__(self, collective: Collective, name: str, mode: Mode) -> None:
         self._collective, self._name, self._in_place = collective, name, mode == "in-place"
@@ -186,6 +212,8 @@ class _Begin:
 
     def now(self) -> None:
         """This rank begins, unless another one has failed before it did."""
+        # A rank that knows that all are ready says yes before it gives anything up, one that has failed before that
+        # says no, and the first word in the store holds.
         if self._in_place and self._collective.settle(self._name, "yes") != "yes":
             raise TransitionError("another rank has not heard that all were ready")
         self.begun = True
@@ -196,7 +224,7 @@ class _Begin:
 
 
 def _decide(collective: Collective, name: str, failed: Exception | None, device: torch.device) -> Decision:
-    """What stands against it, in the words of the ranks that were not ready where they can still be heard."""
+    """What stands against it: the reasons of the ranks that were not ready, where they can still be reached."""
     try:
         decision = collective.decide(DECISION, name, ready=failed is None, device=device)
         if decision.unready:
@@ -204,7 +232,9 @@ def _decide(collective: Collective, name: str, failed: Exception | None, device:
                 gather_json(_error_text(failed), collective, device, Operation("telling why a move failed"))
             )
             return decision._replace(against=reason or decision.against)
-    except Exception as error:  # the others wait for this rank's word
+    except Exception as error:
+        # Ranks have lost each other. The first word in the store decides for all, so that no rank takes the new state
+        # while another keeps the old one.
         if collective.settle(name, "no") == "yes":
             return Decision()
         return Decision(against=_error_text(failed or error))
@@ -214,10 +244,14 @@ def _decide(collective: Collective, name: str, failed: Exception | None, device:
 def _refusal(
     move: Move, failed: Exception | None, decision: Decision, begin: _Begin, rank: int, *, alone: bool
 ) -> Exception:
-    """Why a move has failed. `alone`: ranks have no other way to talk, so none that have lost each other can go on."""
+    """The error of a move that has failed.
+
+    With `alone`, ranks have no other communicator, so those that have lost each other cannot go on.
+    """
     reason = decision.against
     if begin.lost():
         move.drop()
+        # what is left is neither state, so it is dropped: using it is an error then
         return StateLost(f"{reason}; {LOST}")
     before = f"{NOTHING}, and " if decision.unready and not begin.begun and NOTHING not in reason else ""
     text = reason if move.whole in reason else f"{reason}; {before}{move.whole}"
@@ -227,6 +261,7 @@ def _refusal(
     if alone:
         cause = failed.__cause__ if failed is not None else None
         if isinstance(cause, CollectiveError) or not decision.unready:
+            # a collective as the cause tells `Failures` that the communicators are of no use any more
             error.__cause__ = cause if isinstance(cause, CollectiveError) else CollectiveError(rank, DECISION, reason)
     return error
 
@@ -234,6 +269,7 @@ def _refusal(
 def apply(assignments: Assignments) -> None:
     """Make them all, where none can fail: what one of them raises is raised once the new state is in force."""
     first: Exception | None = None
+    # Ctrl-C between two assignments would leave parts of both states in force
     with uninterrupted():
         for assign in assignments:
             try:

@@ -1,4 +1,4 @@
-"""What processes say before training state moves, and how they compare it."""
+"""What processes tell each other before training state moves, and how they compare it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ WHOLE = "the state from before the move is whole"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
-    """What one process says before state moves, in what JSON can say.
+    """What one process says before state moves, in values that JSON can hold.
 
-    alike: what must be the same on all, by what those do that differ ("follow another schedule").
-    refused: why this process is against it; cannot: why its state cannot be moved. Both empty where nothing is wrong.
-    tensors: what it holds, as `spec_rows` has it. numbers: what optimizers keep besides, by name.
-    ready: a route that was found ahead holds for this state.
-    copies: digests of what other processes have, too. ties: those of tied parameters.
-    more: what this kind of move says besides. name: of this move alone; the first process's counts.
+    Attributes:
+        alike: What must be the same on all, by what those do that differ ("follow another schedule").
+        refused: Why this process is against it; empty where nothing is wrong.
+        cannot: Why its state cannot be moved; empty where nothing is wrong.
+        tensors: What it holds, as `spec_rows` has it.
+        numbers: What optimizers keep besides tensors, by name.
+        ready: Whether a route that was found ahead holds for this state.
+        copies: Digests of what other processes have, too.
+        ties: Digests of tied parameters.
+        more: What this kind of move says besides.
+        name: Of this move alone; the first process's counts.
     """
 
     alike: Mapping[str, Any] = field(default_factory=dict)
@@ -41,17 +46,21 @@ class Vote:
     copies: Mapping[str, Any] = field(default_factory=dict)
     ties: Mapping[str, Sequence[int]] = field(default_factory=dict)
     more: Any = None
+    # fresh for every move, as words that ranks leave in a store stay there
     name: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields by name."""
+        """Return its fields by name, as they travel."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def of(cls, held: Held | str, *, tensors: bool = True, **more: Any) -> Vote:
-        """The vote of a process that has found what it holds, or in words why it cannot be moved.
+        """Make the vote of a process from what it holds, or from the reason why that cannot be moved.
 
-        Without `tensors`, only its numbers are said.
+        Args:
+            held: What it holds, or the reason.
+            tensors: Whether to describe the tensors; plain numbers always are.
+            **more: Other fields of the vote.
         """
         if isinstance(held, str):
             return cls(cannot=held, **more)
@@ -59,10 +68,18 @@ class Vote:
 
 
 def votes_of(vote: Callable[[], Vote], collective: Collective, device: torch.device, op: Operation) -> list[Vote]:
-    """All ranks' votes; collective. What keeps a rank from voting, it says as `refused`."""
+    """Gather all ranks' votes; collective. What keeps a rank from voting, it says as `refused`.
+
+    Args:
+        vote: Makes this rank's vote; its errors are not raised here.
+        collective: Over all ranks.
+        device: Where messages travel.
+        op: What errors call it.
+    """
     try:
         mine = vote()
     except Exception as error:
+        # raised here, it would leave the others waiting for this rank's vote
         mine = Vote(refused=error_text(error))
     return [Vote(**vote) for vote in gather_json(mine.to_json(), collective, device, op)]
 
@@ -70,14 +87,20 @@ def votes_of(vote: Callable[[], Vote], collective: Collective, device: torch.dev
 def refuse_against(votes: Sequence[Vote], after: str) -> None:
     """Raise `SpecError` on all ranks where one is against it, with `after` for how things stand, or ranks differ."""
     refuse(None, [f"{vote.refused}; {after}" if vote.refused else "" for vote in votes])
+    # refusals first: a rank that refuses has not filled in what is compared
     for what in votes[0].alike:
         refuse_where([vote.alike.get(what) for vote in votes], what)
 
 
 def union(votes: Sequence[Vote], after: str) -> tuple[Space, dict[str, Any]]:
-    """The space of all ranks' tensors, and all numbers by name, of the lowest rank that has one.
+    """Unite all ranks' tensors to a space, and all numbers by name; of a number, the lowest rank's holds.
 
-    Raises `TransitionError` where one could not say what it holds, with `after` for how things stand.
+    Args:
+        votes: All ranks' votes.
+        after: How things stand where it fails, for the error.
+
+    Raises:
+        TransitionError: A rank could not say what it holds.
     """
     refuse_unmovable(votes, after)
     numbers: dict[str, Any] = {}
@@ -90,11 +113,19 @@ def refuse_unmovable(votes: Sequence[Vote], after: str) -> None:
     """Raise `TransitionError` where a rank's state cannot be moved."""
     problems = reasons_text([vote.cannot for vote in votes])
     if problems:
+        # a reason may say already how things stand
         raise TransitionError(problems if after in problems else f"{problems}; {after}")
 
 
 def share(
     held: Held | str, collective: Collective, device: torch.device, after: str = WHOLE
 ) -> tuple[Space, dict[str, Any]]:
-    """The `union` of what all ranks hold; collective."""
+    """Unite what all ranks hold, see `union`; collective.
+
+    Args:
+        held: What this rank holds, or the reason why it cannot be moved.
+        collective: Over all ranks.
+        device: Where messages travel.
+        after: How things stand where it fails, for the error.
+    """
     return union(votes_of(lambda: Vote.of(held), collective, device, Operation("describing state")), after)

@@ -26,10 +26,13 @@ from prophet.ranks.json_messages import gather_json
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work
 
-_WHOLE_BYTES = 1 << 24  # of a tensor that are compared: some milliseconds
-_RUN = 256  # elements that are taken together of a larger one
-_WORDS = 2000  # characters of an error that travel
-# what is compared, and among whom
+# of a tensor that are compared at every step: some milliseconds
+_WHOLE_BYTES = 1 << 24
+# elements that are taken together of a larger one
+_RUN = 256
+# of an error that travel to other ranks
+_MOST_CHARACTERS = 2000
+# what is compared, and among whom; errors begin with "ranks [...]", so each is a verb with its object
 _COMPARED = (
     ("hold a model with other names, shapes or types", "all"),
     ("train (requires_grad) other parameters", "all"),
@@ -45,10 +48,15 @@ _COMPARED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """A batch on its way: its `parts`, their activations without memory, and how many labels count.
+    """A batch that is about to pass the stages.
 
-    Parts are microbatches [M], or their slices [M N]. `rows` is the largest microbatch's size. Once agreed on,
-    `counted` and `rows` are of all replicas.
+    Attributes:
+        microbatches: How many there are here.
+        parts: Microbatches [M], or their slices [M N].
+        shapes: The activations of every part, without memory.
+        counted: How many labels count; once agreed on, of all replicas.
+        data: A digest of inputs and labels.
+        rows: The largest microbatch's size; once agreed on, of all replicas.
     """
 
     microbatches: int
@@ -74,9 +82,19 @@ def batch_of(
     *,
     rows_each: int | None = None,
 ) -> Passing:
-    """The batch in `microbatches` parts numbered from `first`; with `rows_each`, in as many as that size makes.
+    """Cut a batch into microbatches and find their shapes.
 
-    A sequence of inputs, with one of labels, is microbatches already; `rows_each` allows any number of them.
+    Args:
+        model: The model, which cuts.
+        inputs: A tensor, tensors by name, or a sequence of either, which is microbatches already.
+        labels: Labels, or a sequence of them with a sequence of inputs.
+        microbatches: How many parts to make.
+        first: Number of the first part.
+        device: Where this rank computes.
+        rows_each: Rows of a part (None: as `microbatches` make). With it there may be any number of parts.
+
+    Raises:
+        SpecError: The batch is not of these kinds, or cannot be cut.
     """
     whole: list[Microbatch] = []
     checksums: list[str] = []
@@ -84,6 +102,7 @@ def batch_of(
         here = one.to(device) if isinstance(one, Tensor) else {n: t.to(device) for n, t in one.items()}
         whole += model.cut(here, its.to(device) if its is not None else None, count, first + len(whole))
         tensors = [one] if isinstance(one, Tensor) else list(one.values())
+        # of what was given and not of the copy on the device, which would have to come back
         checksums += [_checksum(t) for t in (*tensors, *([its] if its is not None else []))]
     parts = [part for one in whole for part in model.sliced(one)]
     return Passing(
@@ -117,6 +136,7 @@ def _given(
             raise SpecError(f"labels must be a tensor or None, got a {type(its).__name__}")
     if rows_each is None or by_microbatch:
         return every
+    # 0 rows each: no training step has shown yet how many fit
     rows = (inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))).shape[0]
     return [(inputs, labels, max(-(-rows // rows_each), 1) if rows_each else min(microbatches, max(rows, 1)))]
 
@@ -126,12 +146,13 @@ def _checksum(tensor: Tensor) -> str:
     flat = tensor.detach().reshape(-1)
     every = -(-flat.numel() * flat.element_size() // _WHOLE_BYTES)
     if every > 1:
+        # runs of neighbours instead of single elements, which would cost a cache line each
         flat = flat[: flat.numel() // _RUN * _RUN].view(-1, _RUN)[::every]
     return str(zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().data))
 
 
 def actions_of(executor: Executor | None, *, training: bool) -> Callable[[Passing], str]:
-    """What an executor will do with a batch, in words; nothing without one."""
+    """Return a function that describes what an executor will do with a batch; an empty text without an executor."""
 
     def actions(passing: Passing) -> str:
         if executor is None:
@@ -145,10 +166,17 @@ def actions_of(executor: Executor | None, *, training: bool) -> Callable[[Passin
 def from_all(
     attempt: Callable[[], Any], collective: Collective, device: torch.device, op: Operation, *, waits: bool = False
 ) -> list[Any]:
-    """What `attempt` returns on every rank, by rank, as JSON says it; collective.
+    """Call `attempt` on every rank and gather the results, by rank, as JSON holds them; collective.
 
-    With `waits`, it may take as long as it takes on some ranks. Where it fails on a rank, all ranks raise `SpecError`
-    with that rank and its reason.
+    Args:
+        attempt: What each rank does; local.
+        collective: Over all ranks.
+        device: Where messages travel.
+        op: What errors call it.
+        waits: Whether `attempt` may take longer on some ranks than a wait for another rank may.
+
+    Raises:
+        SpecError: On all ranks where it fails on one, with that rank and its reason.
     """
     found, failed = None, None
     try:
@@ -156,61 +184,82 @@ def from_all(
             found = attempt()
     except Exception as error:
         failed = error
+    # unlike a collective, `meet` waits as long as the others are at work
     if waits:
         collective.meet(op)
-    return _all_told(failed, found, collective, device, op)
+    return _gather_or_refuse(failed, found, collective, device, op)
 
 
 def alike(attempt: Callable[[], str], collective: Collective, device: torch.device, op: Operation) -> list[str]:
-    """The same, quick where all ranks say one thing: a digest travels, and what they say only where they do not."""
+    """Gather as `from_all` does, quickly where all ranks return the same text.
+
+    Args:
+        attempt: What each rank does; local.
+        collective: Over all ranks.
+        device: Where messages travel.
+        op: What errors call it.
+
+    Raises:
+        SpecError: On all ranks where it fails on one, with that rank and its reason.
+    """
     found, failed = "", None
     try:
         found = attempt()
     except Exception as error:
         failed = error
+    # a digest travels; the texts themselves only where they differ
     mine = torch.tensor([int(failed is not None), number_of(found)], device=device)
     every = collective.gather_at_once(mine, op=op).tolist()
     if not any(bad for bad, _ in every) and all(number == every[0][1] for _, number in every):
         return [found] * collective.size
-    return _all_told(failed, found, collective, device, op)
+    return _gather_or_refuse(failed, found, collective, device, op)
 
 
-def _all_told(
+def _gather_or_refuse(
     failed: Exception | None, found: Any, collective: Collective, device: torch.device, op: Operation
 ) -> list[Any]:
     every = gather_json([error_text(failed), found], collective, device, op)
-    refuse(failed, [words for words, _ in every])
+    refuse(failed, [reason for reason, _ in every])
     return [value for _, value in every]
 
 
 def write_alone(write: Callable[[], None], what: str, collective: Collective, device: torch.device) -> None:
-    """Rank 0 calls `write`, and all ranks return once it has, however long that takes; collective.
+    """Call `write` on rank 0; all ranks return once it has, however long that takes; collective.
 
-    Where it fails, all ranks raise `SpecError` with the reason.
+    Args:
+        write: Writes; local.
+        what: What errors call it.
+        collective: Over all ranks.
+        device: Where messages travel.
+
+    Raises:
+        SpecError: On all ranks where it fails, with the reason.
     """
     from_all(lambda: write() if collective.rank == 0 else None, collective, device, Operation(what), waits=True)
 
 
 def error_text(failed: Exception | None) -> str:
-    """What a rank says of its failure; nothing without one."""
+    """Describe a rank's failure in at most 2,000 characters; empty without one."""
     if failed is None:
         return ""
+    # texts of `SpecError` are written for users, others mean little without their type
     kind = "" if isinstance(failed, SpecError) else f"{type(failed).__name__}: "
-    return f"{kind}{failed}"[:_WORDS]
+    return f"{kind}{failed}"[:_MOST_CHARACTERS]
 
 
-def refuse(failed: Exception | None, words: Sequence[str]) -> None:
-    """Raise what ranks say is wrong, the same on all of them; nothing where none says anything."""
-    first = {said: r for r, said in reversed(list(enumerate(words))) if said}
+def refuse(failed: Exception | None, reasons: Sequence[str]) -> None:
+    """Raise `SpecError` with the ranks' reasons, the same on all of them; return where all are empty."""
+    # the lowest rank of each reason: what is wrong on all of them is named once
+    first = {reason: r for r, reason in reversed(list(enumerate(reasons))) if reason}
     if not first:
         return
-    text = "; ".join(f"rank {r}: {said}" for said, r in sorted(first.items(), key=lambda item: item[1]))
-    raise SpecError(text if len(first) > 1 or not all(words) else words[0]) from failed
+    text = "; ".join(f"rank {r}: {reason}" for reason, r in sorted(first.items(), key=lambda item: item[1]))
+    raise SpecError(text if len(first) > 1 or not all(reasons) else reasons[0]) from failed
 
 
 def refuse_where(every: Sequence[Any], what: str) -> None:
-    """Raise `SpecError` on all ranks unless all have said the same."""
-    differ = [r for r, said in enumerate(every) if said != every[0]]
+    """Raise `SpecError` on all ranks unless all values are equal; `what` says what the ranks that differ do."""
+    differ = [r for r, value in enumerate(every) if value != every[0]]
     if differ:
         raise SpecError(f"ranks {differ} {what} than rank 0")
 
@@ -226,11 +275,24 @@ def agree_on_batch(
     weights: int,
     schedule: int,
 ) -> Passing:
-    """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
+    """Prepare a batch, once all ranks mean the same; collective, one small all-gather.
 
-    `actions` says what this rank would run, and `weights` is a digest of weights; both must be the same on the ranks
-    with these stages in all replicas. `schedule` is a digest of all ranks' actions. Where it fails on a rank, all ranks
-    raise `SpecError` with that rank and its reason.
+    Args:
+        prepare: Makes this rank's part of the batch; local.
+        owned: The model's parameters and buffers.
+        optimizers: Their options are compared.
+        arguments: Arguments of the call, equal on all ranks.
+        groups: The pipeline's communicators.
+        device: Where messages travel.
+        actions: Describes what this rank would run; equal on the ranks with these stages in all replicas.
+        weights: A digest of weights, equal on the same ranks.
+        schedule: A digest of all ranks' actions.
+
+    Returns:
+        This rank's batch, with the labels and rows of all replicas.
+
+    Raises:
+        SpecError: On all ranks where it fails on one, with that rank and its reason, or where ranks differ.
     """
     failed: Exception | None = None
     passing = Passing.nothing()
@@ -250,10 +312,12 @@ def agree_on_batch(
         weights,
         number_of(actions(passing)),
     ]
-    count = int(torch.tensor(passing.counted, dtype=torch.float64).view(torch.int64))  # its bits
+    # one gather for everything: the bits of a float64 travel as an integer
+    count = int(torch.tensor(passing.counted, dtype=torch.float64).view(torch.int64))
     row = torch.tensor([int(failed is not None), *mine, passing.rows, count], dtype=torch.int64, device=device)
     every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
     if every[:, 0].any():
+        # reasons are texts, so they travel only where there are some
         op = Operation("telling what is wrong with a batch")
         refuse(failed, gather_json(error_text(failed), groups.world, device, op))
     grid = groups.grid
@@ -264,11 +328,12 @@ def agree_on_batch(
         "column": [grid.first_alike(r) for r in ranks],
     }
     for column, (what, among) in enumerate(_COMPARED, start=1):
-        said = every[:, column].tolist()
+        values = every[:, column].tolist()
         first = first_of[among]
-        differ = [r for r, x in enumerate(said) if x != said[first[r]]]
+        differ = [r for r, x in enumerate(values) if x != values[first[r]]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than rank {first[differ[0]]}")
+    # one rank of each replica, as all ranks of a replica count the same labels
     counted = float(every[[row[0] for row in grid.rows], -1].view(torch.float64).sum())
     return replace(passing, counted=counted, rows=int(every[:, -2].amax()))
 
@@ -276,24 +341,33 @@ def agree_on_batch(
 def agree_on_model(
     describe: Callable[[], Mapping[str, Any]], collective: Collective, device: torch.device
 ) -> tuple[StageMap, dict[str, Any]]:
-    """The stage map of the ranks that know it, and how far they are, from what all ranks `describe`; collective.
+    """Compare the ranks' models and find the stage map of those that know it; collective.
 
-    A description has the "model", the "settings", the "map" (None where it is not known) with a digest of its
-    "schedule", and the "progress". Raises `SpecError` on all ranks where one cannot be made, or any of them differ.
+    Args:
+        describe: Describes this rank's pipeline: its "model", the "settings", the "map" (None where it is not known)
+            with a digest of its "schedule", and the "progress".
+        collective: Over all ranks.
+        device: Where messages travel.
+
+    Returns:
+        The stage map, and the counters of the run, of the first rank that knows them.
+
+    Raises:
+        SpecError: On all ranks where one cannot be described, or any of them differ.
     """
     every = from_all(describe, collective, device, Operation("comparing the ranks' models"))
-    slices = [said["settings"]["slices"] for said in every]
+    slices = [row["settings"]["slices"] for row in every]
     differ = [r for r, cut in enumerate(slices) if cut != slices[0]]
     if differ:
         raise SpecError(f"ranks {differ} cut microbatches by {slices[differ[0]]}, rank 0 by {slices[0]}")
     for name in every[0]["settings"]:
-        refuse_where([said["settings"][name] for said in every], f"have another setting of {name}")
-    refuse_where([said["model"] for said in every], "hold another model")
-    knowing = [said for said in every if said["map"] is not None]
+        refuse_where([row["settings"][name] for row in every], f"have another setting of {name}")
+    refuse_where([row["model"] for row in every], "hold another model")
+    knowing = [row for row in every if row["map"] is not None]
     if not knowing:
         raise SpecError("no rank of the group knows the stage map")
     for name, what in (("map", "were given another stage map"), ("schedule", "follow another schedule")):
-        differ = [r for r, said in enumerate(every) if said["map"] is not None and said[name] != knowing[0][name]]
+        differ = [r for r, row in enumerate(every) if row["map"] is not None and row[name] != knowing[0][name]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than the first")
     return StageMap(tuple(knowing[0]["map"][0]), tuple(knowing[0]["map"][1])), knowing[0]["progress"]
@@ -302,10 +376,17 @@ def agree_on_model(
 def agree_on_optimizers(
     make: Callable[[], Optimizers], owned: Ownership, collective: Collective, device: torch.device, *, joins: bool
 ) -> Optimizers:
-    """The optimizers that `make` returns, compared among all ranks; collective.
+    """Make the optimizers and compare them among all ranks; collective.
 
-    A rank that `joins` takes over the options of one that does not. Raises `SpecError` on all ranks where they cannot
-    be made on one, or their groups differ.
+    Args:
+        make: Makes this rank's optimizers; local.
+        owned: The model's parameters.
+        collective: Over all ranks.
+        device: Where messages travel.
+        joins: Whether this rank takes over the options of one that does not join.
+
+    Raises:
+        SpecError: On all ranks where optimizers cannot be made on one, or their groups differ.
     """
     made: list[Optimizers] = []
 

@@ -29,15 +29,22 @@ from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Pending
 from prophet.ranks.operation import Operation
 
-SENDS = 4  # messages that a rank has under way at most; it waits for the oldest before it sends another
+# Messages that a rank has under way at most: it waits for the oldest before it sends another. So what has been sent and
+# not yet received takes bounded memory.
+SENDS = 4
 
 
 @dataclass
 class Run:
     """One pass of a batch through the stages.
 
-    `shapes` [M] are every microbatch's activations without memory. The gradient is that of the sum of losses times
-    `scale`. `losses` collects this rank's sums: the model's on the last stage's rank, and what layers add.
+    Attributes:
+        microbatches: [M] the parts of the batch.
+        shapes: [M] every part's activations, without memory.
+        update: Number of the update, which random numbers follow.
+        scale: The gradient is that of the sum of losses times this.
+        training: Whether there is a backward pass.
+        losses: This rank's sums: the model's on the last stage's rank, and what layers add.
     """
 
     microbatches: Sequence[Microbatch]
@@ -50,7 +57,13 @@ class Run:
 
 @dataclass
 class _Kept:
-    """What a forward leaves for its backward: the stage's inputs, and what it differentiates."""
+    """What a forward leaves for its backward.
+
+    Attributes:
+        inputs: The stage's inputs.
+        outputs: What is differentiated.
+        second: The second half of the backward, once the first has run.
+    """
 
     inputs: Activations
     outputs: Activations
@@ -58,11 +71,24 @@ class _Kept:
 
 
 class Executor:
-    """Runs this rank's stages. `stages` has their units by number, `training` this rank's steps of the schedule.
+    """Runs this rank's stages.
 
-    `on_stage_done` is called after a stage's last backward action of a pass. With `reuse`, as of slices, `received`
-    holds the buffers of messages that a training pass receives, each until the backward that reads it last; they are
-    used again. Gradients in half precision are then summed in float32.
+    Attributes:
+        received: Buffers of the messages that a training pass receives, each until the backward that reads it last.
+
+    Args:
+        model: The model.
+        stages: The units of each of this rank's stages, by the stage's number.
+        total_stages: S, of all ranks.
+        training: This rank's steps of the schedule.
+        evaluation: This rank's steps of a forward pass of as many microbatches.
+        collective: Returns the communicator of the replica's ranks; asked anew, as it changes with the group.
+        failures: Returns what makes one rank's failure that of all of them.
+        config_seed: By which layers draw random numbers.
+        device: Where this rank computes.
+        meter: Times layers and waits.
+        on_stage_done: Called with a stage's number after its last backward action of a pass.
+        reuse: Whether buffers are used again, as of slices. Gradients in half precision are then summed in float32.
     """
 
     def __init__(
@@ -87,7 +113,8 @@ class Executor:
         self.meter, self.on_stage_done = meter, on_stage_done
         self.reuse, self.received = reuse, BufferPool()
         last = [a.stage for a in training if isinstance(a, Action) and a.kind in "BW"]
-        self._actions = {s: last.count(s) for s in stages}  # that end a microbatch's backward
+        # how many actions of a stage end a microbatch's backward
+        self._actions = {s: last.count(s) for s in stages}
         # until a training pass was watched; a transformers model adds its losses by its own forward
         self._lost = LostLosses() if isinstance(model, ModuleChain) else None
         self._begin()
@@ -96,14 +123,17 @@ class Executor:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._arrived: dict[tuple[bool, int, int], Activations] = {}
         self._coming: dict[tuple[bool, int, int], tuple[Pending, Activations]] = {}
-        self._outgoing: deque[tuple[Pending, int]] = deque()  # with their bytes
-        self._lent: dict[tuple[bool, int, int], list[Tensor]] = {}  # receive buffers in use
-        self._received: dict[tuple[bool, int, int], int] = {}  # bytes that came, until they have been read
+        # with their bytes
+        self._outgoing: deque[tuple[Pending, int]] = deque()
+        # receive buffers in use
+        self._lent: dict[tuple[bool, int, int], list[Tensor]] = {}
+        # bytes that came, until they have been read
+        self._received: dict[tuple[bool, int, int], int] = {}
         self._sums: WideSums | None = None
         self._left = dict(self._actions)
 
     def run(self, run: Run) -> None:
-        """All steps of the schedule; returns when everything sent has left."""
+        """Run all steps of the schedule; returns when everything sent has left."""
         self.meter.sent_bytes = self.meter.boundary_bytes = 0
         if self.reuse and run.training:
             self._sums = WideSums(p for s in self.stages for p in self._weights(s))
@@ -117,6 +147,7 @@ class Executor:
             while self._outgoing:
                 self._sent()
             if run.training:
+                # one pass shows which losses nobody adds; watching costs a hook for every output
                 self._lost = None
         finally:
             if self.reuse and run.training:
@@ -135,7 +166,7 @@ class Executor:
         self.model.rest()
 
     def run_action(self, action: Action, run: Run) -> None:
-        """One action, with its input waited for."""
+        """Run one action, once its input has come."""
         s, m = action.stage, action.microbatch
         part, slicing = run.microbatches[m], self.model.slicing
         self.meter.working_on = None
@@ -182,6 +213,7 @@ class Executor:
             run.losses.append(loss.detach().double())
             out = (loss * run.scale,)
         else:
+            # a message has no shape: the next rank would read other shapes as garbage
             self._check(s, out, run.shapes[m][units[-1] + 1], part)
             self._arrived[True, s + 1, m] = tuple(t.detach() for t in out)
         if run.training:
@@ -211,13 +243,13 @@ class Executor:
     def _check(self, s: int, out: Activations, agreed: Activations, part: Microbatch) -> None:
         """What a stage hands on must be what the next one expects."""
 
-        def said(tensors: Activations) -> list[str]:
+        def kinds(tensors: Activations) -> list[str]:
             return [f"{list(t.shape)} of {t.dtype}" for t in tensors]
 
-        if said(out) != said(agreed):
+        if kinds(out) != kinds(agreed):
             raise SpecError(
-                f"layer {self.stages[s][-1]} returned {', '.join(said(out))} for microbatch {part.number}, "
-                f"the ranks had agreed on {', '.join(said(agreed))}"
+                f"layer {self.stages[s][-1]} returned {', '.join(kinds(out))} for microbatch {part.number}, "
+                f"the ranks had agreed on {', '.join(kinds(agreed))}"
             )
 
     # --- backward ---------------------------------------------------------------------------------------------
@@ -233,6 +265,7 @@ class Executor:
         pairs = [(t, g) for t, g in wanted if t.requires_grad]
         outputs, grads = tuple(t for t, _ in pairs), tuple(g for _, g in pairs)
         inputs = tuple(t for t in kept.inputs if t.requires_grad)
+        # a split backward keeps `kept`, which must not keep the outputs in memory
         kept.outputs = ()
         # layers that recompute their forward may add their losses only now
         with added_losses(self._weight_of(m, run)):
@@ -273,6 +306,7 @@ class Executor:
         """What has come over `boundary`: activations for the stage above it, gradients for the one below."""
         key = (forward, boundary, m)
         if key in self._coming:
+            # from another rank; what stays on this one is in `_arrived` already
             pending, tensors = self._coming.pop(key)
             pending.wait()
         else:
@@ -289,6 +323,7 @@ class Executor:
         if message.what == "send":
             tensors = [t.detach().contiguous() for t in self._arrived.pop(key, ())]
             if tensors:
+                # tensors under way stay in memory until they have left
                 if len(self._outgoing) == SENDS:
                     self._sent()
                 pending = self.collective().exchange([(message.peer, t) for t in tensors], [], op=op)
@@ -296,6 +331,7 @@ class Executor:
                 self.meter.sent_bytes = max(self.meter.sent_bytes, sum(n for _, n in self._outgoing))
             return
         agreed = run.shapes[message.microbatch][self._unit_below(message)]
+        # gradients come only for what requires grad, and both sides know which that is
         wanted = [t for t in agreed if message.forward or t.requires_grad]
         if self.reuse and run.training:
             self._lent[key] = [self.received.take(t, device=self.device) for t in wanted]
@@ -310,11 +346,9 @@ class Executor:
             self._coming[key] = (pending, tuple(made))
 
     def _sent(self) -> None:
-        """Wait until the oldest message has arrived, and let go of it.
-
-        Its receive was begun in an earlier turn of the schedule on paper than anything that comes now, so no ranks can
-        wait for each other in a circle.
-        """
+        """Wait until the oldest message has arrived, and let go of it."""
+        # Its receive was begun in an earlier turn of the schedule on paper than anything that comes now. So no ranks
+        # can wait for each other in a circle.
         self._outgoing[0][0].wait()
         self._outgoing.popleft()
 
@@ -327,6 +361,7 @@ class Executor:
 
     def _unit_below(self, message: Message) -> int:
         """Which of the boundaries between units the message is of."""
+        # a gradient is of the outputs of the stage below the boundary
         stage = message.boundary if message.forward else message.boundary - 1
         units = self.stages[stage]
         return units[0] if message.forward else units[-1] + 1

@@ -32,25 +32,32 @@ class Balancer(Protocol):
         """Begin an update, unless one is under way."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside do not complete the update's gradients."""
+        """The context of backward passes that do not complete the update's gradients."""
 
     def complete_gradients(self) -> None:
         """Bring home gradients that are still away."""
 
     def finish_step(self) -> None:
-        """The update is over."""
+        """End the update."""
 
     def close(self) -> None:
         """Balance no more."""
 
 
 class StageExperts:
-    """The expert-parallel layers of a pipeline's `units` [L], and what balances those of this rank.
+    """The expert-parallel layers of a pipeline, and what balances those of this rank.
 
-    process: this one's number; column: the processes with its pipeline rank, by replica. meter: times layers; what they
-    wait for others is none of a layer's work. Collective over the column. Raises `SpecError` where a layer's
-    expert-parallel group is not the column. With an empty column groups are right, and nothing is sent: whoever made
-    them calls `read` after every change.
+    Collective over the column.
+
+    Args:
+        units: [L] the pipeline's units.
+        process: This process's number.
+        column: The processes with its pipeline rank, by replica. If empty, groups are right, and nothing is sent:
+            whoever made them calls `read` after every change.
+        meter: Times layers; their waits for others are none of a layer's work.
+
+    Raises:
+        SpecError: A layer's expert-parallel group is not the column.
     """
 
     def __init__(self, units: Sequence[nn.Module], process: int, column: Sequence[int], meter: Meter) -> None:
@@ -62,6 +69,7 @@ class StageExperts:
     def read(self) -> None:
         """Find the layers that share experts now, and with whom."""
         for p in self.parameters:
+            # marks are set anew below: parameters may have left these layers
             p.prophet_averaged = False  # type: ignore[attr-defined]
         layers = list(expert_layers(self._units))
         self.units = tuple(dict.fromkeys(unit for unit, _, _ in layers))
@@ -69,6 +77,7 @@ class StageExperts:
         timed: dict[int, TimedCollective] = {}
         for unit, name, module in layers:
             inner: Collective = module.collective  # type: ignore[assignment]
+            # layers that share a collective share its wrapper, so that it still is one object
             if id(inner) not in timed:
                 if self._column:
                     self._check_group(f"layer {unit} ({name})", inner, self._process, self._column)
@@ -77,7 +86,8 @@ class StageExperts:
             self.parameters |= {p for p in module.parameters() if getattr(p, "prophet_expert", False)}
         self.collectives = [t.inner for t in timed.values()]
         for p in self.parameters:
-            p.prophet_averaged = True  # type: ignore[attr-defined]  # nobody else holds it, or the pipeline averages it
+            # nobody else holds it, or the pipeline averages it
+            p.prophet_averaged = True  # type: ignore[attr-defined]
 
     def _check_group(self, where: str, collective: Collective, process: int, column: Sequence[int]) -> None:
         op = Operation("comparing an expert-parallel group with its column")
@@ -103,19 +113,31 @@ class StageExperts:
     def balance(
         self, attach: Callable[[nn.Module], Balancer], mine: Sequence[int], passes: int, world: Collective
     ) -> Balancer | None:
-        """Have `attach` balance the layers of the units that run here (`mine`); None where they share no experts.
+        """Have `attach` balance the layers of the units that run here.
 
-        Raises `SpecError` on all ranks of `world` where a balancer counts on another number of backward `passes` per
-        step: gradients would come home at the wrong moment. One that takes every pass for the last is right, too.
+        Args:
+            attach: Attaches a balancer to a module.
+            mine: Numbers of the units that run here.
+            passes: Backward passes of a step, microbatches times slices.
+            world: Over all ranks.
+
+        Returns:
+            What `attach` returned; None where the units share no experts.
+
+        Raises:
+            SpecError: On all ranks of `world` where a balancer counts on another number of passes: gradients would come
+                home at the wrong moment.
         """
         shared = [unit for unit in mine if unit in self.units]
         if shared:
             self._balancer = attach(nn.ModuleList(self._units[unit] for unit in shared))
         if self.any:
-            said = getattr(getattr(self._balancer, "config", None), "accumulation_steps", 1)
+            steps = getattr(getattr(self._balancer, "config", None), "accumulation_steps", 1)
             op = Operation("comparing accumulation_steps")
-            every = gather_numbers(world, [said], op=op, device=torch.device("cpu"))[:, 0].tolist()
-            wrong = [rank for rank, steps in enumerate(every) if steps not in (1, passes)]
+            every = gather_numbers(world, [steps], op=op, device=torch.device("cpu"))[:, 0].tolist()
+            # with 1 a balancer takes every pass for the last, which is right, too
+            # compared on all ranks, those without a balancer too, as the check is collective
+            wrong = [rank for rank, n in enumerate(every) if n not in (1, passes)]
             if wrong:
                 self._balancer = None
                 raise SpecError(
@@ -133,19 +155,20 @@ class StageExperts:
     # --- around a step ----------------------------------------------------------------------------------------
 
     def passing(self, *, update: bool) -> AbstractContextManager[None]:
-        """What a training pass runs in; without `update`, gradients stay where they are."""
+        """The context of a training pass; without `update`, gradients stay where they are."""
         if self._balancer is None:
             return nullcontext()
         self._balancer.ensure_step()
+        # gradients come home once per update, so passes before the last one must not send them
         return nullcontext() if update else self._balancer.no_sync()
 
     def complete(self) -> None:
-        """All gradients are home afterwards."""
+        """Bring all gradients home."""
         if self._balancer is not None:
             self._balancer.complete_gradients()
 
     def finish(self) -> None:
-        """The optimizers have run, or a scaler has skipped them."""
+        """End the update: the optimizers have run, or a scaler has skipped them."""
         if self._balancer is not None:
             self._balancer.finish_step()
 
@@ -176,5 +199,6 @@ class _Timed(ForwardingPending):
         self.meter = meter
 
     def wait(self) -> Tensor:
+        # only the time in here is a wait: work has gone on since the transfer began
         with self.meter.waiting():
             return super().wait()

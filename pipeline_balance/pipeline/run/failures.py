@@ -1,7 +1,7 @@
 """What goes wrong on one rank of a pipeline, in the same words on all of them.
 
-The first rank to fail tells the others its rank, stages, action and cause, gives up its communicators, and leaves. The
-others hear of it in their waits. Of a rank that cannot tell any more, the others say where it was last.
+The first rank to fail reports its rank, stages, action and cause to the others, gives up its communicators, and leaves.
+The others learn of it in their waits. If a rank can report nothing any more, the others say where it was last.
 """
 
 from __future__ import annotations
@@ -28,17 +28,25 @@ from prophet.ranks.waiting import uninterrupted
 
 P = ParamSpec("P")
 T = TypeVar("T")
-GRACE_S = 3.0  # in which a rank whose wait has failed hears why
+# seconds in which a rank whose wait has failed learns why
+GRACE_S = 3.0
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 # outside a stage's actions all ranks raise these together
 AGREED = (SpecError, TransitionError, PlanMismatch, ConfigMismatch, CheckpointError)
-_WORDS = 2000  # characters of a cause that travel
+# of a cause that travel to other ranks
+_MOST_CHARACTERS = 2000
 
 
 class Failures:
-    """Makes one rank's failure that of all ranks; one per group. give_up: lets all waits for other ranks fail.
+    """Makes one rank's failure that of all ranks; one per group.
 
-    collective: over all ranks, by whose numbers they are named. `grid` says which replica each is in.
+    Args:
+        collective: Over all ranks, by whose numbers they are named.
+        give_up: Lets all waits for other ranks fail.
+
+    Attributes:
+        grid: Says which replica each process is in.
+        error: What has failed; the pipeline is of no use from then on.
     """
 
     def __init__(self, collective: ProcessGroupCollective, give_up: Callable[[], None]) -> None:
@@ -55,7 +63,8 @@ class Failures:
 
     @contextmanager
     def during(self, what: str, stage_map: StageMap | None) -> Iterator[None]:
-        """What all ranks do together, such as a step. Whatever fails in it is raised as `StageFailed` on all of them.
+        """The context of what all ranks do together, such as a step. Whatever fails in it is raised as `StageFailed` on
+        all of them.
 
         Ctrl-C is raised as it is on the ranks that get it. Errors that all ranks raise together pass: then nothing was
         lost, and the pipeline can go on.
@@ -72,10 +81,12 @@ class Failures:
         except BaseException as error:
             if self.error is not None or (isinstance(error, AGREED) and _lost(error) is None):
                 raise
+            # a second Ctrl-C must not keep the others waiting for a rank that is gone
             with uninterrupted():
-                self.error = self._told(error)
+                self.error = self._first_failure(error)
                 self.give_up()
-            if not isinstance(error, Exception):  # Ctrl-C
+            # Ctrl-C
+            if not isinstance(error, Exception):
                 raise
             raise self.error from (error.__cause__ if isinstance(error, StageFailed) else error)
         finally:
@@ -94,18 +105,19 @@ class Failures:
             raise self._own(error, (action.stage,)) from error
         self._action = ""
 
-    def _told(self, error: BaseException) -> StageFailed:
-        """The first failure of all ranks, once they were told of this one."""
+    def _first_failure(self, error: BaseException) -> StageFailed:
+        """The first failure of all ranks, once this one is reported."""
         if isinstance(error, StageFailed):
             return self.watch.report(error)
         lost = _lost(error)
         if lost is None:
             return self.watch.report(self._own(error, self._stages_of(self.rank)))
+        # a wait that failed is a consequence: the rank that failed first reports the cause meanwhile
         return self.watch.explain(self._neighbour(lost), GRACE_S)
 
     def _own(self, error: BaseException, stages: tuple[int, ...]) -> StageFailed:
-        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else words[:_WORDS]
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else text[:_MOST_CHARACTERS]
         return StageFailed(self.rank, stages, f"{self._what}{self._action}", cause)
 
     def _neighbour(self, lost: CollectiveError) -> StageFailed:
@@ -113,13 +125,14 @@ class Failures:
         what = f"{self._what}{self._action}"
         waited = f"{what}, while rank {self.rank} waited in {lost.operation!s}"
         if len(lost.peers) == 1:
-            peer = self.grid.replica(self.grid.replica_of(self.rank))[lost.peers[0]]  # stages' messages stay within
+            # stages' messages stay within a replica, whose communicator numbers its ranks from 0
+            peer = self.grid.replica(self.grid.replica_of(self.rank))[lost.peers[0]]
             return StageFailed(peer, self._stages_of(peer), waited, str(lost))
         return StageFailed(self.rank, self._stages_of(self.rank), what, f"{lost}. {self.watch.places()}")
 
 
 def together(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A method of a pipeline that all ranks call together: see `Failures.during`."""
+    """Decorate a method of a pipeline that all ranks call together: see `Failures.during`."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)

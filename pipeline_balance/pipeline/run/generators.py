@@ -16,8 +16,17 @@ import torch
 
 
 def unit_seed(seed: int, unit: int, update: int, microbatch: int, slice_: int | None = None) -> int:
-    """The seed of one unit's generators for one microbatch or one slice of it, 63 bits."""
+    """Seed one unit's generators for one microbatch or one slice of it, 63 bits.
+
+    Args:
+        seed: The run's seed.
+        unit: The unit's number.
+        update: Updates made so far.
+        microbatch: Its number, over replicas and accumulated calls.
+        slice_: The slice's number (None: the microbatch passes whole).
+    """
     text = f"{seed} {unit} {update} {microbatch}" + ("" if slice_ is None else f" {slice_}")
+    # a digest, as neighbouring keys must give unrelated seeds; 63 bits fit a signed integer
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -27,6 +36,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     on_device = getattr(torch, device.type, None) if device.type not in ("cpu", "meta") else None
     host, python = torch.get_rng_state(), random.getstate()
     other = on_device.get_rng_state(device) if on_device is not None else None
+    # not `torch.manual_seed`, which seeds the generators of all devices
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if on_device is not None:

@@ -21,20 +21,27 @@ from pipeline_balance.pipeline.model.ownership import local
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 
-_ABSENT = -1.0  # no norm is negative
+# no norm is negative
+_ABSENT = -1.0
 
 
 @torch.no_grad()
 def gradient_norm(
     parameters: Mapping[str, nn.Parameter], counted: Collection[str], world: Collective, *, device: torch.device
 ) -> Tensor:
-    """The 2-norm of all gradients, a scalar on `device` with the same bits on every rank; collective over `world`.
+    """Compute the 2-norm of all gradients, with the same bits on every rank; collective over `world`.
 
-    parameters: all N of the unsplit model by name, in its order, the same on all ranks; a tied one has one name.
-    counted: the names whose gradients this rank measures. Of equal copies one rank counts its own. Where several ranks
-    count a name, as they do for experts that share it, their gradients are parts of one.
+    Of equal copies one rank counts its own. Where several ranks count a name, as they do for experts that share it,
+    their gradients are parts of one.
 
-    The dtype is the one that the parameters' dtypes promote to. Without any gradient the norm is 0.
+    Args:
+        parameters: All N of the unsplit model by name, in its order, the same on all ranks; a tied one has one name.
+        counted: The names whose gradients this rank measures.
+        world: Over all ranks.
+        device: Where the norm is returned, and figures travel.
+
+    Returns:
+        A scalar of the dtype that the parameters' dtypes promote to; 0 without any gradient.
     """
     mine = torch.full((len(parameters),), _ABSENT, dtype=torch.float64)
     held = [(i, p.grad) for i, (name, p) in enumerate(parameters.items()) if name in counted and p.grad is not None]
@@ -42,10 +49,12 @@ def gradient_norm(
         norms = [torch.linalg.vector_norm(_values(grad)) for _, grad in held]
         mine[[i for i, _ in held]] = torch.stack([n.double() for n in norms]).cpu()
     every = world.all_gather(mine.to(device), op=Operation("norm of all gradients")).cpu()  # [R, N]
-    present = ~(every < 0)  # a norm that is not a number is one
+    # also where the norm is not a number, which compares as false
+    present = ~(every < 0)
     figures, owners = every.where(present, 0.0), present.sum(dim=0)
     # the sum of one figure and zeros is that figure, bit for bit; a root of its square need not be
     found = figures.sum(dim=0).where(owners == 1, torch.linalg.vector_norm(figures, dim=0))[owners > 0]
+    # torch takes the norm of norms in this type, and its rounding is part of the result
     dtype = reduce(torch.promote_types, [p.dtype for p in parameters.values()])
     norm: Tensor = torch.linalg.vector_norm(found.to(dtype))
     return norm.to(device)
@@ -56,8 +65,16 @@ def clip_gradients_(
 ) -> None:
     """Scale this rank's gradients as `torch.nn.utils.clip_grad_norm_` does where it has found `total_norm`.
 
-    Nothing is sent. error_if_nonfinite: raise RuntimeError, on every rank as the norm is the same, where the norm is
-    infinite or not a number; else all gradients become so.
+    Nothing is sent.
+
+    Args:
+        parameters: Parameters by name; those without a gradient are passed over.
+        max_norm: What the norm is to be at most.
+        total_norm: The norm of all gradients, a scalar.
+        error_if_nonfinite: Whether to raise where the norm is infinite or not a number; else all gradients become so.
+
+    Raises:
+        RuntimeError: On every rank, as the norm is the same, where `error_if_nonfinite` asks for it.
     """
     if error_if_nonfinite and not bool(total_norm.isfinite()):
         raise RuntimeError(f"the norm of all gradients is {float(total_norm)}, so they cannot be clipped")

@@ -16,14 +16,24 @@ from prophet.state.json_values import from_json, to_json
 NamedParameters = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], Optimizer | Sequence[Optimizer]]
 
+# entries of a group that are parameters and their names, as newer releases of torch keep them
 _NOT_OPTIONS = ("params", "param_names")
 
 
 class Optimizers:
     """What `make_optimizer` returned, as a list, with lookup by parameter.
 
-    `made` is that value itself, and `stepping` says that `step` is under way. Raises `SpecError` for LBFGS, whose step
-    mixes layers, and for a parameter that two optimizers have.
+    Attributes:
+        made: What it returned, as it is.
+        all: Its optimizers.
+        stepping: Whether `step` is under way.
+
+    Args:
+        make_optimizer: Makes one optimizer or several from all named parameters.
+        parameters: All parameters of the unsplit model, by name.
+
+    Raises:
+        SpecError: There is an LBFGS, whose step mixes layers, or two optimizers or groups have a parameter.
     """
 
     def __init__(self, make_optimizer: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -35,6 +45,7 @@ class Optimizers:
                 raise SpecError(f"make_optimizer must return optimizers of torch, got a {type(optimizer).__name__}")
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise SpecError("LBFGS mixes all layers in one step and cannot train stages: use another optimizer")
+        # a parameter that steps twice per update would be trained with a rate that nobody chose
         names = {id(p): n for n, p in parameters.items()}
         seen: set[int] = set()
         for parameter in self._parameters():
@@ -67,13 +78,16 @@ class Optimizers:
             scaler.update()
 
     def exchange(self, others: Mapping[int, nn.Parameter], entries: Mapping[int, dict[str, Any]]) -> None:
-        """Train `others` instead, with `entries` as their state; both by the id of the parameter from before.
+        """Train `others` instead. Cannot fail. Groups keep their lists, and their order.
 
-        Cannot fail. Groups keep their lists, and their order.
+        Args:
+            others: The parameters from now on, by the id of those from before.
+            entries: Their optimizer state, likewise.
         """
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 before = list(group["params"])
+                # in place: schedulers and users may refer to the list
                 group["params"][:] = [others.get(id(p), p) for p in before]
                 for p in before:
                     if id(p) in others:
@@ -82,15 +96,17 @@ class Optimizers:
                             optimizer.state[others[id(p)]] = entries[id(p)]
 
     def of(self) -> dict[int, Optimizer]:
-        """The optimizer of every parameter, by the parameter's id; groups may have been added since the start."""
+        """Return the optimizer of every parameter, by the parameter's id; groups may have been added since the
+        start.
+        """
         return {id(p): o for o in self.all for g in o.param_groups for p in g["params"]}
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """What they keep per parameter, by its id."""
+        """Return what they keep per parameter, by its id."""
         return {id(p): entries for o in self.all for p, entries in o.state.items() if isinstance(p, Tensor)}
 
     def options(self, parameters: Mapping[str, nn.Parameter]) -> list[list[dict[str, Any]]]:
-        """Every group's options and its parameters' names, as JSON can say them: [optimizer][group]."""
+        """Return every group's options and its parameters' names, as JSON can hold them: [optimizer][group]."""
         names = {id(p): n for n, p in parameters.items()}
         return [
             [
@@ -104,9 +120,10 @@ class Optimizers:
         ]
 
     def digest(self) -> int:
-        """A digest of the options that are numbers or words, such as rates, and of how many parameters groups have."""
+        """Digest the options that are numbers or texts, such as rates, and how many parameters groups have."""
 
         def plain(value: Any) -> Any:
+            # `capturable` optimizers have their rate as a tensor
             if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
                 return value.item()
             return value if isinstance(value, bool | int | float | str | tuple) else None
@@ -127,30 +144,34 @@ class Optimizers:
                 if a != b:
                     differ = sorted(set(a) ^ set(b))[:3] or a[:3]
                     raise SpecError(f"group {g} of optimizer {o} holds other parameters than the saved one: {differ}")
-                for name, words in options[o][g]["options"].items():
-                    _check_option(f"{name} of group {g} of optimizer {o}", self.all[o].param_groups[g].get(name), words)
+                for name, encoded in options[o][g]["options"].items():
+                    _check_option(
+                        f"{name} of group {g} of optimizer {o}", self.all[o].param_groups[g].get(name), encoded
+                    )
 
     def set_options(self, options: list[list[dict[str, Any]]]) -> None:
         """Take over the groups' options, as `options` gave them and `check` has passed them."""
         for optimizer, groups in zip(self.all, options, strict=True):
             for group, given in zip(optimizer.param_groups, groups, strict=True):
-                for name, words in given["options"].items():
-                    value = from_json(words)
+                for name, encoded in given["options"].items():
+                    value = from_json(encoded)
+                    # into the tensor that is there: a captured graph reads it
                     if isinstance(group.get(name), Tensor):
                         group[name].copy_(torch.as_tensor(value))
                     else:
                         group[name] = value
 
 
-def _check_option(what: str, now: Any, words: Any) -> None:
+def _check_option(what: str, now: Any, encoded: Any) -> None:
     """Raise `SpecError` unless a saved option can take the place of the one in force."""
     try:
-        value = from_json(words)
+        value = from_json(encoded)
     except SpecError as error:
         raise SpecError(f"{what}: {error}") from error
     if isinstance(now, Tensor) and isinstance(value, Tensor):
         fits = now.shape == value.shape
     else:
+        # a rate may be a number here and a tensor in the file, or the other way round
         number = isinstance(now, Tensor) or type(now) in (int, float)
         fits = not number or isinstance(value, Tensor) or type(value) in (int, float)
     if not fits:

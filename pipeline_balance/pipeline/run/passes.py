@@ -1,4 +1,4 @@
-"""A batch's way through the stages in force, forward and backward, and the updates that come of it.
+"""Takes batches through the stages in force, forward and backward, and makes the updates that come of it.
 
 Shape legend: M microbatches.
 """
@@ -32,8 +32,19 @@ from prophet.ranks.operation import Operation
 class Passes:
     """Runs batches through the stages in force and uses their gradients; see `ElasticPipeline`'s methods.
 
-    `now` are the stages in force. `progress` counts what was done, `used` says that the gradients which are still
-    there were, and `grad_norm` is the last update's norm, None where it was not clipped.
+    Attributes:
+        now: The stages in force.
+        progress: Counts what was done.
+        used: Whether an update has used the gradients that are still there.
+        grad_norm: The last update's norm; None where it was not clipped.
+
+    Args:
+        builder: Makes stages, and has the settings in force.
+        owned: Parameters and buffers of the model.
+        optimizers: What updates them.
+        experts: The layers that share experts.
+        stages: The stages to begin with.
+        owners: Who updates which parameter.
     """
 
     def __init__(
@@ -54,7 +65,8 @@ class Passes:
         self.grad_norm: float | None = None
         self._trainable = owned.trainable()
         self._scaler: PipelineScaler | None = None
-        self._weights: torch.Tensor | None = None  # digest of one layer's after the last update
+        # digest of one layer's after the last update
+        self._weights: torch.Tensor | None = None
         _watch_steps(self)
 
     @property
@@ -64,6 +76,7 @@ class Passes:
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `SpecError` if an optimizer with this pipeline's parameters steps outside of `step`."""
+        # without gradients of a batch there are none that it would use twice, or too early
         if self.optimizers.stepping or not (self.used or self.progress.parts):
             return
         mine = {id(p) for p in self.owned.parameters.values()}
@@ -75,14 +88,27 @@ class Passes:
             )
 
     def stage_done(self, stage: int) -> None:
-        """A stage has run its last backward action of this pass."""
+        """Note that a stage has run its last backward action of this pass."""
         self.gradients.stage_done(self.now.stage_map.layers_of(stage))
 
     def step(
         self, inputs: Batch, labels: Labels, *, update: bool, max_norm: float | None, scaler: PipelineScaler | None
     ) -> float:
-        """`ElasticPipeline.step`."""
+        """Train on one batch, as `ElasticPipeline.step` describes it.
+
+        Args:
+            inputs: A batch, or its microbatches. An exception stands for a batch that could not be read.
+            labels: Their labels.
+            update: Whether the optimizers step.
+            max_norm: What gradients are clipped to (None: not).
+            scaler: Scales the loss (None: nothing does).
+
+        Returns:
+            The mean loss of the update so far, equal on all ranks.
+        """
         passing = self._begin(inputs, labels, (update, max_norm), scaler)
+        # Replicas take the mean of their gradients, so each one's counts R times. The divisor is that of the update's
+        # first batch: what later ones add is made up for in `_update`.
         factor = self.groups.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
         run = Run(passing.parts, passing.shapes, self.progress.updates, scale=factor)
         self.gradients.open(update=update)
@@ -107,6 +133,7 @@ class Passes:
             self.gradients.check_left(used=self.used, midway=self.progress.parts > 0)
             if self.progress.parts:
                 self.gradients.check_kept(scaler is self._scaler, self.owned.trainable() == self._trainable)
+            # reading the batch failed on this rank: raised here, it is raised on all of them
             if isinstance(inputs, Exception):
                 raise inputs
             if self.groups.spare:
@@ -116,6 +143,7 @@ class Passes:
 
         actions = actions_of(self.now.executor if self.groups.replicas > 1 else None, training=True)
         passing = self._agree(prepare, (*arguments, scaler is None), actions)
+        # not before all ranks agree: an error must leave the gradients as they were
         if self.used:
             self.drop_gradients()
         self._scaler = scaler
@@ -140,8 +168,10 @@ class Passes:
 
     def _weights_of_next_layer(self) -> torch.Tensor | None:
         """A digest for the next agreement: replicas that came apart are found once it is that layer's turn."""
+        # one layer per update: a digest of all weights would take longer than the comparison is worth
         mine = self._mine()
-        if self.groups.column.size == 1 or not mine:  # also of shards, which nobody else has
+        # a column of one also means shards, which nobody else has
+        if self.groups.column.size == 1 or not mine:
             return None
         names = self.owned.of([mine[self.progress.updates % len(mine)]])
         parameters = [self.owned.parameters[n] for n in names]
@@ -157,13 +187,16 @@ class Passes:
         return self.now.stage_map.layers_on(self.groups.rank)
 
     def start_alike(self, fresh: Collection[str]) -> None:
-        """Tied parameters begin as on their first holder, replicas as the first; collective if any are `fresh`."""
+        """Make tied parameters begin as on their first holder, and replicas as the first; collective if any are
+        `fresh`.
+        """
         if not fresh:
             return
         mine = self._mine()
         whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
         if not bool(self.groups.world.all_gather(whole, op=Operation("starting a pipeline")).all()):
-            return  # built on `meta`: a checkpoint brings the values
+            # built on `meta`: a checkpoint brings the values
+            return
         ties = [tie for tie in ties_of(self.owned) if tie.name in fresh]
         share_tied_weights(ties, self.now.stage_map, self.groups.collective)
         tensors = self.owned.tensors(mine, fresh)
@@ -180,8 +213,8 @@ class Passes:
 
     def _shared_sum(self, run: Run) -> float:
         """The sum of a pass's losses on every rank."""
-        tells = run.losses and self.owned.model.leads
-        mine = torch.stack(run.losses).sum() if tells else torch.zeros((), dtype=torch.float64)
+        reports = run.losses and self.owned.model.leads
+        mine = torch.stack(run.losses).sum() if reports else torch.zeros((), dtype=torch.float64)
         every = self.groups.world.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
         return float(every.sum())
 
@@ -189,6 +222,7 @@ class Passes:
         """Use the gradients: one step of every optimizer, on every rank."""
         progress, stage_map = self.progress, self.now.stage_map
         self.gradients.complete(stage_map)
+        # the batches of the update may have had other numbers of labels than its first one, whose count was assumed
         self.gradients.scale_(progress.divisor / (progress.counted or 1))
         if scaler is not None:
             self.optimizers.unscale_(scaler)
@@ -198,14 +232,15 @@ class Passes:
         self.optimizers.step(scaler)
         self.owners.share(self.groups)
         self.experts.finish()
-        torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
+        # inside one long autocast, weights would stay as they were before this update
+        torch.clear_autocast_cache()
         progress.updated()
         self._weights = self._weights_of_next_layer()
         self.gradients.leave()
         self.used = True
 
     def evaluate(self, inputs: Batch, labels: Labels) -> float:
-        """`ElasticPipeline.evaluate`."""
+        """Compute the mean loss of a batch, as `ElasticPipeline.evaluate` describes it."""
         size = self.progress.rows
 
         def prepare() -> Passing:
@@ -226,18 +261,18 @@ class Passes:
             return self._shared_sum(run) / (passing.counted or 1)
 
     def drop_gradients(self) -> None:
-        """`ElasticPipeline.drop_gradients`."""
+        """Forget all gradients, also those of an update under way."""
         self.gradients.drop()
         self.progress.restart()
         self.used = False
 
     def go_on(self, stages: Stages) -> None:
-        """Other stages are in force now; what was measured is of the ones from before."""
+        """Put other stages in force; what was measured is of the ones from before."""
         self.now = stages
         self.meter.reset()
 
     def switch(self, owners: Owners) -> None:
-        """Other processes have the stages now: go on with their communicators and owners."""
+        """Go on with the communicators and owners of the layout in force: other processes have the stages now."""
         self.gradients.close()
         self.experts.read()
         self.gradients = Gradients(self.owned, self.groups, self.experts)
@@ -250,6 +285,7 @@ class Passes:
 
 def _watch_steps(passes: Passes) -> None:
     """Call its `check_step` before every step of an optimizer, as long as it lives."""
+    # torch's hooks are global: a strong reference would keep every pipeline alive
     one = weakref.ref(passes)
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

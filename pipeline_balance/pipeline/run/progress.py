@@ -13,9 +13,14 @@ from prophet.errors import SpecError
 class Progress:
     """Counters of a run, equal on all ranks.
 
-    `updates` are those made so far. `parts`, `counted` and `loss_sum` are of the update under way: its microbatches,
-    labels that count (or their weight), and summed loss. Its gradients are those of the sum divided by `divisor`.
-    `rows` is a training microbatch's size. `first_ranks` is how many ranks the run began with.
+    Attributes:
+        updates: Updates made so far.
+        parts: Microbatches of the update under way.
+        counted: Its labels that count, or their weight.
+        loss_sum: Its summed loss.
+        divisor: Its gradients are those of the sum divided by this.
+        rows: A training microbatch's size.
+        first_ranks: How many ranks the run began with.
     """
 
     updates: int = 0
@@ -29,30 +34,40 @@ class Progress:
     @property
     def loss(self) -> float:
         """Mean loss of the update under way, so far."""
+        # no label counts: the sum is zero, too
         return self.loss_sum / (self.counted or 1)
 
     def add(self, loss_sum: float, parts: int, counted: float) -> None:
-        """A batch went forward and backward."""
+        """Count a batch that went forward and backward.
+
+        Args:
+            loss_sum: Its summed loss.
+            parts: Its microbatches, of all replicas.
+            counted: Its labels that count, or their weight.
+        """
         self.loss_sum += loss_sum
         self.parts += parts
         self.counted += counted
 
     def updated(self) -> None:
-        """The gradients were used."""
+        """Count an update, which has used the gradients."""
         self.updates += 1
         self.restart()
 
     def restart(self) -> None:
-        """The update under way begins anew."""
+        """Begin the update under way anew."""
         self.parts, self.counted, self.loss_sum, self.divisor = 0, 0, 0.0, 1
 
     def to_json(self) -> dict[str, Any]:
+        """Return the counters by name."""
         return asdict(self)
 
-    def take(self, said: dict[str, Any]) -> None:
-        """Go on from another rank's or run's counters."""
+    def take(self, counters: dict[str, Any]) -> None:
+        """Go on from another rank's or run's counters. Raises `SpecError` where one is no such number."""
         for field in fields(self):
-            value, whole = said.get(field.name), field.type == "int"
+            # annotations are texts here, see `from __future__`
+            value, whole = counters.get(field.name), field.type == "int"
+            # `isinstance` would take true and false for numbers
             right = type(value) is int or (not whole and type(value) is float and math.isfinite(value))
             if not right or value is None or (whole and value < 0):
                 expected = "a whole number" if whole else "a number"

@@ -5,8 +5,7 @@ another part of the batch. The processes with one pipeline rank, a column, hold 
 grid is spare: it holds nothing, and takes part in what all processes do around a step.
 
 Once a stage has run its last backward action, the schedule starts the means of its layers' gradients. They run in that
-order in a thread, on a communicator that nothing else uses. Hooks on parameters would not do: torch's split backward
-does not fire them, and an order that differs between ranks mixes up layers in silence.
+order in a thread, on a communicator that nothing else uses.
 
 Shape legend: R replicas, P pipeline ranks, N elements of a bucket.
 """
@@ -26,15 +25,18 @@ from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.waiting import Waiter
 
+# torch's wrappers by name, wherever a release keeps them
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """R x P processes: `rows` [R][P] has those of every replica, by pipeline rank.
+    """R x P processes.
 
-    `beside` [...][R][P] are other grids of the same size, which compute the same with other shards of the tensors.
-    Every `ep` replicas the same part of the experts of their layers comes again: those of r and r + ep are equal.
+    Attributes:
+        rows: [R][P] the processes of every replica, by pipeline rank.
+        beside: [...][R][P] other grids of the same size, which compute the same with other shards of the tensors.
+        ep: After how many replicas the same part of their layers' experts comes again: those of r and r + ep are equal.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -43,9 +45,10 @@ class Grid:
 
     @classmethod
     def of(cls, processes: int, replicas: int) -> Grid:
-        """Process r is pipeline rank r mod P of replica r // P.
+        """Number the processes: process r is pipeline rank r mod P of replica r // P.
 
-        Raises `SpecError` unless the processes divide into as many replicas.
+        Raises:
+            SpecError: The processes do not divide into as many replicas.
         """
         if replicas < 1 or processes % replicas:
             raise SpecError(f"{processes} processes cannot be divided into {replicas} replicas of a pipeline")
@@ -54,18 +57,20 @@ class Grid:
 
     @property
     def replicas(self) -> int:
+        """R."""
         return len(self.rows)
 
     @property
     def pipeline_ranks(self) -> int:
+        """P."""
         return len(self.rows[0])
 
     def replica_of(self, process: int) -> int:
-        """R for a spare process."""
+        """Return the replica of a process; R for a spare one."""
         return next((r for rows in self.every for r, row in enumerate(rows) if process in row), self.replicas)
 
     def pipeline_rank_of(self, process: int) -> int:
-        """P for a spare process."""
+        """Return the pipeline rank of a process; P for a spare one."""
         found = (row.index(process) for rows in self.every for row in rows if process in row)
         return next(found, self.pipeline_ranks)
 
@@ -75,21 +80,21 @@ class Grid:
         return tuple(sorted((self.rows, *self.beside)))
 
     def first_with_data(self, process: int) -> int:
-        """The first process that is given the same data as this one."""
+        """Return the first process that is given the same data as this one."""
         number = self.replica_of(process)
         return min(r for rows in self.every for r in rows[number]) if number < self.replicas else process
 
     def first_alike(self, process: int) -> int:
-        """The first process with the same shards of the same layers as this one."""
+        """Return the first process with the same shards of the same layers as this one."""
         number = self.pipeline_rank_of(process)
         return next((rows[0][number] for rows in self.every for row in rows if process in row), process)
 
     def replica(self, number: int) -> tuple[int, ...]:
-        """The processes of a replica, by pipeline rank [P]; none of number R."""
+        """Return the processes of a replica, by pipeline rank [P]; none of number R."""
         return self.rows[number] if number < self.replicas else ()
 
     def column(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The processes with one pipeline rank, by replica [R]; none with number P."""
+        """Return the processes with one pipeline rank, by replica [R]; none with number P."""
         return tuple(row[pipeline_rank] for row in self.rows) if pipeline_rank < self.pipeline_ranks else ()
 
 
@@ -102,6 +107,7 @@ def check_units(units: Sequence[nn.Module], root: nn.Module | None = None) -> No
     for owner, unit in [*named, *([("the model", root)] if root is not None else [])]:
         for name, module in unit.named_modules():
             where = owner + (f" ({name})" if name else "")
+            # base classes too: FSDP2 makes the module's class a subclass of `FSDPModule`
             kinds = {k.__name__ for k in type(module).__mro__ if k.__module__.startswith("torch.")}
             for kind in sorted(kinds & _WRAPPERS):
                 raise SpecError(
@@ -115,9 +121,11 @@ def check_units(units: Sequence[nn.Module], root: nn.Module | None = None) -> No
 class ReplicaMeans:
     """Averages the gradients of this rank's layers over the replicas, in replica order, while a step goes on.
 
-    column: the R processes that hold the same layers; nothing else may use its channel "weights" meanwhile. Each
-    microbatch's loss is weighted by R over the labels of all replicas, so that the mean is the gradient of the whole
-    update. All replicas must start the same buckets in the same order: they have one stage map and one schedule.
+    Each microbatch's loss is weighted by R over the labels of all replicas, so that the mean is the gradient of the
+    whole update. All replicas must start the same buckets in the same order: they have one stage map and one schedule.
+
+    Args:
+        column: The R processes that hold the same layers; nothing else may use its channel "weights" meanwhile.
     """
 
     def __init__(self, column: Collective) -> None:
@@ -131,15 +139,19 @@ class ReplicaMeans:
         Frozen parameters are left out. One without a gradient here counts as zeros, and gets the mean of all.
         Where no replica has a gradient there is none afterwards.
         """
+        # Called by the schedule, not by hooks on parameters: torch's split backward does not fire them, and an order
+        # that differs between ranks mixes up layers in silence.
         trainable = [p for p in parameters if p.requires_grad]
         if self._thread is None or not trainable:
             return
+        # sorted, as all replicas must send the buckets in one order
         for dtype in sorted({p.dtype for p in trainable}, key=str):
             bucket = [p for p in trainable if p.dtype == dtype]
             self._under_way.append(self._thread.submit(lambda bucket=bucket: self._average(bucket, layer)))  # type: ignore[misc]
 
     def finish(self) -> None:
         """Wait until all that was started is averaged. Raises what went wrong; every wait has the limit of `column`."""
+        # emptied first: what is raised here must not be raised again by the next update
         under_way, self._under_way = self._under_way, []
         for future in under_way:
             future.result()
@@ -153,6 +165,7 @@ class ReplicaMeans:
     def _average(self, bucket: Sequence[nn.Parameter], layer: int) -> None:
         op = Operation("mean of gradients over replicas", layer)
         here = [p.grad is not None for p in bucket]
+        # all replicas send messages of one size, whichever gradients they have
         grads = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
         flat = torch.cat([g.reshape(-1) for g in grads])
         mean, anywhere = mean_in_order(flat, [float(h) for h in here], self.column, op=op)
@@ -162,15 +175,29 @@ class ReplicaMeans:
                 local(p.grad).copy_(piece.view(local(p.grad).shape))
 
 
-def mean_in_order(x: Tensor, said: Sequence[float], ranks: Collective, *, op: Operation) -> tuple[Tensor, list[float]]:
-    """The mean of all ranks' `x` [N], added in rank order, and the most that any rank `said`; collective.
+def mean_in_order(
+    x: Tensor, numbers: Sequence[float], ranks: Collective, *, op: Operation
+) -> tuple[Tensor, list[float]]:
+    """Average all ranks' `x` [N], added in rank order; collective.
 
-    Each rank adds one of R equal shards, then all gather the shards: 2 (R - 1) / R of `x` travel each way. What ranks
-    say are small whole numbers that travel with the shards. Raises `OutOfStep` where they are of different layers.
+    Each rank adds one of R equal shards, then all gather the shards: 2 (R - 1) / R of `x` travel each way.
+
+    Args:
+        x: This rank's elements [N].
+        numbers: Small whole numbers that travel with the shards.
+        ranks: The R ranks.
+        op: What errors call it; its layer must be the same on all ranks.
+
+    Returns:
+        The mean [N], with the same bits on all ranks, and of each number the largest of all ranks.
+
+    Raises:
+        OutOfStep: Ranks average different layers.
     """
     size = ranks.size
     shard = -(-x.numel() // size)
-    head = x.new_tensor([float((op.layer or 0) % 128), *said])
+    # below 128, which half precisions hold exactly, too
+    head = x.new_tensor([float((op.layer or 0) % 128), *numbers])
     padded = torch.cat([x, x.new_zeros(shard * size - x.numel())]).view(size, shard)
     message = torch.cat([head.expand(size, -1), padded], dim=1)
     ones = [1] * size
@@ -179,6 +206,7 @@ def mean_in_order(x: Tensor, said: Sequence[float], ranks: Collective, *, op: Op
     if len(set(layers)) > 1:
         raise OutOfStep(f"rank {ranks.rank}: {op}: other replicas average another layer: {[int(n) for n in layers]}")
     mine = came[0, len(head) :].clone()
+    # one after the other: a sum in another order would have other bits
     for part in came[1:, len(head) :]:
         mine += part
     mine /= size
@@ -198,12 +226,12 @@ def start_alike(tensors: Sequence[Tensor], column: Collective) -> None:
 def refuse_apart(column: Mapping[int, Mapping[str, int]]) -> None:
     """Raise `SpecError` where the processes of a column have other digests of a parameter than its first.
 
-    column: digests by process and name. Parameters are equal at the start, and so are their gradients and updates: what
-    differs was changed by hand on some replicas.
+    `column` has digests by process and name.
     """
+    # parameters are equal at the start, and so are their gradients and updates: someone changed what differs by hand
     first = next(iter(column))
     for name, digest in column[first].items():
-        differ = [process for process, said in column.items() if said.get(name) != digest]
+        differ = [process for process, digests in column.items() if digests.get(name) != digest]
         if differ:
             raise SpecError(
                 f"replicas have come apart: {name!r} differs on rank(s) {differ} from rank {first}; "

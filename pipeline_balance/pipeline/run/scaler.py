@@ -23,26 +23,32 @@ _OPERATION = Operation("GradScaler's check for infinite gradients")
 
 
 class PipelineScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` that is the same on all ranks of `world()`, idle ones too. `pipe.scaler(...)` makes it.
+    """A `torch.amp.GradScaler` that is the same on all ranks, idle ones too. `pipe.scaler(...)` makes it.
 
-    device: the pipeline's. arguments: as `torch.amp.GradScaler` takes them, by name, without its `device`. `unscale_`
-    and `step` are collective over `world`, once for every optimizer, in the same order on all ranks. An optimizer
-    without a gradient on this rank takes its step as well. As in torch, each optimizer skips its own overflows, and
-    `update` lowers the scale after any. `state_dict` is the same on all ranks.
+    `unscale_` and `step` are collective, once for every optimizer, in the same order on all ranks. An optimizer without
+    a gradient on this rank takes its step as well. As in torch, each optimizer skips its own overflows, and `update`
+    lowers the scale after any. `state_dict` is the same on all ranks.
+
+    Args:
+        world: Returns the communicator of all ranks; asked anew, as it changes with the group.
+        device: The pipeline's.
+        **arguments: Those of `torch.amp.GradScaler` by name, without its `device`.
     """
 
     def __init__(self, world: Callable[[], Collective], device: torch.device, **arguments: Any) -> None:
         super().__init__(device.type, **arguments)
         self._world = world
         if self.is_enabled():
+            # torch makes the scale when a loss is first scaled, which happens on no rank of a pipeline
             self._lazy_init_scale_growth_tracker(device)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """torch's, which says by device whether a gradient is infinite; then what any rank has found. Collective.
+        """Run torch's method, then take over what any rank has found. Collective.
 
-        Raises `SpecError` on all ranks where their scales differ: their gradients were scaled differently.
+        Raises:
+            SpecError: On all ranks where their scales differ: their gradients were scaled differently.
         """
         here: Any = SimpleNamespace(param_groups=[{"params": _as_they_lie(optimizer)}])
         found = super()._unscale_grads_(here, inv_scale, found_inf, allow_fp16)
@@ -55,11 +61,12 @@ class PipelineScaler(torch.amp.GradScaler):
         every = self._world().all_gather(mine, op=_OPERATION)
         scales = every[:, 2].reciprocal().tolist()
         if min(scales) != max(scales):
-            told = ", ".join(f"{s:g} on rank {r}" for r, s in enumerate(scales))
+            listed = ", ".join(f"{s:g} on rank {r}" for r, s in enumerate(scales))
             raise SpecError(
-                f"the scaler's scale differs: {told}; call update() and load_state_dict() on all ranks alike"
+                f"the scaler's scale differs: {listed}; call update() and load_state_dict() on all ranks alike"
             )
-        infinite = every[:, 0].amax().float()  # fused optimizers compare with one
+        # one and no larger number: fused optimizers compare with one
+        infinite = every[:, 0].amax().float()
         for value in found.values():
             value.copy_(infinite)
         # torch refuses an optimizer without gradients; where another rank has some, this one takes the step as well

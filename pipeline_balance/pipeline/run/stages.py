@@ -38,10 +38,14 @@ from prophet.ranks.works import all_made
 class PipelineConfig:
     """How a pipeline trains; equal on all ranks except `device`.
 
-    `microbatches` is how many parts a step's batch is cut into. Layers draw random numbers by `seed`. `split_backward`
-    computes weight gradients apart from input gradients where that fills a wait. `budget_bytes` bounds the buffers that
-    a move may take on a rank, and `timeout_s` every wait for another rank. `schedule` is a name or a function, see
-    `schedules.named`; None is "flexible", or what slices bring.
+    Attributes:
+        microbatches: How many parts a step's batch is cut into.
+        seed: By which layers draw random numbers.
+        device: Where this rank computes.
+        split_backward: Whether weight gradients are computed apart from input gradients where that fills a wait.
+        budget_bytes: Bounds the buffers that a move may take on a rank.
+        timeout_s: Bounds every wait for another rank, in seconds.
+        schedule: A name or a function, see `schedules.named`; None is "flexible", or what slices bring.
     """
 
     microbatches: int
@@ -66,9 +70,14 @@ class PipelineConfig:
 class RankAssignment:
     """Which process runs which stages of which replica, and this one's communicators: see `PipelineGroups`.
 
-    `shards` are those that modules use by themselves. Where processes of a stage share experts, `experts` is over
-    these, and `copies` over those with the same experts. `alike` are those that are given the same tokens, of which
-    each takes a part to its experts.
+    Attributes:
+        grid: The processes' places.
+        collective: Over the ranks of this replica.
+        column: Over the ranks that run the same layers in all replicas.
+        experts: Over the processes of a stage that share experts (None: nobody does).
+        copies: Over those with the same experts.
+        alike: Over those that are given the same tokens, of which each takes a part to its experts.
+        shards: Communicators that modules use by themselves.
     """
 
     grid: Grid
@@ -81,16 +90,20 @@ class RankAssignment:
 
 
 def alone(rank: int = 0) -> Collective:
-    """Communication of a rank with nobody."""
+    """Make the communicator of a rank with nobody else in it."""
     return ThreadWorld(1).collective(rank)
 
 
 class PipelineGroups:
     """The communicators of one pipeline, and of its replicas once they are arranged and divided.
 
-    `world` is over all ranks, `collective` over those of this rank's replica, `column` over the ranks that run the same
-    layers in all replicas. Process r of the group is rank r mod P of replica r // P, until others take their
-    `rank_assignment`.
+    Process r of the group is rank r mod P of replica r // P, until others take their `rank_assignment`.
+
+    Attributes:
+        world: Over all ranks.
+        collective: Over those of this rank's replica.
+        column: Over the ranks that run the same layers in all replicas.
+        failures: Makes one rank's failure that of all of them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
@@ -106,11 +119,14 @@ class PipelineGroups:
         self._included = [own]
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
+        # one replica, until others are arranged
         self.arrange(1)
 
     def arrange(self, replicas: int, rank_assignment: RankAssignment | None = None) -> None:
-        """Number the ranks for `replicas`, or as `rank_assignment` do; local. Raises `SpecError` unless they divide
-        into them.
+        """Number the ranks for `replicas`, or as `rank_assignment` does; local.
+
+        Raises:
+            SpecError: The ranks do not divide into as many replicas.
         """
         self.assign(
             rank_assignment
@@ -122,12 +138,14 @@ class PipelineGroups:
         grid = self.grid
         if grid.replicas > 1:
             columns = [grid.column(p) for p in range(grid.pipeline_ranks)]
+            # torch makes a group only if all ranks call, also those that are not in it
             row, column = (self._part(parts) for parts in (list(grid.rows), columns))
             self.assign(RankAssignment(grid=grid, collective=row, column=column))
 
     def assign(self, rank_assignment: RankAssignment) -> None:
         """Have this process run what its place in `rank_assignment` does from now on. Cannot fail."""
         self.rank_assignment, self.grid = rank_assignment, rank_assignment.grid
+        # errors name stages by the place of the rank that has failed
         self.failures.grid = rank_assignment.grid
         self.collective, self.column = rank_assignment.collective, rank_assignment.column
         self.replicas = rank_assignment.grid.replicas
@@ -148,10 +166,11 @@ class PipelineGroups:
         ranks = [[self._world[r] for r in part] for part in parts]
         made = all_made([partial(dist.new_group, row, timeout=self._limit) for row in ranks])
         mine = next(g for part, g in zip(parts, made, strict=True) if self.world.rank in part)
+        # a rank alone sends nothing, and a process group would only cost its start
         return alone() if dist.get_world_size(mine) == 1 else ProcessGroupCollective(mine, timeout_s=self.timeout_s)
 
     def include(self, collective: Collective) -> None:
-        """Waits of `collective`, which is over some of the ranks, hear of failures, and fail with `abort`."""
+        """Have waits of `collective`, which is over some of the ranks, learn of failures, and fail with `abort`."""
         if isinstance(collective, ProcessGroupCollective) and collective not in self._included:
             collective.watch = self.failures.watch
             self._included.append(collective)
@@ -171,6 +190,7 @@ class PipelineGroups:
     def side(self) -> Collective:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         if self._side is None:
+            # only members call, as other processes may be in the default group
             group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
             self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
             self.include(self._side)
@@ -179,10 +199,13 @@ class PipelineGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What is in force on one rank: the stage map, and the executor of this rank's stages (None without one).
+    """What is in force on one rank.
 
-    `durations` are the stages' expected seconds that the schedule was made for, None where they are not known.
-    `schedule` is a digest of what all ranks run: see `StageBuilder.number`.
+    Attributes:
+        stage_map: Which rank runs which layers.
+        executor: Runs this rank's stages; None without one.
+        durations: The stages' expected seconds that the schedule was made for (None: not known).
+        schedule: A digest of what all ranks run: see `StageBuilder.number`.
     """
 
     stage_map: StageMap
@@ -193,7 +216,15 @@ class Stages:
 
 @dataclass(kw_only=True)
 class StageBuilder:
-    """Makes stages with their schedule for a map; see `ElasticPipeline`. `config` is what is in force."""
+    """Makes stages with their schedule for a map; see `ElasticPipeline`.
+
+    Attributes:
+        model: The model that the stages run.
+        config: The settings in force.
+        groups: The pipeline's communicators.
+        meter: Times layers and waits.
+        on_stage_done: Called with a stage's number after its last backward action of a pass.
+    """
 
     model: PipelineModel
     config: PipelineConfig
@@ -202,7 +233,7 @@ class StageBuilder:
     on_stage_done: Callable[[int], None] = lambda stage: None
 
     def first_map(self) -> StageMap:
-        """Layers spread evenly over the ranks."""
+        """Spread the layers evenly over the ranks."""
         ranks, layers = self.groups.grid.pipeline_ranks, len(self.model.units)
         each = self.model.slicing.stages_per_rank if self.model.slicing is not None else 1
         even = StageMap.even(layers, ranks * each)
@@ -220,25 +251,34 @@ class StageBuilder:
                 raise SpecError("slices need split_backward=False: their backward frees keys and values at once")
             if self.config.schedule is not None:
                 raise SpecError("slices bring their schedule: leave out schedule=")
+            # slices number the ranks in use from 0, as their schedules do
             self.model.slicing.check(dense_ranks(stage_map).ranks)
 
     def schedule(
         self, stage_map: StageMap, durations: Durations | None = None, config: PipelineConfig | None = None
     ) -> Schedule:
-        """What the ranks in use run, [P] rows without idle ranks: the user's choice asked anew, and checked.
+        """Make what the ranks in use run, [P] rows without idle ranks: the user's choice asked anew, and checked.
 
-        Raises `SpecError` where it cannot be run.
+        Args:
+            stage_map: Which rank runs which layers.
+            durations: The stages' expected seconds (None: not known).
+            config: The settings (None: those in force).
+
+        Raises:
+            SpecError: The schedule cannot be run.
         """
         config, ranks = config or self.config, dense_ranks(stage_map).ranks
         if self.model.slicing is not None:
             return self.model.slicing.schedule(ranks, config.microbatches)
+        # measured with other stages: they say nothing of these
         if durations is not None and len(durations.forward_s) != stage_map.stages:
             durations = None
         choice, split = config.schedule or FLEXIBLE, config.split_backward
         return schedule_for(choice, ranks, config.microbatches, durations=durations, split_backward=split)
 
     def number(self, schedule: Schedule) -> int:
-        """A digest for comparing over ranks; 0 of "flexible", as a rank that joins does not know its durations."""
+        """Digest a schedule for comparing over ranks; 0 for "flexible"."""
+        # a rank that joins does not know the durations that "flexible" was made for, and would find another digest
         return number_of(str(schedule)) if self.config.schedule not in (None, FLEXIBLE) else 0
 
     def build(
@@ -250,17 +290,25 @@ class StageBuilder:
         config: PipelineConfig | None = None,
         schedule: Schedule | None = None,
     ) -> Stages:
-        """Stages for `stage_map` with their `schedule`, asked for if None; nothing that is in force changes.
+        """Make stages for a map; nothing that is in force changes.
 
-        With `rank` and `config`, those of this process once both are in force.
+        Args:
+            stage_map: Which rank runs which layers.
+            durations: The stages' expected seconds (None: not known).
+            rank: This process's pipeline rank once the stages are in force (None: the one it has).
+            config: The settings then (None: those in force).
+            schedule: What the ranks run (None: it is asked for).
         """
         rank, config = self.groups.rank if rank is None else rank, config or self.config
-        schedule = schedule or self.schedule(stage_map, durations, config)  # what was chosen is compared over all ranks
+        # what was chosen is compared over all ranks, so it is not asked for a second time
+        schedule = schedule or self.schedule(stage_map, durations, config)
         mine = stage_map.stages_on(rank)
+        # a rank without a stage takes part in what all ranks do around a step, and runs nothing
         executor = self._executor(stage_map, schedule, rank, config) if mine else None
         return Stages(stage_map=stage_map, executor=executor, durations=durations, schedule=self.number(schedule))
 
     def _executor(self, stage_map: StageMap, schedule: Schedule, rank: int, config: PipelineConfig) -> Executor:
+        # schedules number the ranks in use from 0; messages go to ranks as they are
         used = stage_map.used_ranks
 
         def spread(rows: list[list[Action]]) -> list[list[Action]]:
@@ -273,6 +321,7 @@ class StageBuilder:
             stage_map.stages,
             training=with_messages(spread([list(row) for row in schedule.actions]), stage_map.ranks)[rank],
             evaluation=lambda n: with_messages(forward_rows(stage_map.ranks, n), stage_map.ranks)[rank],
+            # asked anew: stages are built before the communicators that they will use are in force
             collective=lambda: self.groups.collective,
             failures=lambda: self.groups.failures,
             config_seed=config.seed,

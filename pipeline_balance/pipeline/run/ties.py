@@ -28,20 +28,27 @@ from prophet.ranks.operation import Operation
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Tie:
-    """A parameter that `units` (ascending) share; `name` is the one that the unsplit model gives it."""
+    """A parameter that several units share.
+
+    Attributes:
+        name: The name that the unsplit model gives it.
+        parameter: The parameter.
+        units: The units that share it, ascending.
+    """
 
     name: str
     parameter: nn.Parameter
     units: tuple[int, ...]
 
     def holders(self, stage_map: StageMap) -> tuple[int, ...]:
-        """The pipeline ranks that hold it, in the order of their first stages with it. Two units of a rank are one."""
+        """Return the pipeline ranks that hold it, in the order of their first stages with it."""
         home = stage_map.assignment()
+        # two units on a rank share one gradient already, so they count once
         return tuple(dict.fromkeys(home[unit] for unit in self.units))
 
 
 def ties_of(owned: Ownership) -> tuple[Tie, ...]:
-    """The parameters that several units hold, in the order of the unsplit model's names."""
+    """Find the parameters that several units hold, in the order of the unsplit model's names."""
     return tuple(Tie(name=name, parameter=owned.parameters[name], units=units) for name, units in owned.tied().items())
 
 
@@ -49,15 +56,20 @@ def ties_of(owned: Ownership) -> tuple[Tie, ...]:
 def sum_tied_gradients(ties: Sequence[Tie], stage_map: StageMap, pipeline: Collective) -> None:
     """Give every holder the sum of all holders' gradients; collective over each tie's holders.
 
-    pipeline: the ranks of one replica. Call it once gradients are complete, and averaged over replicas where there are
-    any. A holder without a gradient gets that of the others; where none has one, none gets one. Frozen ones are left
-    out: `requires_grad` must be the same on all ranks.
+    Call it once gradients are complete, and averaged over replicas where there are any. A holder without a gradient
+    gets that of the others; where none has one, none gets one. Frozen ones are left out.
+
+    Args:
+        ties: The tied parameters; their `requires_grad` must be the same on all ranks.
+        stage_map: Which rank runs which layers.
+        pipeline: Over the ranks of one replica.
     """
     sends: list[tuple[int, Tensor]] = []
     recvs: list[tuple[int, Tensor]] = []
     parts: list[tuple[Tie, dict[int, Tensor]]] = []
     for tie in ties:
         holders = tie.holders(stage_map)
+        # exchanges are among holders only, so other ranks go on
         if pipeline.rank not in holders or len(holders) == 1 or not tie.parameter.requires_grad:
             continue
         mine = _with_presence(tie.parameter)
@@ -70,10 +82,12 @@ def sum_tied_gradients(ties: Sequence[Tie], stage_map: StageMap, pipeline: Colle
         return
     pipeline.exchange(sends, recvs, op=Operation("sum of tied parameters' gradients")).wait()
     for tie, by_rank in parts:
-        first, *rest = by_rank.values()  # in the order of the stages on every holder
+        # in the order of the stages on every holder, so that all find the same bits
+        first, *rest = by_rank.values()
         total = first.clone()
         for part in rest:
             total += part
+        # how many holders have a gradient
         if total[0] > 0:
             p = tie.parameter
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -81,7 +95,8 @@ def sum_tied_gradients(ties: Sequence[Tie], stage_map: StageMap, pipeline: Colle
 
 
 def _with_presence(p: nn.Parameter) -> Tensor:
-    """Whether there is a gradient, one or zero, and then its elements: that needs no message by itself."""
+    """Whether there is a gradient, one or zero, and then its elements."""
+    # in one tensor: whether there is one needs no message by itself
     here = local(p)
     flat = here.new_zeros(1 + here.numel())
     if p.grad is not None:
@@ -92,7 +107,13 @@ def _with_presence(p: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def share_tied_weights(ties: Sequence[Tie], stage_map: StageMap, pipeline: Collective) -> None:
-    """Give every holder the weights of the first, in place; collective over holders. For the start of a run."""
+    """Give every holder the weights of the first, in place; collective over holders. For the start of a run.
+
+    Args:
+        ties: The tied parameters.
+        stage_map: Which rank runs which layers.
+        pipeline: Over the ranks of one replica.
+    """
     sends: list[tuple[int, Tensor]] = []
     recvs: list[tuple[int, Tensor]] = []
     arrived: list[tuple[nn.Parameter, Tensor]] = []
@@ -106,6 +127,7 @@ def share_tied_weights(ties: Sequence[Tie], stage_map: StageMap, pipeline: Colle
     if sends or recvs:
         pipeline.exchange(sends, recvs, op=Operation("tied parameters of their first holder")).wait()
     for p, weights in arrived:
+        # in place: the object stays tied in all its modules
         p.copy_(weights)
 
 
@@ -116,9 +138,14 @@ def tie_digests(
     state: Mapping[int, Mapping[str, Any]],
     weights: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[int, int]]:
-    """Digests of a rank's tied weights and of their optimizer state, by name; ranks compare them with `refuse_untied`.
+    """Digest a rank's tied weights and their optimizer state, by name; ranks compare them with `refuse_untied`.
 
-    state: what optimizers keep per parameter, by its id. weights: digests of parameters that are known already.
+    Args:
+        ties: The tied parameters.
+        stage_map: Which rank runs which layers.
+        pipeline_rank: The rank whose ties count.
+        state: What optimizers keep per parameter, by its id.
+        weights: Digests of parameters that are known already.
     """
     known = weights or {}
     return {
@@ -132,17 +159,25 @@ def tie_digests(
 
 
 def refuse_untied(
-    ties: Sequence[Tie], stage_map: StageMap, grid: Grid, said: Sequence[Mapping[str, Sequence[int]]]
+    ties: Sequence[Tie], stage_map: StageMap, grid: Grid, digests: Sequence[Mapping[str, Sequence[int]]]
 ) -> None:
-    """Raise `TransitionError` where holders of a tie, in all replicas, have `said` other digests.
+    """Refuse to move where holders of a tie, in all replicas, have other digests.
 
-    It names the parameter, the processes, and whether weights or optimizer state have come apart.
+    Args:
+        ties: The tied parameters.
+        stage_map: Which rank runs which layers.
+        grid: The processes' places.
+        digests: Every process's `tie_digests`.
+
+    Raises:
+        TransitionError: Names the parameter, the processes, and whether weights or optimizer state have come apart.
     """
     for tie, rows in product(ties, grid.every):
+        # also of other replicas: they were equal at the start, and so were their updates
         holders = sorted(row[rank] for rank in tie.holders(stage_map) for row in rows)
-        first, *_ = (said[process][tie.name] for process in holders)
+        first, *_ = (digests[process][tie.name] for process in holders)
         for i, what in enumerate(("weights", "optimizer state")):
-            differ = [process for process in holders if said[process][tie.name][i] != first[i]]
+            differ = [process for process in holders if digests[process][tie.name][i] != first[i]]
             if differ:
                 raise TransitionError(
                     f"the tied parameter {tie.name!r} has other {what} on rank(s) {differ} than on rank {holders[0]}: "

@@ -18,6 +18,7 @@ from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 
 _MARK = "_left"
+# how many gradients are marked with some of their numbers, and with how many: what a step can spare
 _SOME, _FEW = 8, 64
 _RIGHT = (
     "To clip, write pipe.step(inputs, labels, max_norm=...); to scale, scaler = pipe.scaler() and "
@@ -27,39 +28,44 @@ _RIGHT = (
 
 
 class Gradients:
-    """This rank's gradients of the parameters in `owned`; those that `experts` share stay out of the means."""
+    """This rank's gradients, between backward and the next batch.
+
+    Args:
+        owned: The model's parameters.
+        groups: The pipeline's communicators.
+        experts: Layers whose shared experts' gradients stay out of the means.
+    """
 
     def __init__(self, owned: Ownership, groups: PipelineGroups, experts: StageExperts) -> None:
         self.owned, self.groups, self.experts = owned, groups, experts
         self._means = ReplicaMeans(groups.column)
+        # experts' gradients are averaged apart, over the processes that have the same experts
         copies = groups.rank_assignment.copies
         self._copies = ReplicaMeans(copies) if copies is not None and copies.size > 1 else None
         self._open = False
         self._added_up: list[nn.Parameter] = []
 
     def open(self, *, update: bool) -> None:
-        """A pass begins; with `update`, stages that are done have all of the update's gradients."""
+        """Begin a pass; with `update`, stages that are done have all of the update's gradients."""
         self._open = update
 
     def leave(self) -> None:
-        """A pass, an update or a move has ended: mark its gradients, see `check_left`.
-
-        A mark is an attribute of the gradient, so it goes with it. It says the gradient's version, and of some a few of
-        their numbers: `GradScaler.unscale_` and `grad.data` change no version.
-        """
+        """Mark the gradients that a pass, an update or a move has left, see `check_left`."""
+        # A mark is an attribute of the gradient, so it goes with it. It holds the gradient's version, and of some a few
+        # of their numbers: `GradScaler.unscale_` and `grad.data` change no version.
         held = [p.grad for p in self.owned.parameters.values() if p.grad is not None]
         for i, grad in enumerate(held):
             vars(grad)[_MARK] = (grad._version, _numbers(grad) if i % -(-len(held) // _SOME) == 0 else None)
 
     def keep(self) -> None:
-        """A pass without an update has ended: its gradients are to be there in the next one, see `check_kept`."""
+        """Keep the gradients of a pass without an update, which are to be there in the next one, see `check_kept`."""
         self.leave()
         self._added_up = [p for p in self.owned.parameters.values() if p.grad is not None]
 
     def check_left(self, *, used: bool, midway: bool) -> None:
         """Raise `SpecError` if gradients are others than this left: whatever made them so would have no effect.
 
-        Zeros are none, except `midway`, in an update that is under way.
+        Zeros do not count, except `midway`, in an update that is under way.
         """
         changed = [
             name
@@ -91,17 +97,19 @@ class Gradients:
             )
 
     def stage_done(self, units: range) -> None:
-        """A stage of these units has run its last backward action of the pass: begin to average what it has."""
+        """Begin to average what a stage of these units has, once it has run its last backward action of the pass."""
         if self._open:
             for unit in units:
+                # a tied parameter waits for all its units, see `complete`
                 names = [n for n in self.owned.of([unit]) if self.owned.units_of[n] == (unit,)]
                 mine = [self.owned.parameters[n] for n in names]
                 self._means.start([p for p in mine if p not in self.experts.parameters], unit)
 
     def complete(self, stage_map: StageMap) -> None:
-        """Once the last pass has ended: every gradient is that of the whole update. Collective."""
+        """Make every gradient that of the whole update, once the last pass has ended; collective."""
         self._open, self._added_up = False, []
         ties = ties_of(self.owned)
+        # means first, then sums over stages: both in one order on all holders
         mine = [t.parameter for t in ties if self.groups.rank in t.holders(stage_map)]
         self._means.start(mine, 0)
         self._means.finish()
@@ -114,15 +122,25 @@ class Gradients:
             self._copies.finish()
 
     def scale_(self, factor: float) -> None:
-        """Multiply them by `factor`."""
+        """Multiply the gradients by `factor`."""
         if factor != 1.0:
             for parameter in self.owned.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
     def clip_(self, stage_map: StageMap, max_norm: float, device: torch.device) -> float:
-        """Scale them so that the model's norm is at most `max_norm`; the norm before, the same on all ranks."""
+        """Scale the gradients so that the model's norm is at most `max_norm`; collective.
+
+        Args:
+            stage_map: Which rank runs which layers.
+            max_norm: What the norm is to be at most.
+            device: Where figures travel.
+
+        Returns:
+            The norm before, the same on all ranks.
+        """
         owned, home, rank = self.owned, stage_map.assignment(), self.groups.rank
+        # a tied parameter counts on the rank of its first unit only
         mine = [n for n in owned.of(stage_map.layers_on(rank)) if home[owned.units_of[n][0]] == rank]
         # the gradients of others are copies of replica 0's, or of the first process that has the same experts
         replica, copies = self.groups.replica, self.groups.rank_assignment.copies
@@ -133,7 +151,7 @@ class Gradients:
         return float(norm)
 
     def drop(self) -> None:
-        """Forget them."""
+        """Forget the gradients."""
         self._added_up = []
         for parameter in self.owned.parameters.values():
             parameter.grad = None
@@ -148,6 +166,7 @@ class Gradients:
 def _numbers(grad: Tensor) -> Tensor:
     """The bits of a gradient's first few."""
     here = local(grad).detach()
+    # without reshaping, which would copy all of a gradient that is not contiguous
     row = here[(0,) * (here.dim() - 1)] if here.dim() and here.numel() else here.reshape(-1)
     return row[:_FEW].clone(memory_format=torch.contiguous_format).view(torch.uint8)
 

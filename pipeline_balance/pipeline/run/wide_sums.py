@@ -10,9 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 
 class WideSums:
-    """While it is open, what a backward pass adds to the `parameters` is summed in float32.
+    """Sums what a backward pass adds to the `parameters` in float32, while it is open.
 
-    A slice's gradient is small beside the sum of many, and half precision would lose it. `settle` rounds once.
     Parameters in float32 or better are left alone, and so are those whose gradients travel (`prophet_expert`).
     """
 
@@ -27,16 +26,18 @@ class WideSums:
     def _take(self, p: Tensor) -> None:
         assert isinstance(p, nn.Parameter)
         assert p.grad is not None
+        # a slice's gradient is small beside the sum of many, and half precision would lose it
         wide = p.grad.float()
         p.grad = None
         known = self._sums.get(p)
         self._sums[p] = wide if known is None else known.add_(wide)
 
     def settle(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These have all their gradients: put the sums where the optimizers read them."""
+        """Put the sums where the optimizers read them, once these parameters have all their gradients."""
         for p in parameters:
             found = self._sums.pop(p, None)
             if found is not None:
+                # rounded once, after all slices
                 p.grad = (found if p.grad is None else found.add_(p.grad)).to(p.dtype)
 
     def close(self) -> None:

@@ -24,12 +24,20 @@ from prophet.state.layout import zero_owners
 
 
 class Owners:
-    """Who updates what under a stage map and a grid, `zero` 0 (every holder), 1 (one owner per column), 2 or 3.
+    """Who updates what under a stage map and a grid.
 
-    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later. With 2 and 3 every
-    replica has other shards, and updates those. `shards` says into how many others are cut; None: parameters are no
-    shards (`DTensor`). Where replicas share experts, each part of them has an owner among its copies; `shapes` are then
-    those of whole parameters, where they differ from the parts in force. `read` is what `owned` was as it was read.
+    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later. Where replicas share
+    experts, each part of them has an owner among its copies.
+
+    Args:
+        owned: The model's parameters.
+        grid: The processes' places.
+        stage_map: Which pipeline rank runs which layers; None where nobody is an owner.
+        zero: 0 (every holder updates), 1 (one owner per column), 2 or 3 (every replica has other shards, and updates
+            those).
+        shards: Into how many shards others are cut, by name (None: parameters are no shards).
+        shapes: Shapes of whole parameters, where they differ from the parts in force.
+        read: What `owned` was as it was read, in another thread.
     """
 
     def __init__(
@@ -46,14 +54,16 @@ class Owners:
         self.sharded = shards is not None
         self.owned, self.grid, self.stage_map = owned, grid, stage_map
         self.zero = zero if grid.replicas > 1 else 0
-        self._owner: list[dict[str, int]] = []  # by parameter: its owner's place among those that have the same
+        # [P] by parameter: its owner's place among those that have the same
+        self._owner: list[dict[str, int]] = []
         if self.zero == 1 and stage_map is not None:
             seen = read if read is not None else owned
             requires_grad, parameters = seen.trained(), seen.parameters
             for rank in range(grid.pipeline_ranks):
                 trained = [n for n in seen.of(stage_map.layers_on(rank)) if n in requires_grad]
                 self._owner.append({})
-                for experts, every in ((False, 1), (True, grid.ep)):  # which are shared out apart
+                # experts have fewer holders than other parameters, so they are shared out apart
+                for experts, every in ((False, 1), (True, grid.ep)):
                     names = [n for n in trained if self._is_expert(n) == experts]
                     whole = [(shapes or {}).get(n, parameters[n].shape) for n in names]
                     sizes = [math.prod(x) // (shards or {}).get(n, 1) for n, x in zip(names, whole, strict=True)]
@@ -68,23 +78,30 @@ class Owners:
         return bool(getattr(self.owned.parameters.get(name), "prophet_expert", False))
 
     def updaters(self, name: str, pipeline_rank: int) -> tuple[int, ...]:
-        """The processes of a column that update a parameter of its stages and keep the optimizer's state; none of P."""
+        """Return the processes of a column that update a parameter and keep the optimizer's state; none for rank P."""
         column = self.grid.column(pipeline_rank)
         return tuple(p for r, p in enumerate(column) if self.updates(name, pipeline_rank, r))
 
     def updates(self, name: str, pipeline_rank: int, replica: int) -> bool:
-        """Whether this replica updates a parameter of a pipeline rank's stages."""
+        """Return whether a replica updates a parameter.
+
+        Args:
+            name: The parameter's name.
+            pipeline_rank: The rank whose stages have it.
+            replica: The replica.
+        """
         return self.zero != 1 or self._owner[pipeline_rank].get(name, 0) == replica // self._every(name)
 
     def drop_others(self, groups: PipelineGroups) -> None:
-        """Before the optimizers' step: forget gradients of parameters that other replicas own."""
+        """Forget gradients of parameters that other replicas own, before the optimizers' step."""
         for _, owner, parameter in self._mine(groups):
             if owner != groups.replica:
+                # torch's optimizers leave a parameter without a gradient alone
                 parameter.grad = None
 
     @torch.no_grad()
     def share(self, groups: PipelineGroups) -> None:
-        """After the optimizers' step: take over what other replicas have updated; collective over the column."""
+        """Take over what other replicas have updated, after the optimizers' step; collective over the column."""
         flat: dict[tuple[int, int], list[Tensor]] = {}
         for every, owner, parameter in self._mine(groups):
             if parameter.requires_grad:
@@ -94,6 +111,7 @@ class Owners:
         came: list[tuple[Tensor, list[Tensor]]] = []
         for (every, owner), parameters in sorted(flat.items(), key=lambda item: item[0]):
             if owner == groups.replica:
+                # as bytes: one message whatever the parameters' types
                 packed = torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parameters])
                 sends += [(r, packed) for r in range(owner % every, groups.replicas, every) if r != owner]
             else:
@@ -106,6 +124,7 @@ class Owners:
             offset = 0
             for p in parameters:
                 size = p.numel() * p.element_size()
+                # cloned: a view as another type needs memory that is aligned to it
                 p.copy_(memory[offset : offset + size].clone().view(p.dtype).view(p.shape))
                 offset += size
 
