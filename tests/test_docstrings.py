@@ -28,7 +28,6 @@ TO_DO = {
     "pipeline_balance/slices",
     "pipeline_balance/spec.py",
     "prophet/commands",
-    "prophet/convert",
     "prophet/demo",
     "prophet/doctor",
     "prophet/engine",
