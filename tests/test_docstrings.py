@@ -23,7 +23,6 @@ TO_DO = {
     "pipeline_balance/pipeline",
     "pipeline_balance/slices",
     "pipeline_balance/spec.py",
-    "prophet/convert",
     "prophet/engine",
     "prophet/errors.py",
     "prophet/experts",

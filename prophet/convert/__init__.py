@@ -76,20 +76,34 @@ def convert(
     """Replace the experts of every MoE block, in place; collective over `group`.
 
     Blocks are those that an adapter knows, and lists of experts that are found by trying (docs/convert.md says how).
-    experts: names of the lists to take instead, patterns as of `fnmatch` ("blocks.*.experts"). adapters: for blocks of
-    your own, asked before `standard_adapters()`. group, timeout_s, impl: as for `prophet.MoE`. verify: run every block
-    on a few random tokens, in evaluation mode, before and after its conversion, and compare.
-
-    optimizer: one that was built before. Its states move bit for bit, its groups keep number and order. It is refused
-    where it treats stacked experts one by one.
 
     Every rank holds the whole model before, and of the experts only those it is home to afterwards. Convert before
-    building any other optimizer and before wrapping the model in DistributedDataParallel. Raises `ConversionError`, the
-    model unchanged, where something would not be kept, and where the ranks' models differ. A rank that fails otherwise,
-    as for lack of memory, raises its own error, the others `ConversionError`; the model is unchanged then, too.
+    building any other optimizer and before wrapping the model in DistributedDataParallel.
 
     Until `revert`, `model.save_pretrained(folder)` of a transformers model is a call for every rank, and writes the
-    original layout; what would write one rank's experts raises `PartialStateError`.
+    original layout. What would write one rank's experts raises `PartialStateError`.
+
+    Args:
+        model: Changed in place. All ranks pass the same model with the same values.
+        optimizer: One that was built before. Its states move bit for bit; its groups keep number and order. It is
+            refused where it treats stacked experts one by one.
+        experts: Names of the lists to take instead of those that are found, patterns as of `fnmatch`
+            ("blocks.*.experts").
+        group: The expert-parallel ranks, as for `prophet.MoE`.
+        adapters: For your own kinds of blocks, asked before `standard_adapters()`.
+        timeout_s: Seconds to wait for other ranks, as for `prophet.MoE`.
+        impl: Which kernels run the experts, as for `prophet.MoE`.
+        verify: Run every block on a few random tokens, in evaluation mode, before and after its conversion, and
+            compare.
+
+    Returns:
+        What was replaced on this rank, what was left alone and why, and what trains.
+
+    Raises:
+        ConversionError: Where something would not be kept, or the ranks' models differ; the model is unchanged. Also on
+            the ranks that did not fail where another one did.
+        Exception: A rank that fails for another reason, such as lack of memory, raises its own error; the model is
+            unchanged then, too.
     """
     collective = collective_for(group, timeout_s=timeout_s)
     patterns = [experts] if isinstance(experts, str) else experts
@@ -100,11 +114,13 @@ def convert(
     error: Exception | None = None
     try:
         check_model(model)
+        # Everything that can refuse runs before the first change, so a refusal leaves the model whole.
         found, left = find_all(model, (*adapters, *standard_adapters()), patterns, collective.rank, collective.size)
         carried = _checked(model, optimizer, found, left)
         prints = *fingerprint([(f.name, f.spec, f.experts(model)) for f in found]), digest(optimizer, carried)
     except Exception as caught:
         error = caught
+    # Outside the `try`: a rank that failed must still take part, or the others would wait for it until the timeout.
     agree(collective, device_of(model), error, prints)
 
     replaced: list[Replaced] = []
@@ -114,16 +130,19 @@ def convert(
             replaced.append(_convert_one(model, f, collective, impl, verify))
         with on_every_rank(collective, device_of(model)):
             moves = [one.moved(model) for one in carried]
-    except CollectiveError as lost:  # nothing can be gathered any more
+    # The group is broken, so experts cannot be gathered any more and nothing can be reverted.
+    except CollectiveError as lost:
         if replaced:
             lost.add_note(f"the conversion ended after {replaced[-1].name}: build the model anew")
         raise
     except Exception:
         if replaced:
             revert(model)
+        # `revert` makes new parameters; the optimizer still holds the old objects, which go back in.
         for one in carried[: len(replaced)]:
             one.put_back(model.get_submodule(one.where))
         raise
+    # Last, and nothing in it can fail: an optimizer that was half changed could not be put back.
     for move in moves:
         move.make()
     _announce(model)
@@ -134,9 +153,10 @@ def convert(
 
 
 def _announce(model: nn.Module) -> None:
-    """Tell what saves, scales losses and averages gradients that the model's experts are on several ranks now."""
+    """Let savers, loss scalers and DDP know that the model's experts are spread over ranks now."""
     layers = [layer for *_, layer in converted(model)]
     for layer in layers:
+        # Weak, as the model holds the layer
         layer.origin.model = weakref.ref(model)
     write_original_layout(model)
     share_overflows(layers)
@@ -167,6 +187,8 @@ def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl,
     problem: str | None = None
     try:
         with on_every_rank(collective, device):
+            # Built expert-parallel, the block's own forward is collective: a rank that failed in it would leave the
+            # others waiting.
             if verify and f.spec.held == f.spec.num_experts:
                 trial = Trial(partial(f.run, model), f.input_shape, block, model, next(held.parameters()), collective)
             layer, methods = replace(model, f, collective, impl)
@@ -175,16 +197,19 @@ def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl,
             if problem:
                 raise ConversionError(f"{f.name} ({f.adapter.family}): {problem}")
     except Exception as error:
-        if layer is not None:  # back to what it was, from what is still there
+        # Back to what the block was, from the originals, which are let go of only after the comparison.
+        if layer is not None:
             layer.undo()
             setattr(f.holder(model), f.where.rpartition(".")[2], held)
             if layer.origin.block_class is not None:
                 block.__class__ = layer.origin.block_class
-        if problem and isinstance(error, CollectiveError | PlanMismatch):  # the others are still trying
+        # The others are still trying the block, so this rank's own finding says more than the broken exchange.
+        if problem and isinstance(error, CollectiveError | PlanMismatch):
             raise ConversionError(f"{f.name} ({f.adapter.family}): {problem}") from error
         raise
     assert layer is not None
     before = sum(p.numel() for p in held.parameters())
+    # From here the originals' values are gone: undoing takes a gather, which `revert` does.
     layer.let_go_of_originals()
     bank = layer.experts
     shape = bank.shape()
@@ -208,8 +233,11 @@ def revert(model: nn.Module) -> None:
 
     Afterwards every rank holds what it held before the conversion: all experts, unless the model was built
     expert-parallel. The parameters are new objects, so build the optimizer again. Where an engine is attached, call
-    `engine.close()` first: that ends balancing, and this undoes the conversion. Raises `ConversionError` where nothing
-    is converted, where an engine is attached, and for blocks that DeepSpeed's AutoEP has replaced.
+    `engine.close()` first: that ends balancing, and this undoes the conversion.
+
+    Raises:
+        ConversionError: Where nothing is converted, where an engine is attached, and for blocks that DeepSpeed's AutoEP
+            has replaced.
     """
     found = list(converted(model))
     if not found:
@@ -222,6 +250,7 @@ def revert(model: nn.Module) -> None:
             "an engine is attached to this model: call engine.close() first, which ends balancing and leaves the "
             "experts converted, then prophet.revert(model)"
         )
+    # Before the layers are gone: DDP was told to leave out the parameters under these names.
     names = [
         layer.names_prefix(f"{name}.") + part
         for name, *_, layer in found

@@ -1,4 +1,4 @@
-"""What the conversion knows about a Mixture-of-Experts block that somebody else wrote, and how it is told.
+"""What the conversion knows about a Mixture-of-Experts block that somebody else wrote.
 
 An `Adapter` reads one kind of block. The block itself stays, with its router, shared experts, jitter and losses. Only
 the module that holds the experts is replaced, and methods of the block that loop over them.
@@ -22,23 +22,32 @@ from prophet.experts.plain import FfnNames
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import Activation, Bias
 
-RUNS_TWICE = "its own, runs twice"  # what reports call the router of a block that was found by trying
+# What reports call the router of a block that was found by trying: its forward runs twice per step.
+RUNS_TWICE = "its own, runs twice"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsSpec:
     """The experts of one block.
 
-    num_experts: E. held: how many of them the module has here: all, or this rank's share of them where the model was
-    built expert-parallel. top_k: K; 0 where the block's own code says it with every call. form: "stacked" (one
-    parameter for all experts) or "modules" (one module per expert). bias: both, none, or only that "in" or "out".
-    dim_out: elements of an expert's output; None: `dim`. router: how the router is called in reports. names: of an
-    expert's parameters, for the form "modules" where the experts are feed-forward networks. bank: how they are run, as
-    "feed-forward" networks on the grouped kernels or as "modules" one by one, and why: why not the former; hidden,
-    activation and bias have no meaning then. idle_called: whether a block of the form "modules" also calls experts that
-    no token chose, whose gradients are zero then and not None. places: where one module computes all held experts and
-    is cut, in how many of its places each copy has its expert (`prophet.convert.layers.cut`); 0 where there is a module
-    per expert.
+    Attributes:
+        num_experts: E.
+        held: How many of them the module has here: all, or this rank's share where the model was built expert-parallel.
+        top_k: K; 0 where the block's own code says it with every call.
+        dim: D, elements of an expert's input.
+        hidden: H. It has no meaning where `bank` is "modules", nor have `activation` and `bias`.
+        activation: Between an expert's two layers.
+        bias: Both, none, or only that "in" or "out".
+        form: "stacked" (one parameter for all experts) or "modules" (one module per expert).
+        router: How the router is called in reports.
+        names: Of an expert's parameters, for the form "modules" where the experts are feed-forward networks.
+        dim_out: Elements of an expert's output; None: `dim`.
+        bank: How they are run: as "feed-forward" networks on the grouped kernels, or as "modules" one by one.
+        why: Why the bank is not "feed-forward", in words for the report.
+        idle_called: Whether a block of the form "modules" also calls experts that no token chose. Their gradients are
+            zero then and not None.
+        places: Where one module computes all held experts and is cut, in how many of its places each copy has its
+            expert (`prophet.convert.layers.cut`); 0 where there is a module per expert.
     """
 
     num_experts: int
@@ -64,6 +73,7 @@ class ExpertsSpec:
 
     def signature(self) -> str:
         """What must be equal on all ranks, as text."""
+        # Of experts that run as modules the sizes inside are unknown: their parameters' digest must do.
         what = self.bank
         if what == "feed-forward":
             what = f"hidden {self.hidden}, {self.activation}, bias {self.bias}, output {self.outputs}, {self.form}"
@@ -71,18 +81,23 @@ class ExpertsSpec:
 
 
 class Adapter(ABC):
-    """Reads one kind of block. `family` names it; `experts_name` is the block's attribute that holds the experts.
+    """Reads one kind of block.
 
-    experts_name: "" where what it reads is not a block, but the module that holds the experts, whoever calls that.
-    list_prefix: what the names of the experts' parameters begin with there, before their numbers, where there is a
-    module per expert: "list." for a ModuleList inside, "expert_" for a ModuleDict with such keys.
+    Attributes:
+        family: Names the kind in reports and messages.
+        experts_name: The block's attribute that holds the experts. "" where what is read is not a block, but the module
+            that holds the experts, whoever calls that.
+        list_prefix: What the names of the experts' parameters begin with, before their numbers, where there is a module
+            per expert: "list." for a ModuleList inside, "expert_" for a ModuleDict with such keys.
+        takes_lora: Whether it describes experts that PEFT has put LoRA on.
+        drops_none: Whether the id E, one beyond the last expert, means that a token has no expert there.
     """
 
     family: str
     experts_name: str = "experts"
     list_prefix: str = ""
-    takes_lora = False  # whether it describes experts that PEFT has put LoRA on
-    drops_none = False  # whether the id E, one beyond the last expert, means that a token has no expert there
+    takes_lora = False
+    drops_none = False
 
     @abstractmethod
     def matches(self, block: nn.Module) -> bool:
@@ -98,9 +113,15 @@ class Adapter(ABC):
 
     @abstractmethod
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        """Expert number `expert` of those held, from the parameters of the experts' module by name.
+        """Read one expert's weights.
 
-        Pure movement of numbers: views, slices, concatenations, permutations.
+        Pure movement of numbers: views, slices, concatenations, permutations. An optimizer's states move by the same
+        code.
+
+        Args:
+            spec: What `describe` returned.
+            state: Parameters of the experts' module by name.
+            expert: Its number among those held.
         """
 
     @abstractmethod
@@ -108,14 +129,17 @@ class Adapter(ABC):
         """The inverse: the parameters of the experts' module, from all experts that it holds, in order."""
 
     def rest(self, spec: ExpertsSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of parameters, by name, the rows behind those of all experts, which `pack` leaves out; nothing reads them."""
+        """Rows of parameters, by name, that stand behind those of all experts; `pack` leaves them out."""
         return {}
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
-        """Methods that replace the block's own, by name, because those call the experts one by one.
+        """The methods that replace the block's own because those call the experts one by one.
 
-        They are called with the block as first argument, and reach the new experts as
-        `block.experts(tokens, ids, weights)` (or whatever `experts_name` is): tokens [N, D], ids and weights [N, K].
+        They are called with the block as first argument. They reach the new experts as `block.experts(tokens, ids,
+        weights)` (or whatever `experts_name` is): tokens [N, D], ids and weights [N, K].
+
+        Returns:
+            Functions by the name of the method that they replace.
         """
         return {}
 
@@ -124,11 +148,17 @@ class Adapter(ABC):
         return block(x)
 
     def watch(self, block: nn.Module, experts: nn.Module, seen: Seen) -> None:
-        """Hang hooks on the block that tell `seen` what its router chose, for `prophet.record`.
+        """Hang hooks on the block that report to `seen` what its router chose, for `prophet.record`.
 
-        As it stands: experts in a list are each called with their rows, and others with all tokens' choices, the first
-        integers among their arguments, [N, K].
+        Unless overridden, experts in a list are counted by the rows that each is called with. Of others the first
+        integers among their arguments are all tokens' choices, [N, K].
+
+        Args:
+            block: As `matches` knows it.
+            experts: The module that holds its experts.
+            seen: Collects the choices and keeps the hooks.
         """
+        # A list has no call to hook: its block calls the experts one by one.
         if isinstance(experts, nn.ModuleList):
             watch_rows(block, experts, seen)
         else:
@@ -136,6 +166,7 @@ class Adapter(ABC):
 
 
 def _watch_ids(values: Sequence[Any], seen: Seen) -> None:
+    # Tokens and weights are floating-point and masks are boolean, so the first integers are the ids.
     ids = next((x for x in values if isinstance(x, Tensor) and is_integer(x)), None)
     if ids is not None and ids.ndim:
         seen.ids(ids, ids.shape[:-1].numel())
@@ -147,14 +178,28 @@ def is_integer(x: Tensor) -> bool:
 
 
 def watch_rows(block: nn.Module, experts: nn.ModuleList, seen: Seen) -> None:
-    """Count the rows that each of `experts` is called with, and the tokens that `block` is."""
+    """Count the rows that each expert of a list is called with, and the tokens that its block is called with.
+
+    Args:
+        block: Calls the experts.
+        experts: Modules in a list.
+        seen: Collects the counts.
+    """
     seen.before(block, lambda _, values: seen.given(tokens_in(values)))
     for e, expert in enumerate(experts):
         seen.before(expert, lambda _, values, e=e: seen.rows(e, tokens_in(values)))  # type: ignore[misc]
 
 
 def class_named(module: nn.Module, names: Sequence[str], package: str) -> bool:
-    """Whether `module` is of a class of one of these names, defined in `package`; a subclass will do."""
+    """Whether `module` is of a class of one of these names; a subclass will do.
+
+    The framework that defines the class is not imported.
+
+    Args:
+        module: Of any class.
+        names: Of classes.
+        package: Where the class is defined, or a package around that.
+    """
     return any(
         c.__name__ in names and (c.__module__ == package or c.__module__.startswith(package + "."))
         for c in type(module).__mro__
@@ -163,6 +208,7 @@ def class_named(module: nn.Module, names: Sequence[str], package: str) -> bool:
 
 def is_wrapper(module: object) -> bool:
     """Whether PEFT has put LoRA on one of the module's parameters."""
+    # By name, as PEFT may not be installed.
     kind = type(module)
     return kind.__name__ == "ParamWrapper" and kind.__module__.split(".")[0] == "peft"
 
@@ -192,6 +238,7 @@ def integer(module: nn.Module, name: str) -> int:
 
 def check_shapes(experts: nn.Module, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Raise `ConversionError` unless the experts' module has exactly these parameters, of these shapes."""
+    # One too many is refused as well: a parameter that the adapter does not know would be lost.
     found = {name: tuple(p.shape) for name, p in experts.named_parameters()}
     who = type(experts).__name__
     if set(found) != set(wanted):

@@ -19,7 +19,8 @@ from prophet.ranks.operation import Operation
 from prophet.sharing import held_by_several, places_of
 from prophet.spec import check_experts_per_rank, odd_ones_out
 
-SAMPLE = 64  # numbers of an expert that are compared over ranks
+# Numbers of an expert that are compared over ranks: all of them would take as long as a checkpoint
+SAMPLE = 64
 LORA_ADVICE = (
     "keep LoRA off the experts (target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'], say, and no expert in "
     "target_parameters or modules_to_save)"
@@ -32,8 +33,19 @@ SPREAD = (
 
 
 def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) -> ExpertsSpec:
-    """The block's description. Raises `ConversionError` for what cannot be converted on `ranks` ranks."""
+    """Describe a block, and check all that can be checked of it without trying it.
+
+    Args:
+        name: Of the block, for messages.
+        adapter: The one that knows it.
+        block: What the adapter reads.
+        ranks: In the expert-parallel group.
+
+    Raises:
+        ConversionError: For what cannot be converted on so many ranks.
+    """
     try:
+        # PEFT keeps the original beside the copy that it trains; converting one would leave two sets of experts.
         if {"modules_to_save", "original_module"} & set(name.split(".")):
             raise ConversionError(f"PEFT has made a second block to train (modules_to_save): {LORA_ADVICE}")
         experts = child(block, adapter.experts_name)
@@ -41,6 +53,7 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
             check_no_lora(experts)
         check_movable(experts)
         spec = adapter.describe(block)
+        # Only the grouped kernels need one dtype and device; experts run as modules keep what they have.
         if spec.bank == "feed-forward":
             (check_stackable if spec.form == "stacked" else check_one_kind)(experts)
         if spec.form not in ("stacked", "modules"):
@@ -60,6 +73,7 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
 
 def check_no_lora(experts: nn.Module) -> None:
     """Raise `ConversionError` for experts that PEFT has put adapters on."""
+    # By the package's name, as PEFT may not be installed.
     adapters = [m for m in experts.modules() if type(m).__module__.split(".")[0] == "peft"]
     if adapters:
         raise ConversionError(f"PEFT has put {type(adapters[0]).__name__} on the experts: {LORA_ADVICE}")
@@ -72,6 +86,7 @@ def check_movable(experts: nn.Module) -> None:
         if p.is_meta:
             raise ConversionError(f"{name} is on the meta device: load the parameters before converting")
         check_plain(name, p)
+        # Hooks hang on the parameter object, and the conversion makes new ones.
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ConversionError(f"{name} has a hook, as of an optimizer in backward, which would never be called")
         if p.grad is not None:
@@ -85,6 +100,7 @@ def check_plain(name: str, p: nn.Parameter) -> None:
             f"{name} has dtype {p.dtype}: quantised or sparse experts cannot be trained. Load the model without "
             f"quantization_config, as with from_pretrained(..., dtype=torch.bfloat16), then prophet.convert(model)"
         )
+    # DTensor and quantised tensors are subclasses; their values are not all here, or are no plain numbers.
     if type(p.data) is not torch.Tensor:
         raise ConversionError(
             f"{name} is a {type(p.data).__name__}: convert before sharding or quantising; or it is spread over ranks "
@@ -122,15 +138,20 @@ def check_bare(experts: nn.Module) -> None:
         raise ConversionError(f"the experts have buffers, which have no place in the layer: {', '.join(buffers)}")
     for name, module in experts.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        # accelerate and others wrap a forward by setting it on the instance.
         if any(hooks) or "forward" in vars(module):
             who = f"experts.{name}" if name else "the experts' module"
             raise ConversionError(f"{who} has hooks or a forward of its own, which would not run any more")
 
 
 def check_adapters(model: nn.Module, experts: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raise `ConversionError` where PEFT was told, after the conversion, to adapt what `experts` [(name, module)] had.
+    """Raise `ConversionError` where PEFT was asked, after the conversion, to adapt the experts.
 
-    PEFT finds nothing under these names any more, warns at most, and trains without.
+    PEFT finds nothing under the experts' old names any more, warns at most, and trains without.
+
+    Args:
+        model: Perhaps a PEFT model.
+        experts: Name and original module of every block's experts.
     """
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
@@ -160,14 +181,20 @@ def _is_named(full: str, wanted: str | Iterable[str]) -> bool:
 def check_not_shared(model: nn.Module, experts: Sequence[tuple[str, nn.Module]], blocks: Sequence[str]) -> None:
     """Raise `ConversionError` where experts, or a part of one, have another place in the model.
 
-    experts: names, and the modules that hold experts. blocks: names of those whose code calls them. Layers may share a
-    whole block; an expert may use one module of its own several times.
+    Layers may share a whole block; an expert may use one of its own modules several times.
+
+    Args:
+        model: The model that holds them.
+        experts: Names, and the modules that hold experts.
+        blocks: Names of the modules whose code calls them, in the same order.
     """
     places = places_of(model)
     for (name, held), block in zip(experts, blocks, strict=True):
+        # A list inside a sub-module of its block: the modules in between must not be shared either.
         inner = name.removeprefix(f"{block}." if block else "").split(".")
         between = [".".join(filter(None, (block, *inner[:depth]))) for depth in range(1, len(inner))]
         for module in (*map(model.get_submodule, between), *held.modules()):
+            # Modules without parameters, such as one activation for all experts, may be shared freely.
             if any(True for _ in module.parameters()):
                 here = held_by_several(places[id(module)])
                 if len({_expert_of(p.name, name) for p in here}) > 1:
@@ -195,7 +222,9 @@ def _expert_of(place: str, experts: str) -> str:
 def check_no_optimizer(params: Iterable[nn.Parameter], but: object = None) -> None:
     """Raise `ConversionError` where a living optimizer holds one of `params`: it would go on with dead parameters.
 
-    but: one that is converted, too.
+    Args:
+        params: The experts' parameters before the conversion.
+        but: An optimizer that is converted, too.
     """
     wanted = {id(p) for p in params}
     kinds: list[type] = [torch.optim.Optimizer]
@@ -214,7 +243,8 @@ def check_no_optimizer(params: Iterable[nn.Parameter], but: object = None) -> No
         ]
 
     if holders():
-        gc.collect()  # one that is merely waiting to be collected does no harm
+        # One that is merely waiting to be collected does no harm.
+        gc.collect()
         found = holders()
         if found:
             raise ConversionError(
@@ -239,13 +269,19 @@ def fingerprint(found: Sequence[tuple[str, ExpertsSpec, nn.Module]]) -> tuple[in
 
 @contextmanager
 def on_every_rank(collective: Collective, device: torch.device) -> Iterator[None]:
-    """Go on when every rank has done what stands under `with`. A rank that fails raises its error, the others
-    `ConversionError`; what goes wrong between ranks is raised as it is. Collective.
+    """Go on when every rank has done what stands under `with`; collective.
+
+    A rank that fails raises its error, the others `ConversionError`. What goes wrong between ranks is raised as it is.
+
+    Args:
+        collective: The group that must agree.
+        device: Where the numbers of the exchange live.
     """
     error: Exception | None = None
     try:
         yield
     except (CollectiveError, PlanMismatch):
+        # The exchange itself has failed: another one with the same group could not succeed.
         raise
     except Exception as caught:
         error = caught
@@ -253,10 +289,15 @@ def on_every_rank(collective: Collective, device: torch.device) -> Iterator[None
 
 
 def agree(collective: Collective, device: torch.device, error: Exception | None, digests: tuple[int, ...]) -> None:
-    """Raise this rank's `error`; else say which ranks have one, or differ in what they convert. Collective.
+    """Raise this rank's error; else say which ranks have one, or differ in what they convert. Collective.
 
-    digests: of the blocks, of the experts' parameters, and of what the optimizer holds of them.
+    Args:
+        collective: The group that must agree.
+        device: Where the numbers of the exchange live.
+        error: What went wrong on this rank, if anything did.
+        digests: Of the blocks, of the experts' parameters, and of what the optimizer holds of them.
     """
+    # One exchange for both questions, so no rank raises before every other has learned of an error.
     row = [int(error is not None), *digests]
     table = gather_numbers(collective, row, op=Operation("comparison of models to convert"), device=device)
     if error is not None:

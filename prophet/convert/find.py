@@ -31,8 +31,12 @@ from prophet.layer.moe import MoE
 class Found:
     """One block that can be converted.
 
-    name: of the block. where: of the module that holds its experts. around: how many modules up from the one that holds
-    that module is the block whose methods are replaced.
+    Attributes:
+        name: Of the block.
+        where: Name of the module that holds its experts.
+        around: How many modules up from the one that holds that module is the block whose methods are replaced.
+        adapter: The one that knows it.
+        spec: What the adapter says of its experts.
     """
 
     name: str
@@ -50,12 +54,12 @@ class Found:
         return model.get_submodule(self.where)
 
     def holder(self, model: nn.Module) -> nn.Module:
-        """The module that holds that one."""
+        """The module that holds the experts' module as an attribute."""
         return block_of(model, self.where)
 
     @property
     def block_name(self) -> str:
-        """Of the module whose methods are replaced."""
+        """Name of the module whose methods are replaced."""
         path = self.where.split(".")[:-1]
         return ".".join(path[: len(path) - self.around])
 
@@ -65,12 +69,14 @@ class Found:
 
     def run(self, model: nn.Module, x: Tensor) -> Any:
         """What the block, or a module around it, answers to `x` of `input_shape`."""
+        # A list has no forward; it was found by running a module around it, which is run again.
         if isinstance(self.adapter, Listed):
             return model.get_submodule(self.adapter.listing.tried)(x)
         return self.adapter.call(self.known(model), x)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
+        """Shape of the inputs that `run` takes."""
         if isinstance(self.adapter, Listed):
             return self.adapter.listing.shapes[-1]
         return (1, TOKENS, self.spec.dim)
@@ -85,6 +91,7 @@ def find(model: nn.Module, adapters: Sequence[Adapter]) -> list[tuple[str, nn.Mo
     """Name, block and adapter of every block that an adapter knows; nothing inside a block is looked at."""
     found: list[tuple[str, nn.Module, Adapter]] = []
     for name, module in model.named_modules():
+        # The outermost match wins: a block's own parts may look like blocks.
         if any(above == "" or name.startswith(above + ".") for above, *_ in found):
             continue
         adapter = next((a for a in adapters if a.matches(module)), None)
@@ -101,16 +108,26 @@ def find_all(
     ranks: int,
     describe: Callable[[str, Adapter, nn.Module, int], ExpertsSpec] = describe_block,
 ) -> tuple[list[Found], list[LeftAlone]]:
-    """The blocks to convert, on one of `ranks` ranks, and the experts that are left alone; nothing is changed.
+    """The blocks to convert on one rank, and the experts that are left alone; nothing is changed.
 
-    experts: patterns of names of the experts to take, and no others. describe: raises `ConversionError` for a block
-    that will not do; without it, one that cannot be converted.
+    Args:
+        model: Before its conversion.
+        adapters: Asked in this order.
+        experts: Patterns of names of the experts to take, and no others; None takes what is found.
+        rank: This rank in the expert-parallel group.
+        ranks: Size of that group.
+        describe: Describes a block; raises `ConversionError` for one that will not do. The default checks that it can
+            be converted.
+
+    Raises:
+        ConversionError: For a block that `describe` refuses, and where only some of the model's blocks can be read.
     """
     found, apart = [], []
     known = find(model, adapters)
     unmet = set(experts or ())
     for name, block, known_as in known:
         adapter = for_lora(known_as.at(block), block)
+        # An adapter that reads the experts' module itself has no name to add.
         where = ".".join(filter(None, (name, adapter.experts_name)))
         if not where:
             raise ConversionError(f"{type(model).__name__} holds nothing but experts: convert the model that calls it")
@@ -124,11 +141,13 @@ def find_all(
         found.append(Found(name=name, where=where, around=0, adapter=adapter, spec=spec))
     taken = [name for name, *_ in known] + [n for n, m in model.named_modules() if isinstance(m, MoE)]
     unread = list(_unread(model, taken))
+    # Half a model converted would train: the rest stays unbalanced, and nobody would notice.
     if experts is None and found and unread:
         raise ConversionError(
             f"{unread[0].name}: {unread[0].why}, and a model is converted whole. To convert the others alone, write "
             f"prophet.convert(model, experts={[f.where for f in found]})"
         )
+    # Only the patterns that no adapter's block has met: `discover` refuses one that fits no list.
     listings, left = discover(model, taken, experts if experts is None else [p for p in experts if p in unmet])
     left = [*apart, *unread, *left]
     for listing in listings:
@@ -142,6 +161,7 @@ def find_all(
 def _unread(model: nn.Module, taken: Sequence[str]) -> Iterator[LeftAlone]:
     """Modules of stacked experts that a router chooses from, and that no adapter reads."""
     for name, m in model.named_modules():
+        # By name and signature, so plain modules with three-dimensional weights are not taken for experts.
         if any(name == t or name.startswith(f"{t}.") for t in taken) or "expert" not in type(m).__name__.lower():
             continue
         stacked = {n: list(p.shape) for n, p in m.named_parameters(recurse=False) if p.ndim > 2 and len(p) > 1}
@@ -155,19 +175,21 @@ def _unread(model: nn.Module, taken: Sequence[str]) -> Iterator[LeftAlone]:
             )
 
 
-_CHOICES = re.compile(r"ind(ex|ices)|ids\b|selected")  # arguments that say which experts
+# Arguments that say which experts a token goes to
+_CHOICES = re.compile(r"ind(ex|ices)|ids\b|selected")
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are that are anywhere."""
+    """The device of the model's first parameter that has values; the CPU where none has."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def nothing_found(model: nn.Module, left: Sequence[LeftAlone]) -> str:
-    """The message for a model without a block that is known."""
+    """The message for a model in which no block is known: what was left alone and why, or what may be a block."""
     if any(isinstance(m, MoE) for m in model.modules()):
         return "the model's MoE layers are prophet.MoE already: there is nothing to convert"
-    first = sorted(left, key=lambda one: "expert" not in one.name.lower())  # what was meant, if anything was
+    # Lists that are named after experts come first: those the user most likely wants to know about.
+    first = sorted(left, key=lambda one: "expert" not in one.name.lower())
     lists = "".join(f"; {one.name} was left alone: {one.why}" for one in first)
     if lists:
         return f"{_NOTHING}{lists}"
@@ -191,6 +213,7 @@ def _suspects(model: nn.Module) -> list[str]:
     }
     if not blocks:
         names = {type(m).__name__ for m in model.modules() if any(True for _ in m.children())}
+        # No module holds anything called expert, so class names are the last hint.
         blocks = {n for n in names if ("moe" in n.lower() or "expert" in n.lower()) and not _NO_BLOCK.search(n)}
     return sorted(blocks)
 

@@ -42,8 +42,12 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
 class Move:
     """An optimizer's change from some parameters to others, with everything ready that takes memory.
 
-    old: the parameters that it has. new: by the id of an old one, those that take its place, and their names. kept:
-    names of those that stay, by id. states: of the new ones.
+    Attributes:
+        optimizer: The one that changes over.
+        old: The parameters that it has.
+        new: By the id of an old one, those that take its place, and their names.
+        kept: Names of those that stay, by id.
+        states: Of the new parameters.
     """
 
     optimizer: torch.optim.Optimizer
@@ -53,16 +57,18 @@ class Move:
     states: Mapping[nn.Parameter, dict[str, Any]]
 
     def make(self) -> None:
-        """Change over."""
+        """Let the optimizer hold the new parameters and their states instead of the old; cannot fail."""
         self.optimizer.state.update({p: state for p, state in self.states.items() if state})
         gone = {id(p) for p in self.old} - self.kept.keys()
         for group in self.optimizer.param_groups:
+            # An optimizer built from `named_parameters()` keeps names beside each group's parameters.
             names = group.get("param_names") or [""] * len(group["params"])
             pairs: list[tuple[str, nn.Parameter]] = []
             for own, p in zip(names, group["params"], strict=True):
                 pairs += self.new.get(id(p), ())
                 if id(p) not in gone:
                     pairs.append((self.kept.get(id(p), own), p))
+            # In place: schedulers and users may hold the list itself
             group["params"][:] = [p for _, p in pairs]
             if "param_names" in group:
                 group["param_names"][:] = [own for own, _ in pairs]
@@ -75,7 +81,12 @@ class Move:
 class Carried:
     """What an optimizer holds of one block's experts, before their conversion.
 
-    where: name of the experts' module in the model. params: its parameters by name, the objects in the optimizer.
+    Attributes:
+        optimizer: The one that holds it.
+        where: Name of the experts' module in the model.
+        adapter: The one that knows the block.
+        spec: Its description.
+        params: The module's parameters by name, the objects in the optimizer.
     """
 
     optimizer: torch.optim.Optimizer
@@ -92,10 +103,13 @@ class Carried:
                 return f"{type(self.optimizer).__name__} treats a stacked parameter otherwise than its parts"
         if self.spec.places:
             return self._why_not_cut()
+        # Parts of one stacked parameter come from several: these need one group, and states that agree in all but
+        # tensors.
         for sources in self._sources().values():
             first, *others = sorted(sources)
             for name in (first, *others):
                 for key, value in self._state_of(name).items():
+                    # Only states of the parameter's shape move with it; Adafactor's rows and columns do not.
                     if isinstance(value, Tensor) and value.ndim and value.shape != self.params[name].shape:
                         return f"the state {key!r} of {name} has shape {list(value.shape)}"
             for name in others:
@@ -110,7 +124,7 @@ class Carried:
         return None
 
     def _why_not_cut(self) -> str | None:
-        """Why no state can be cut as its parameter is, or None."""
+        """Why some state cannot be cut as its parameter is, or None if all can."""
         for name, p in self.params.items():
             for key, value in self._state_of(name).items():
                 if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
@@ -118,7 +132,7 @@ class Carried:
         return None
 
     def digest(self) -> Iterator[bytes]:
-        """What must be equal on all ranks: groups, numbers, and a sample of every state where all ranks hold it."""
+        """What must be equal on all ranks, in bytes: groups, numbers, and a sample of every state that all ranks hold."""
         for name, p in self.params.items():
             yield f"{self.where}.{name}: {self._group_of(p)} {sorted(self._plain(name).items())}; ".encode()
             for _, value in sorted(self._state_of(name).items()):
@@ -127,7 +141,7 @@ class Carried:
 
     @torch.no_grad()
     def moved(self, model: nn.Module) -> Move:
-        """What takes the place of the experts' parameters and their states, once the experts are converted."""
+        """Prepare the change to the converted experts' parameters, with their states."""
         layer: Any = model.get_submodule(self.where)
         bank = layer.experts
         name = layer.names_prefix(f"{self.where}.")
@@ -137,6 +151,7 @@ class Carried:
         if isinstance(bank, FeedForwardBank):
             for part, (first, state) in self._states_in(bank).items():
                 p = bank.get_parameter(part)
+                # Frozen experts were never in the optimizer, and stay out
                 if self._group_of(self.params[first]) is None:
                     continue
                 new.setdefault(id(self.params[first]), []).append((f"{name}{part}", p))
@@ -151,12 +166,13 @@ class Carried:
         expert = local + (layer.experts.first_expert if layer.spread else 0)
         found: dict[str, Any] = {}
         for key, value in self._state_of(source).items():
+            # Numbers, such as Adam's step, hold for every expert alike
             piece = cut(value, expert, self.spec.held) if isinstance(value, Tensor) and value.ndim else value
             found[key] = piece.clone() if isinstance(piece, Tensor) else piece
         return found
 
     def put_back(self, experts: nn.Module) -> None:
-        """Undo: the parameters that the optimizer has are those of `experts` again."""
+        """Undo the conversion's effect: `experts` has the parameters again that the optimizer holds."""
         for name, p in self.params.items():
             holder, _, attribute = name.rpartition(".")
             experts.get_submodule(holder)._parameters[attribute] = p
@@ -164,6 +180,7 @@ class Carried:
     # --- parts ---
 
     def _group_of(self, p: nn.Parameter) -> int | None:
+        """Number of the optimizer's group that holds a parameter, or None."""
         for index, group in enumerate(self.optimizer.param_groups):
             if any(q is p for q in group["params"]):
                 return index
@@ -174,7 +191,7 @@ class Carried:
         return found
 
     def _plain(self, name: str) -> dict[str, object]:
-        """The state but for tensors of the parameter's shape, of which only the place is kept."""
+        """The state without values of tensors that have dimensions, of which only the dtype is kept."""
         return {
             key: (str(value.dtype) if value.ndim else value.item()) if isinstance(value, Tensor) else value
             for key, value in self._state_of(name).items()
@@ -213,7 +230,9 @@ class Carried:
                 if not isinstance(value, Tensor) or not value.ndim:
                     state[key] = value.clone() if isinstance(value, Tensor) else value
                     continue
+                # In the state's own dtype and place: moments may be float32 beside bfloat16 parameters.
                 state[key] = torch.empty_like(p, dtype=value.dtype, device=value.device)
+                # The adapter moves a state as if it were the parameter; parameters of other parts have no values.
                 for entry, moved in self._entries(bank, blank | {n: self._state_of(n)[key] for n in names}):
                     if entry.parameter == part:
                         entry.of(state[key]).copy_(moved)
@@ -222,6 +241,7 @@ class Carried:
 
     def _entries(self, bank: FeedForwardBank, values: Mapping[str, Tensor]) -> Iterator[tuple[Entry, Tensor]]:
         """What the bank holds of every home expert, with its value where the experts' parameters have `values`."""
+        # Built expert-parallel, the original numbers its experts from 0
         whole = self.spec.held == self.spec.num_experts
         own: dict[int, dict[str, Tensor]] = {}
         for local in range(bank.experts):
@@ -232,9 +252,15 @@ class Carried:
 
 
 def carry(optimizer: torch.optim.Optimizer | None, model: nn.Module, found: Sequence[Found]) -> list[Carried]:
-    """What `optimizer` holds of the experts of each of `found`. Nothing is carried without an optimizer.
+    """Collect what `optimizer` holds of the experts of each of `found`; nothing without an optimizer.
 
-    Raises `ConversionError` where it cannot go along.
+    Args:
+        optimizer: Built before the conversion, or None.
+        model: Not converted yet.
+        found: The blocks to convert.
+
+    Raises:
+        ConversionError: Where its states cannot move with the experts.
     """
     if optimizer is None:
         return []
@@ -244,6 +270,7 @@ def carry(optimizer: torch.optim.Optimizer | None, model: nn.Module, found: Sequ
         if f.adapter.takes_lora and f.spec.bank == "modules":
             raise ConversionError(f"{f.where}: LoRA's factors are cut by expert, and their states are not: {LATER}")
         one = Carried(optimizer, f.where, f.adapter, f.spec, dict(f.experts(model).named_parameters()))
+        # Experts in a list keep their parameter objects, and so their states.
         why = None if f.spec.form == "modules" and not f.spec.places else one.why_apart()
         if why is not None:
             raise ConversionError(f"{f.where}: {why}: {LATER}")
@@ -252,11 +279,12 @@ def carry(optimizer: torch.optim.Optimizer | None, model: nn.Module, found: Sequ
 
 
 _MISSING = "missing"
-_SAMPLE = 64  # elements of a state that are compared between ranks
+# Elements of a state that are compared between ranks
+_SAMPLE = 64
 
 
 def digest(optimizer: torch.optim.Optimizer | None, carried: Sequence[Carried]) -> int:
-    """56 bits of what must be equal on all ranks; 0 without an optimizer."""
+    """Hash to 56 bits what must be equal on all ranks; 0 without an optimizer."""
     if optimizer is None:
         return 0
     found = hashlib.blake2b(f"{type(optimizer).__name__} {len(optimizer.param_groups)} ".encode(), digest_size=7)
@@ -267,7 +295,7 @@ def digest(optimizer: torch.optim.Optimizer | None, carried: Sequence[Carried]) 
 
 
 def _names_of(value: Tensor, leaves: Mapping[str, Tensor]) -> set[str]:
-    """Which of `leaves` a value depends on, by its graph; the one that it is, if it has none."""
+    """Which of `leaves` a value depends on, by its autograd graph; a value without a graph is a leaf itself."""
     name_of = {id(leaf): name for name, leaf in leaves.items()}
     if value.grad_fn is None:
         return {name_of[id(value)]}
@@ -278,6 +306,7 @@ def _names_of(value: Tensor, leaves: Mapping[str, Tensor]) -> set[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        # AccumulateGrad, the end of a graph, holds the leaf
         if hasattr(node, "variable"):
             found.add(name_of[id(node.variable)])
         ahead += [following for following, _ in node.next_functions]

@@ -1,6 +1,6 @@
 """record(model, path): what a model's routers choose, as a routing trace for `prophet plan`. Nothing is converted.
 
-Shape legend: T steps, L layers, R would-be ranks, E experts, P passes between two looks at the device.
+Shape legend: T steps, L layers, R would-be ranks, E experts, P passes between two copies from the device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from prophet.ranks.process_group import process_rank
 from prophet.spec import checked
 from prophet.traces import TraceWriter
 
-MOST_BYTES = 1 << 24  # of counts that wait on the device
-MOST_STEPS = 64  # of them; so many are lost if the process is killed, and the device waits once for as many
+# Bytes of counts that wait on the device before they are written
+MOST_BYTES = 1 << 24
+# Steps that wait there: so many are lost if the process is killed, and the device waits once for as many.
+MOST_STEPS = 64
 _CONFIG = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -36,7 +38,8 @@ _CONFIG = {
     "vocabulary": "vocab_size",
 }
 _DENSE_HIDDEN = ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size")
-_under_way: set[Path] = set()  # files that this process is recording
+# Files that this process is recording
+_under_way: set[Path] = set()
 
 
 @checked
@@ -79,14 +82,17 @@ def record(
     patterns = [experts] if isinstance(experts, str) else experts
     if ranks < 1:
         raise ValueError(f"ranks: expected a whole number of at least 1, got {ranks}")
-    if any(isinstance(m, MoE) for m in model.modules()):  # converted blocks too, which cannot be described
+    # Converted blocks too, which no adapter can describe
+    if any(isinstance(m, MoE) for m in model.modules()):
         raise ConversionError(
             "the model's MoE layers are prophet.MoE already: prophet.monitor(engine, folder) writes what they route"
         )
+    # As one rank of one: a recording needs no group, and any number of experts is fine.
     found, left = find_all(model, (*adapters, *standard_adapters()), patterns, 0, 1, _describe)
     if not found:
         raise ConversionError(nothing_found(model, left))
     _check_one_size(model, found)
+    # All blocks have one size, as was checked
     total = found[0].spec.num_experts
     if total % ranks:
         fits = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
@@ -95,7 +101,7 @@ def record(
 
 
 def _describe(name: str, adapter: Adapter, block: nn.Module, ranks: int) -> ExpertsSpec:
-    """The sizes of a block that stays as it is, so little is asked of it."""
+    """Describe a block that stays as it is, so little is asked of it."""
     try:
         return adapter.describe(block)
     except ValueError as error:
@@ -112,7 +118,20 @@ def _check_one_size(model: nn.Module, found: Sequence[Found]) -> None:
 
 
 class Recording:
-    """A recording that is under way inside its `with` block; made by `prophet.record`. passes: whole ones so far."""
+    """A recording that is under way inside its `with` block; made by `prophet.record`.
+
+    Attributes:
+        path: The file that appears at the end.
+        ranks: R, passes that make one step.
+        passes: Whole ones so far.
+
+    Args:
+        model: What is called.
+        path: The file, `*.npz`.
+        ranks: R, a divisor of the number of experts.
+        found: The blocks to record.
+        training_only: Leave out passes in evaluation mode.
+    """
 
     def __init__(
         self, model: nn.Module, path: Path, ranks: int, found: Sequence[Found], training_only: bool = False
@@ -121,10 +140,12 @@ class Recording:
         self._model, self._found, self._training_only = model, found, training_only
         self._name = type(unwrapped(model)).__name__
         experts = found[0].spec.num_experts
+        # Counts are int64, eight bytes each
         waiting = max(1, min(MOST_STEPS * ranks, MOST_BYTES // (8 * len(found) * experts)))
         self._waiting, self._now = waiting, Pass()
         self._seen = [Seen(f.name, experts, waiting, self._now) for f in found]
-        self._step = np.zeros((len(found), ranks, experts), dtype=np.int64)  # the one that is not whole yet
+        # The step that is not whole yet, [L, R, E]
+        self._step = np.zeros((len(found), ranks, experts), dtype=np.int64)
         self._filled = self._tokens = self._sequence = 0
         self._hooks: list[Any] = []
         self._writer: TraceWriter | None = None
@@ -139,7 +160,8 @@ class Recording:
     def __enter__(self) -> Self:
         if self._hooks or self.passes:
             raise RuntimeError(f"{self.path}: a recording is made once: call prophet.record again")
-        self.path = self.path.absolute()  # the working directory may be another one at the end
+        # The working directory may be another one at the end
+        self.path = self.path.absolute()
         # all processes count passes, so that all end with the same error if they are too few
         writes = process_rank() == 0
         if writes:
@@ -163,7 +185,8 @@ class Recording:
             _under_way.discard(self._file)
         try:
             if writer is not None and not problem:
-                self._look()
+                self._flush()
+        # The block's own error matters more than a count that did not reach the file.
         except Exception:
             if error is None:
                 raise
@@ -198,7 +221,8 @@ class Recording:
         return writer
 
     def _hang_up(self, writes: bool) -> None:
-        """Passes begin before and end after all that blocks say of them, also where the block is the model."""
+        """Hang up hooks so that a pass begins before, and ends after, all that its blocks report."""
+        # Hooks of one module run in the order in which they were hung up, which matters where the block is the model.
         self._hooks.append(self._model.register_forward_pre_hook(Hook(self._begins), with_kwargs=True))
         for f, seen in zip(self._found, self._seen, strict=True) if writes else ():
             try:
@@ -217,13 +241,16 @@ class Recording:
     # --- passes ---
 
     def _begins(self, model: nn.Module, args: Any, named: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a backward pass computes the whole model again
+        # Activation checkpointing calls the whole model again inside a backward pass.
+        if torch._C._current_graph_task_id() != -1:
             return
-        if self._now.running:  # the last one has failed
+        # No end came: the last pass has failed
+        if self._now.running:
             self._forget()
         if self._training_only and not model.training:
             return
         self._now.running, self._now.tokens = True, 0
+        # Only token ids [B, S] say how long a sequence is; embeddings do not have to be [B, S, D].
         ids = next((x for x in tree_leaves((args, named)) if isinstance(x, Tensor)), None)
         if ids is not None and ids.ndim == 2 and is_integer(ids):
             self._sequence = max(self._sequence, ids.shape[1])
@@ -243,9 +270,9 @@ class Recording:
         self._tokens += self._now.tokens
         self.passes += 1
         if self._now.row == self._waiting:
-            self._look()
+            self._flush()
 
-    def _look(self) -> None:
+    def _flush(self) -> None:
         """Bring the counts of the last passes to the host, and write the steps that are whole."""
         rows, self._now.row = self._now.row, 0
         if self._writer is None or not rows:
@@ -257,10 +284,10 @@ class Recording:
                 self._writer.append(self._step)
                 self._filled = 0
 
-    # --- what is said of them ---
+    # --- what the file says beside the counts ---
 
     def _problem(self) -> str:
-        """Why there is nothing to write, or nothing."""
+        """Why there is nothing to write, or an empty text."""
         if self.passes < self.ranks:
             return (
                 f"expected at least {self.ranks} forward passes of {self._name}, one for each of ranks={self.ranks}, "
@@ -275,10 +302,11 @@ class Recording:
         return ""
 
     def _meta(self) -> dict[str, Any]:
-        """What only the passes tell."""
+        """Sizes that only the passes show."""
         meta: dict[str, Any] = {"tokens": max(1, round(self._tokens / self.passes))}
         if self._sequence:
             meta["sequence"] = self._sequence
+        # Counted, as some routers choose a number of experts that no config names.
         if most := max(seen.most_per_token for seen in self._seen):
             meta["top_k"] = most
         return meta
@@ -296,7 +324,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
-    """What the modules and a Hugging Face config say of the model's sizes; what they do not is left out."""
+    """The model's sizes as its modules and a Hugging Face config give them; unknown ones are left out."""
     spec, inner = found[0].spec, unwrapped(model)
     layers, dense_params = _blocks(model, inner, found)
     first = next(found[0].experts(model).parameters())
@@ -310,7 +338,8 @@ def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
         "moe_layers": len(found),
         "dense_params": dense_params,
     }
-    if spec.top_k:  # else the passes tell
+    # Where it is unknown here, the passes show it
+    if spec.top_k:
         meta["top_k"] = spec.top_k
     if spec.hidden:
         meta |= {"hidden": spec.hidden, "activation": spec.activation, "bias": bool(spec.bias)}
@@ -321,7 +350,8 @@ def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
             value = getattr(config, field, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 meta[name] = value
-        if layers:  # a part of a model may have fewer than its config says
+        # A part of a model may have fewer layers than its config says
+        if layers:
             meta["layers"] = layers
         if layers > len(found):
             widths = (getattr(config, field, None) for field in _DENSE_HIDDEN)
@@ -329,13 +359,14 @@ def sizes_of(model: nn.Module, found: Sequence[Found]) -> dict[str, Any]:
                 meta["dense_hidden"] = width
         latent = [getattr(config, f"{part}_head_dim", None) for part in ("qk_nope", "qk_rope", "v")]
         known = [size for size in latent if isinstance(size, int)]
-        if len(known) == len(latent):  # scores and values of a head have different sizes
+        # Latent attention: scores and values of a head have different sizes, whose mean gives the same work.
+        if len(known) == len(latent):
             meta["head_dim"] = sum(known) // 2
     return meta
 
 
 def _blocks(model: nn.Module, inner: nn.Module, found: Sequence[Found]) -> tuple[int, int]:
-    """How many blocks the model has (0: unknown), and the weights that a token meets in one with experts beside them.
+    """Count the model's blocks (0: unknown), and the weights beside the experts in a block that has experts.
 
     Without embeddings, the output head, norms, biases and routers, as in the sizes that a config gives. Where no list
     of blocks is found, the weights are those of the whole model, divided by its MoE layers.
@@ -343,6 +374,7 @@ def _blocks(model: nn.Module, inner: nn.Module, found: Sequence[Found]) -> tuple
     apart = {id(p) for f in found for p in f.experts(model).parameters()} | _ids_of_vocabulary(inner)
     for f in found:
         router = {(f.spec.num_experts, f.spec.dim), (f.spec.dim, f.spec.num_experts)}
+        # By shape, as routers have no common name
         apart |= {id(p) for p in f.holder(model).parameters() if p.shape in router}
 
     def beside(module: nn.Module) -> int:
@@ -359,6 +391,7 @@ def _blocks(model: nn.Module, inner: nn.Module, found: Sequence[Found]) -> tuple
 
 def _list_of_blocks(model: nn.Module, paths: Sequence[Sequence[str]]) -> tuple[nn.ModuleList, list[int]] | None:
     """The innermost list of which all modules of these paths are in entries of their own, and the entries' numbers."""
+    # Innermost first: a model may keep its blocks in lists of lists
     for end in reversed(range(1, len(paths[0]) - 1)):
         blocks = model.get_submodule(".".join(paths[0][:end]))
         if isinstance(blocks, nn.ModuleList) and all(len(p) > end + 1 and p[:end] == paths[0][:end] for p in paths):
@@ -369,13 +402,14 @@ def _list_of_blocks(model: nn.Module, paths: Sequence[Sequence[str]]) -> tuple[n
 
 
 def _ids_of_vocabulary(model: nn.Module) -> set[int]:
-    """Of the weights of embeddings and the output head."""
+    """Object ids of the weights of embeddings and the output head."""
     embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     apart = {id(w) for w in embeddings}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Module):
         apart |= {id(p) for p in head.parameters()}
-    elif embeddings:  # the layer that looks like the vocabulary's embedding
+    # Without that method, take the linear layer that has the shape of the vocabulary's embedding.
+    elif embeddings:
         largest = max(embeddings, key=len).shape
         for m in model.modules():
             if isinstance(m, nn.Linear) and m.weight.shape == largest:

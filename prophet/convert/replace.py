@@ -22,9 +22,20 @@ from prophet.ranks.collective import Collective
 
 
 def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> tuple[RoutedExperts, tuple[str, ...]]:
-    """Put this rank's experts into a layer, and the layer into the block; the old experts are left untouched."""
+    """Put this rank's experts into a layer, and the layer into the block; the old experts are left untouched.
+
+    Args:
+        model: Changed in place.
+        f: The block.
+        collective: The expert-parallel group.
+        impl: Which kernels run the experts, as for `prophet.MoE`.
+
+    Returns:
+        The layer, and the names of the block's methods that were replaced.
+    """
     experts, block, spec = f.experts(model), f.block(model), f.spec
     params = dict(experts.named_parameters())
+    # Megatron, DeepSpeed and users mark parameters, which are new objects afterwards.
     attributes = {n: dict(vars(p)) for n, p in params.items() if vars(p)}
     rest = copied_rest(f.adapter, spec, params)
     origin = Origin(f.adapter, spec, experts, attributes, around=f.around, rest=rest)
@@ -46,11 +57,13 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
         layer = kept(bank, origin, collective, impl)
     else:
         layer = RoutedExperts(_stacked(f, params, collective), origin, collective, impl)
+    # A new module is in training mode, whatever the block is in
     layer.train(block.training)
     setattr(f.holder(model), f.where.rpartition(".")[2], layer)
     if methods:
         kind = origin.block_class = type(block)
-        for name in methods:  # transformers 4.57 leaves a block's own method on it, which would hide the new one
+        # transformers 4.57 leaves a block's own method on it, which would hide the new one.
+        for name in methods:
             if getattr(vars(block).get(name), "__func__", None) is getattr(kind, name):
                 del vars(block)[name]
         # a subclass, so that whoever asks for the block's class still finds it
@@ -73,5 +86,6 @@ def _stacked(f: Found, params: Mapping[str, Tensor], collective: Collective) -> 
         total_experts=spec.num_experts,
         ep_size=collective.size,
     )
+    # Frozen all or none: `check_stackable` has refused the rest
     bank.requires_grad_(any(p.requires_grad for p in params.values()))
     return bank

@@ -19,10 +19,18 @@ from prophet.terminal import Column, FittedTable
 class Replaced:
     """One converted block.
 
-    name: of the experts' module in the model. block: class of the block around it. spec: what the adapter found.
-    experts: global indices of those that this rank is home to. methods: those of the block that were replaced.
-    params, params_before: numbers of expert parameters on this rank. flops_per_row: of an expert, forward.
-    expert_bytes: what a replica receives.
+    Attributes:
+        name: Of the experts' module in the model.
+        family: The adapter's.
+        block: Class of the block around it.
+        spec: What the adapter found.
+        experts: Global indices of those that this rank is home to.
+        methods: Those of the block that were replaced.
+        dtype: Of the parameters.
+        params: Number of expert parameters on this rank now.
+        params_before: The same before the conversion.
+        flops_per_row: FLOP of an expert's forward on one row.
+        expert_bytes: Bytes that a replica receives.
     """
 
     name: str
@@ -40,10 +48,14 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """How many parameters of one kind this rank has, how many of them train, and how many are PEFT's adapters'.
+    """How many parameters of one kind this rank has, and how many of them train.
 
-    kind: "experts", "router", "shared experts" (whatever else is in a block), "dense layers" (what other layers have in
-    a block's place) or "the rest", such as attention.
+    Attributes:
+        kind: "experts", "router", "shared experts" (whatever else is in a block), "dense layers" (what other layers
+            have in a block's place) or "the rest", such as attention.
+        params: All of this kind.
+        trained: Those that require a gradient.
+        adapters: Those of `trained` that are PEFT's.
     """
 
     kind: str
@@ -64,6 +76,7 @@ KINDS = ("experts", "router", "shared experts", "dense layers", "the rest")
 def trained(model: nn.Module) -> tuple[Trained, ...]:
     """What trains in a converted model, by the kinds that it has."""
     found = {kind: [0, 0, 0] for kind in KINDS}
+    # The experts' LoRA is in layers of this library; other tuners name theirs in `adapter_layer_names`.
     inside = {"lora_A", "lora_B"}
     for module in model.modules():
         inside.update(getattr(module, "adapter_layer_names", ()))
@@ -76,10 +89,11 @@ def trained(model: nn.Module) -> tuple[Trained, ...]:
 
 
 def _kinds(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
-    """Every parameter's name and kind."""
+    """Name, parameter and kind of every parameter."""
     layers = [name for name, *_ in converted(model)]
     blocks = {name[: name.rfind(".") + 1] for name in layers}
-    places = {re.sub(r"\b\d+\b", "*", block) for block in blocks}  # model.layers.*.mlp.
+    # With numbers as stars, such as model.layers.*.mlp., other layers' dense blocks are found in the same place.
+    places = {re.sub(r"\b\d+\b", "*", block) for block in blocks}
     for name, p in model.named_parameters():
         if name.startswith(tuple(f"{layer}." for layer in layers)):
             yield name, p, "experts"
@@ -87,6 +101,7 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
         block = next(filter(name.startswith, blocks), None)
         if block is not None:
             path = name.removeprefix(block).split(".")
+            # A shared expert may have a gate as well, so its name decides before the router's does.
             shared = "shared" in path[0] or not any(_ROUTER.fullmatch(part) for part in path)
             yield name, p, "shared experts" if shared else "router"
         else:
@@ -94,14 +109,20 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
             yield name, p, "dense layers" if place.startswith(tuple(places)) else "the rest"
 
 
+# What routers, or the layer inside them, are called in the families that are known
 _ROUTER = re.compile(r"(.*_)?(gate|gating|router|wg|score)")
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What `convert` replaced, on one rank, and which lists it left alone; prints as a table where `rich` prints.
+    """What `convert` replaced, on one rank, and what it left alone; prints as a table where `rich` prints.
 
-    trained: what trains in the model, by kind.
+    Attributes:
+        replaced: A value per block.
+        rank: This rank in the expert-parallel group.
+        ranks: Size of that group.
+        left: Lists that were not taken for experts, and why.
+        trained: What trains in the model, by kind.
     """
 
     replaced: tuple[Replaced, ...]
@@ -151,13 +172,17 @@ class ConversionReport:
 
         Layers that differ in numbers alone are named once.
         """
-        said = [(r.name, f"run one by one: {r.spec.why}") for r in self.replaced if r.spec.why]
-        said += [(one.name, f"was left alone: {one.why}") for one in self.left]
+        reasons = [(r.name, f"run one by one: {r.spec.why}") for r in self.replaced if r.spec.why]
+        reasons += [(one.name, f"was left alone: {one.why}") for one in self.left]
         alike: dict[str, list[str]] = {}
-        for name, why in said:
+        for name, why in reasons:
+            # Layer numbers as stars: 60 layers with one reason give one line
             alike.setdefault(re.sub(r"\b\d+\b", "*", f"{name} {why}"), []).append(f"{name} {why}")
-        told = [lines[0] + (f" (and {len(lines) - 1} like it)" if lines[1:] else "") for lines in alike.values()]
-        return [*told, *([f"parameters that train here: {'; '.join(map(str, self.trained))}"] if self.trained else [])]
+        found = [lines[0] + (f" (and {len(lines) - 1} like it)" if lines[1:] else "") for lines in alike.values()]
+        return [
+            *found,
+            *([f"parameters that train here: {'; '.join(map(str, self.trained))}"] if self.trained else []),
+        ]
 
     def _title(self) -> str:
         return (
@@ -167,7 +192,7 @@ class ConversionReport:
 
 
 def _sizes(spec: ExpertsSpec) -> str:
-    """Those of an expert's input, of what is inside where that is known, and of its output if it is another."""
+    """Sizes of an expert's input, of its hidden layer where that is known, and of its output if that differs."""
     inside = [spec.hidden] if spec.bank == "feed-forward" else []
     out = [spec.outputs] if spec.outputs != spec.dim else []
     return " x ".join(map(str, [spec.dim, *inside, *out]))
@@ -179,7 +204,8 @@ def _bank(spec: ExpertsSpec) -> str:
 
 
 def _short(x: float) -> str:
-    """A figure with its prefix of thousands."""
+    """A number with three digits and its prefix of thousands, before a unit."""
+    # FLOP and bytes alike: thousands, not 1024s
     for prefix in ("", "k", "M", "G"):
         if x < 1000:
             return f"{x:.3g} {prefix}"
@@ -188,6 +214,7 @@ def _short(x: float) -> str:
 
 
 _BIASES: dict[Bias, str] = {True: " + bias", False: "", "in": " + bias in", "out": " + bias out"}
+# Where the terminal is narrow, the columns with the highest number are left out first.
 COLUMNS = (
     Column("experts", align="left"),
     Column("family", 4, "left", wrap=True),

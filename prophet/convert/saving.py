@@ -25,18 +25,27 @@ _LOADING = threading.Lock()
 def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     """Write `model` in its original layout, so that its class's `from_pretrained` loads it; collective.
 
-    Of a PEFT model its adapters are written, as PEFT writes them, those on experts included.
+    Of a PEFT model the adapters are written, as PEFT writes them, those on experts included.
 
-    Every process calls it. Process 0 writes, to which the experts are gathered from their homes one block at a time,
-    and all return once the files are there. options: for the model's own `save_pretrained`.
+    Every process calls it. The experts are gathered from their homes to process 0, one block at a time. Process 0
+    writes, and all return once the files are there.
 
-    Raises `CollectiveTimeout` where some processes alone call it: on process 0 within five seconds, on others within
-    five seconds of the next forward pass. Raises `CheckpointError` on the others where process 0 could not write.
+    Args:
+        model: A converted model of transformers or PEFT.
+        folder: Where the files go.
+        **options: For the model's own `save_pretrained`.
+
+    Raises:
+        CollectiveTimeout: Where only some processes call it: on process 0 within five seconds, on others within five
+            seconds of the next forward pass.
+        CheckpointError: On the other processes where process 0 could not write.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     layers = [layer for *_, layer in converted(model)]
     group = layers[0].collective if layers else collective_for(None)
+    # Before the first gather: a call on rank 0 alone, as for an unconverted model, is a common mistake.
     roll_call(Operation("save_pretrained"), patience_s=group.timeout_s)
+    # With data parallelism there are several expert-parallel groups, each with a rank 0.
     writer = group.rank == 0 and process_rank() == 0
     state = original_state_dict(model, keep=writer, adapters_only=_is_of_peft(model))
     error: Exception | None = None
@@ -48,9 +57,10 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
             error = caught
     end = Operation("end of save_pretrained")
     failed = group.meet(end, failed=error is not None)
+    # Only its own group knows of process 0's failure so far
     if processes() > group.size:
-        words = meet(end, "failed" if failed else "", timeout_s=group.timeout_s)
-        failed = [rank for rank, word in enumerate(words) if word]
+        reports = meet(end, "failed" if failed else "", timeout_s=group.timeout_s)
+        failed = [rank for rank, report in enumerate(reports) if report]
     if error is not None:
         raise error
     if failed:
@@ -60,22 +70,29 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
 def load_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     """Load what `save_pretrained`, or the original class, wrote; every rank reads all and keeps its own experts.
 
-    options: for the class's `from_pretrained`. Raises `CheckpointError` where parameters of the model are missing.
+    Args:
+        model: A converted model; its values are replaced.
+        folder: What to read.
+        **options: For the class's `from_pretrained`.
+
+    Raises:
+        CheckpointError: Where parameters of the model are missing.
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    dtype = functools.reduce(torch.promote_types, dtypes)  # no parameter is rounded on its way
+    # No parameter is rounded on its way, whatever dtypes the model mixes.
+    dtype = functools.reduce(torch.promote_types, dtypes)
     with _LOADING:
-        whole, said = type(model).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-    missing = some(said["missing_keys"])
+        whole, info = type(model).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    missing = some(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{folder} lacks {missing}: expected all parameters of {type(model).__name__}")
     load_original_state_dict(model, whole.state_dict())
 
 
 def write_original_layout(model: nn.Module) -> None:
-    """Let `save_pretrained` and `push_to_hub` of `model`, and of models inside it, know about its experts' homes.
+    """Make `save_pretrained` and `push_to_hub` of `model`, and of models inside it, gather its experts.
 
-    A PEFT model's `load_adapter` knows, too.
+    A PEFT model's `load_adapter` is replaced, too.
     """
     for module in model.modules():
         for name, kind in _kinds(module):
@@ -84,9 +101,10 @@ def write_original_layout(model: nn.Module) -> None:
 
 
 def _kinds(module: nn.Module) -> tuple[tuple[str, type[_Method]], ...]:
-    """What stands for which method of `module`."""
+    """The methods of `module` to replace, and by what."""
     if lora_layers(module) and _is_of_peft(module):
         return ("save_pretrained", _SaveAdapters), ("push_to_hub", _PushToHub), ("load_adapter", _LoadAdapter)
+    # PEFT's tuner, which is a module inside the PEFT model
     if lora_layers(module) and hasattr(type(module), _ENDINGS[0]):
         return tuple((name, _Ending) for name in _ENDINGS)
     # without adapters on experts PEFT writes what every rank has, and any rank may do that
@@ -117,7 +135,9 @@ def write_as_before(model: nn.Module) -> None:
 class _Method:
     """Stands for a method of one model; a class, so that a copied model calls its copy's.
 
-    before: what stood there before, if it was not the class's.
+    Attributes:
+        model: The model whose method it is.
+        before: What stood there before, if it was not the class's.
     """
 
     def __init__(self, model: Any, before: Any) -> None:
@@ -137,10 +157,18 @@ class _SavePretrained(_Method):
         state_dict: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """As the class's, on every rank; process 0 writes. A `state_dict` in the original layout is taken as it is."""
+        """Save as the class does, called on every rank; process 0 writes.
+
+        Args:
+            save_directory: Where the files go.
+            is_main_process: As for the class's; it counts only where one rank has everything.
+            state_dict: Taken as it is where it is in the original layout.
+            **options: For the class's.
+        """
         experts = tuple(f"{name}.experts." for name, *_ in converted(self.model))
         if state_dict is not None and any(key.startswith(experts) for key in state_dict):
-            state_dict = None  # what this model's `state_dict()` gave
+            # It is what this model's `state_dict()` gave: one rank's experts, under the layer's names.
+            state_dict = None
         if state_dict is None and self.ranks() > 1:
             save_pretrained(self.model, save_directory, **options)
             return
@@ -152,8 +180,9 @@ class _SavePretrained(_Method):
 
 class _SaveAdapters(_Method):
     def __call__(self, save_directory: str | Path, **options: Any) -> None:
-        """As `PeftModel.save_pretrained`, on every rank; process 0 writes."""
-        options.pop("state_dict", None)  # what this model's `state_dict()` gave
+        """Save as `PeftModel.save_pretrained` does, called on every rank; process 0 writes."""
+        # It is what this model's `state_dict()` gave: one rank's experts
+        options.pop("state_dict", None)
         if self.ranks() > 1:
             options.pop("is_main_process", None)
             save_pretrained(self.model, save_directory, **options)
@@ -165,7 +194,7 @@ class _SaveAdapters(_Method):
 
 class _LoadAdapter(_Method):
     def __call__(self, model_id: Any, adapter_name: str, *args: Any, **options: Any) -> Any:
-        """As `PeftModel.load_adapter`, for the adapter that is there; every rank keeps its experts' part."""
+        """Load as `PeftModel.load_adapter` does, for the adapter that is there; every rank keeps its experts' part."""
         there = list(self.model.peft_config)
         if adapter_name not in there:
             raise ConversionError(
@@ -178,14 +207,14 @@ class _LoadAdapter(_Method):
 
 class _Ending(_Method):
     def __call__(self, *_: Any, **__: Any) -> None:
-        """Refuses before PEFT has changed the first layer."""
+        """Raise `ConversionError` before PEFT has changed the first layer."""
         layer = lora_layers(self.model)[0][-1]
         layer.experts.merge()
 
 
 class _PushToHub(_Method):
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """As the class's, which saves first, where one rank has everything."""
+        """Push as the class does, which saves first, where one rank has everything."""
         ranks = self.ranks()
         if ranks > 1:
             raise PartialStateError(

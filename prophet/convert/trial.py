@@ -37,7 +37,9 @@ from prophet.convert.trials.verify import TOLERANCE, evaluating
 from prophet.errors import ConversionError, ReplayError
 from prophet.ranks.threads import ThreadWorld
 
-MOST_PARAMETERS = 1 << 27  # of a block that is copied in float64
+# Parameters of a block that is copied in float64: a larger one is copied in its own dtype.
+MOST_PARAMETERS = 1 << 27
+# What a module's code raises that cannot run in this way; other errors are not caught.
 WRONG = (ReplayError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
 
 
@@ -50,6 +52,7 @@ def check_by_trying(model: nn.Module, found: Sequence[Found]) -> None:
     for f in found:
         if isinstance(f.adapter, Listed):
             check_runs_twice(model, f.adapter.listing)
+        # Built expert-parallel, a block's own forward needs the other ranks.
         elif f.spec.held == f.spec.num_experts:
             kind = _kind_of(f.known(model))
             if kind not in tried:
@@ -58,7 +61,7 @@ def check_by_trying(model: nn.Module, found: Sequence[Found]) -> None:
 
 
 def _kind_of(block: nn.Module) -> str:
-    """A block's class and modules, and all settings that are numbers and texts."""
+    """A text that is equal for blocks alike: class, modules, and all settings that are numbers and texts."""
     settings = [
         f"{name}.{key}={value!r}"
         for name, m in block.named_modules()
@@ -92,9 +95,11 @@ def check_runs_twice(model: nn.Module, listing: Listing) -> None:
         for training in (False, True):
             for at, x in enumerate(_inputs(listing.shapes, device, listing.dtype)):
                 where = f"{listing.name}: tried in {_mode(training)} on {list(x.shape)}, the block around it"
+                # Only read if the second run fails, to name what a pass changes
                 before = once.attributes()
                 try:
                     want = once.run(x, at, training)
+                # Somebody else's block may raise anything
                 except Exception as error:
                     raise ConversionError(f"{where} fails: {str(error).splitlines()[0]}") from error
                 try:
@@ -119,7 +124,7 @@ def _meaning(place: str, how: str) -> str:
 
 
 def _inputs(shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Inputs of every shape, and of the first once more: one token many times."""
+    """Random inputs of every shape, then one of the first shape with one token many times, which overloads experts."""
     for seed, shape in enumerate((*shapes, shapes[0])):
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
@@ -129,12 +134,16 @@ def _inputs(shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.
 
 
 class _Copy:
-    """A copy of the module around a list, with functions for experts; its block runs once, or twice."""
+    """A copy of the module around a list, with functions for experts; its block runs once, or twice.
+
+    The functions are cheap and differ by expert, so a wrong expert, row or order shows in the answer.
+    """
 
     def __init__(self, model: nn.Module, listing: Listing, *, twice: bool) -> None:
         outer: Any = model.get_submodule(listing.tried)
         experts: Any = model.get_submodule(listing.name)
         self._tape = Tape(listing.name, listing.dim)
+        # Both copies draw the same maps
         seed_all(1)
         self._stand_ins = with_stand_ins(experts, self._tape)
         self._module = scramble(twin_of(outer, {experts: self._stand_ins}), torch.float64).to(listing.dtype)
@@ -142,6 +151,7 @@ class _Copy:
         self._maps = torch.randn(shape, dtype=torch.float64).to(device_of(outer), listing.dtype) / listing.dim**0.5
         inside = listing.block.removeprefix(listing.tried).removeprefix(".")
         block: Any = self._module.get_submodule(inside)
+        # Kept before it may be replaced on this instance
         self._forward: Callable[..., Any] = block.forward
         self._twice = twice
         if twice:
@@ -150,7 +160,8 @@ class _Copy:
 
     def _expert(self, expert: int, rows: Tensor) -> Tensor:
         y: Tensor = rows.tanh() @ self._maps[expert]
-        return y  # no gradient needs it: the block may write to it
+        # No gradient needs it: the block may write to it
+        return y
 
     def _answer(self, notes: Sequence[Note], like: Tensor | None) -> list[Tensor]:
         return [self._expert(*note) for note in notes]
@@ -165,12 +176,12 @@ class _Copy:
         return passes.run(self._forward, args, named)
 
     def attributes(self) -> dict[str, Any]:
-        """What is on the modules beside parameters and buffers."""
+        """What modules hold besides parameters and buffers."""
         known = {n for n, _ in (*self._module.named_parameters(), *self._module.named_buffers())}
         return {k: v for k, v in state_of(self._module).items() if k not in known}
 
     def run(self, x: Tensor, seed: int, training: bool) -> dict[str, Any]:
-        """Everything that comes out of a forward and a backward pass."""
+        """Run a forward and a backward pass, and return everything that comes out of it."""
         module = self._module.train(training)
         before = globals_of(module)
         seed_all(seed)
@@ -179,24 +190,30 @@ class _Copy:
         else:
             with self._tape.playing(self._expert):
                 found = _everything(module, module, x)
+        # As differences: both copies change the same globals, one after the other.
         moved = {k: v - before.get(k, 0.0) for k, v in globals_of(module).items()}
+        # `forward` was set on the block that runs twice
         state = {k: v for k, v in state_of(module).items() if k.rpartition(".")[2] != "forward"}
         gradients = {n: p.grad for n, p in module.named_parameters()}
         return {"state": state, "global": moved, **found, "gradient of": gradients}
 
 
 def _everything(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> dict[str, Any]:
-    """A forward and a backward pass of `module` on `x`: what it answers, leaves behind and draws; `grad` is set."""
+    """Run `call` on `x` and go backward: what `module` answers, leaves behind and draws; `grad` is set."""
     module.zero_grad()
     leaf = x.clone().requires_grad_()
+    # Some blocks write to their input, which a leaf does not allow
     given = leaf.clone()
     answer = call(given)
     random = RandomState(x.device).states()
     left = _left_on(module)
+    # There is a gradient even where no answer has one
     total = leaf.sum()
     for t in tree_leaves((answer, left)):
         if isinstance(t, Tensor) and t.requires_grad:
+            # Unequal weights, so that a gradient in a wrong place makes a difference.
             weights = torch.linspace(1, 2, t.numel(), dtype=t.dtype, device=t.device).view(t.shape)
+            # Infinite values, such as masked logits, would make the total useless.
             total = total + (t.where(t.isfinite(), torch.zeros_like(t)) * weights).sum()
     total.backward()
     return {
@@ -209,7 +226,7 @@ def _everything(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> 
 
 
 def _left_on(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that a pass has set as attributes."""
+    """Tensors that a pass has set as attributes, by name."""
     return {
         f"{name}.{key}".removeprefix("."): value
         for name, m in module.named_modules()
@@ -222,18 +239,21 @@ def _left_on(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_adapter(model: nn.Module, f: Found) -> None:
-    """Raise `ConversionError` unless the block computes on one rank, converted, what it does now."""
+    """Raise `ConversionError` unless the converted block computes on one rank what it does now."""
     block, who = f.known(model), f"{f.name} ({f.adapter.family})"
     size = sum(p.numel() for p in block.parameters())
     own = next(f.experts(model).parameters()).dtype
+    # float64 first, where an error is not lost in rounding; the block's own dtype if it takes no other.
     for dtype in dict.fromkeys((torch.float64 if size <= MOST_PARAMETERS else own, own)):
         with trying():
             try:
                 beside = _Beside(block, f, dtype)
                 beside.original(next(beside.inputs()), training=False)
             except WRONG:
-                continue  # it cannot be copied, or needs its own dtype; it is run for real in any case
-            if f.spec.places:  # experts that may draw random numbers, of other shapes once they are cut
+                # It cannot be copied, or needs its own dtype; `convert` runs it for real in any case.
+                continue
+            # Cut experts may draw random numbers, in other shapes once they are cut: training cannot be compared.
+            if f.spec.places:
                 with evaluating(model):
                     for x in beside.inputs():
                         if not beside.draws(x):
@@ -248,7 +268,7 @@ def _check_adapter(model: nn.Module, f: Found) -> None:
 
 
 class _Holder(nn.Module):
-    """Holds the module of experts that an adapter knows without a block."""
+    """Holds a module of experts that an adapter knows without a block."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -264,6 +284,7 @@ class _Beside:
         self._dtype, self._device = dtype, device_of(block)
         self._limit = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
         self._copies = []
+        # Both from one seed, so the copies have the same parameters
         for _ in range(2):
             seed_all(1)
             twin = scramble(twin_of(block), dtype)
@@ -275,7 +296,7 @@ class _Beside:
         return _inputs(((1, 16, dim), (1, 40, dim)), self._device, self._dtype)
 
     def check_packing(self, who: str) -> None:
-        """Raise `ConversionError` unless `pack` gives back what `unpack` has taken, all of it."""
+        """Raise `ConversionError` unless `pack` gives back all that `unpack` has taken, unchanged."""
         f, experts = self._f, self._f.experts(self._copies[0])
         state = {n: p.detach() for n, p in experts.named_parameters()}
         try:
@@ -284,14 +305,14 @@ class _Beside:
         except WRONG as error:
             raise ConversionError(f"{who}: unpack and pack fail: {type(error).__name__}: {error}") from error
         for name in sorted(state.keys() ^ packed.keys()):
-            said = "is lost: pack() does not return it" if name in state else "is in pack(), and not in the experts"
-            raise ConversionError(f"{who}: the experts' parameter {name} {said}")
+            problem = "is lost: pack() does not return it" if name in state else "is in pack(), and not in the experts"
+            raise ConversionError(f"{who}: the experts' parameter {name} {problem}")
         for name, p in state.items():
             if packed[name].shape != p.shape or not torch.equal(packed[name], p):
                 raise ConversionError(f"{who}: {name}: pack() does not give back what unpack() has taken")
 
     def original(self, x: Tensor, *, training: bool, experts_training: bool = False) -> dict[str, Any]:
-        """What the block as written answers, leaves, and the gradients outside of its experts."""
+        """Run the block as written: what it answers and leaves, and the gradients outside of its experts."""
         return self._run(self._copies[0], x, training, experts_training)
 
     def draws(self, x: Tensor) -> bool:
@@ -300,12 +321,19 @@ class _Beside:
         return any(differences(first["its answer"], second["its answer"], self._limit))
 
     def check(self, x: Tensor, training: bool, who: str) -> None:
-        """Raise `ConversionError` where the two differ, or where experts that train would lose what they then do."""
+        """Raise `ConversionError` where the two differ, or where training experts would lose what they do only then.
+
+        Args:
+            x: Input of the block, [1, N, D].
+            training: In which mode the block runs.
+            who: How messages call the block.
+        """
         rounding = Rounding()
         with rounding:
             want = self.original(x, training=training)
         where = f"{who}: tried in {_mode(training)} on {list(x.shape)}"
         if training and self._f.spec.bank != "modules":
+            # Grouped kernels have no training mode, so dropout inside experts would be lost.
             active = self.original(x, training=True, experts_training=True)
             if next(differences(want, active, self._limit), None):
                 experts = self._f.experts(self._copies[0])
@@ -323,7 +351,8 @@ class _Beside:
         except WRONG as error:
             raise ConversionError(f"{where}: it fails once converted: {type(error).__name__}: {error}") from error
         limit = ROUNDED if rounding.happens and self._dtype == torch.float64 else self._limit
-        both = want["what it leaves"].keys() & got["what it leaves"].keys()  # a replaced method leaves what matters
+        # A replaced method leaves on the block what matters; the original may leave more.
+        both = want["what it leaves"].keys() & got["what it leaves"].keys()
         for found in (want, got):
             found["what it leaves"] = {k: v for k, v in found["what it leaves"].items() if k in both}
         _compare(want, got, limit, f"{where}: once converted it differs", lambda place, how: f"{place}: {how}")
@@ -335,11 +364,13 @@ class _Beside:
         block.train(training)
         if not experts_training:
             held: Any = f.experts(block)
+            # The copy that is converted has a layer there; its bank is what stands for the experts.
             (held if block is self._copies[0] or not self._converted else held.experts).eval()
         seed_all(seed)
         found = _everything(lambda given: f.run(block, given), block, x)
         inside = f"{f.where}."
         left = {k: v for k, v in found["what it leaves"].items() if not k.startswith(inside)}
         gradients = {n: p.grad for n, p in block.named_parameters() if not n.startswith(inside)}
+        # Converted experts may draw in another order than the block's own did..
         found.pop("random state")
         return {**found, "what it leaves": left, "gradient of": gradients}

@@ -19,7 +19,7 @@ from prophet.ranks.operation import Operation
 
 
 class CutExperts(RoutedExperts):
-    """A converted block's experts where they were cut."""
+    """A converted block's experts that one module computed, cut into a copy of that module for each."""
 
     experts: ModulesBank  # type: ignore[assignment]
 
@@ -28,6 +28,7 @@ class CutExperts(RoutedExperts):
         bank = self.experts
         for local, home in enumerate(bank.home_experts()):
             for name, p in home.named_parameters():
+                # `OneExpert` holds its copy under `module.`, a prefix that the original's names lack
                 yield f"{bank.first_expert + local}.{name}", p, name.removeprefix("module."), local
 
     def here(self) -> dict[str, Tensor]:
@@ -37,6 +38,7 @@ class CutExperts(RoutedExperts):
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def originals(self) -> dict[str, Tensor]:
+        # Built expert-parallel: the original module held this rank's experts only.
         if not self.spread:
             return self.here()
         return {
@@ -56,18 +58,32 @@ class CutExperts(RoutedExperts):
 
 
 def cut_bank(whole: nn.Module, layer: nn.Module, spec: ExpertsSpec, rank: int, ranks: int) -> ModulesBank:
-    """A bank of this rank's share of the experts that `whole` computes. Raises ValueError where no bank holds them."""
+    """Make a bank of this rank's share of the experts that one module computes.
+
+    Args:
+        whole: The module that computes all experts held here.
+        layer: The Tutel layer around it, which experts see in `ctx`.
+        spec: Its description, with the `places` that each copy needs.
+        rank: This rank in the expert-parallel group.
+        ranks: Size of that group.
+
+    Raises:
+        ValueError: Where no bank can hold the copies.
+    """
     m = spec.num_experts // ranks
     home = range(rank * m, rank * m + m)
+    # Built expert-parallel, the module numbers its own experts from 0; expert e is its (e - offset)th.
     offset = 0 if spec.held == spec.num_experts else home.start
     context = Context(layer)
     given = {
         e: OneExpert(whole, context, e - offset if e in home else None, spec.held, spec.places)
         for e in range(spec.num_experts)
     }
-    with trying():  # it runs an expert
+    # The bank runs an expert to learn its output's size, which may draw random numbers.
+    with trying():
         bank = ModulesBank(
             given, dim=spec.dim, first_expert=home.start, held=m, total_experts=len(given), ep_size=ranks
         )
-    bank.called = range(len(given))  # the module that held all of them called all
+    # The module that held all experts called all of them, so none has a gradient of None.
+    bank.called = range(len(given))
     return bank

@@ -21,8 +21,16 @@ from prophet.ranks.collective import Collective
 
 
 class ListedExperts(RoutedModules):
-    """Stands where a list of experts was. To everybody it is the list, but while its block runs it is one of stand-ins,
-    which note and hand out.
+    """Stands where a list of experts was; to all other code it is that list.
+
+    While its block runs it is a list of stand-ins, which note their rows in the first pass and hand out answers in the
+    second.
+
+    Args:
+        bank: This rank's experts.
+        origin: The list that they come from, and how it was found.
+        collective: The expert-parallel group.
+        impl: Which kernels run the experts, as for `prophet.MoE`.
     """
 
     def __init__(self, bank: ModulesBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
@@ -45,17 +53,31 @@ class ListedExperts(RoutedModules):
         except AttributeError:
             if "_stand_ins" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["_stand_ins"], name)  # of a list of the user's own class
+            # A list of the user's own class may have attributes that its block reads.
+            return getattr(self.__dict__["_stand_ins"], name)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """What the list's own forward does, where it has one."""
+        """Run the list's own forward, where its class has one."""
+        # Called only while the block runs, so the experts that it calls are stand-ins.
         return self._stand_ins(*args, **named)
 
-    @torch._compile._disable_dynamo  # counts decide shapes
+    # Counts decide shapes, which would make dynamo compile anew for every batch.
+    @torch._compile._disable_dynamo
     def run_block(
         self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Any:
-        """What `forward(*args, **named)` of `block` returns. Collective over the group."""
+        """Run the block twice, its experts computed together in between. Collective over the group.
+
+        Args:
+            block: The block around the list.
+            forward: Its original forward, bound to it.
+            args: Positional arguments of the call.
+            named: Keyword arguments of the call.
+
+        Returns:
+            What `forward(*args, **named)` returns.
+        """
+        # Experts' buffers must not be put back between the passes: experts run once, in between.
         mine = set(self.modules())
         passes = Passes(
             tape=self._tape,
@@ -66,7 +88,7 @@ class ListedExperts(RoutedModules):
         return passes.run(forward, args, named)
 
     def _answer_dtype(self, rows: Tensor) -> torch.dtype:
-        """Of an expert's answer to `rows`."""
+        """The dtype of an expert's answer to `rows`, which autocast may change."""
         return self.experts.answer_dtype(rows)
 
     def _blank(self, rows: Tensor) -> Tensor:
@@ -83,7 +105,9 @@ class ListedExperts(RoutedModules):
         sizes = [note.rows.numel() // self.dim for note in notes]
         ids = torch.tensor([note.expert for note in notes], dtype=torch.int64)
         ids = ids.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device, non_blocking=True)
+        # An expert that the block called with no rows gets zero gradients, as it would have by itself.
         self.experts.called = {note.expert for note in notes}
         y = self.routed(rows, ids.unsqueeze(1), rows.new_ones(len(rows), 1)).to(self._answer_dtype(rows))
-        parts = torch.unsafe_split_with_sizes(y, sizes)  # some blocks write to answers, which views would not allow
+        # Some blocks write to answers, which views of one tensor would not allow.
+        parts = torch.unsafe_split_with_sizes(y, sizes)
         return [part.view(*note.rows.shape[:-1], self._out) for part, note in zip(parts, notes, strict=True)]

@@ -29,22 +29,31 @@ from prophet.ranks.operation import Operation
 
 
 class LoraBank(ModulesBank):
-    """This rank's experts; a `BaseTunerLayer` of PEFT's by its subclass. adapter: PEFT's name of the adapter."""
+    """This rank's experts; a subclass makes it a `BaseTunerLayer` of PEFT's.
+
+    Attributes:
+        adapter: PEFT's name of the adapter.
+    """
 
     adapter: str
 
     _disable_adapters = False
 
     def enable_adapters(self, enabled: bool) -> None:
-        """With or without the adapter, as `PeftModel.disable_adapter` asks; replicas, too."""
+        """Switch the adapter on or off, in replicas too, as `PeftModel.disable_adapter` asks."""
         for module in (*self.modules(), *(m for s in self._skeletons.values() for m in s.modules())):
             if isinstance(module, LoraMatrix):
                 module.adapted = enabled
+        # PEFT's `BaseTunerLayer` reports this field as `disable_adapters`
         self._disable_adapters = not enabled
         self.called = range(self.total_experts) if enabled else ()
 
     def set_adapter(self, adapter_names: str | Sequence[str], inference_mode: bool = False) -> None:
-        """Raises `ConversionError` for another than the one that was there when the model was converted."""
+        """Make an adapter the active one, and freeze or unfreeze it.
+
+        Raises:
+            ConversionError: For another than the one that was there when the model was converted.
+        """
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         if names != [self.adapter]:
             raise ConversionError(f"adapter {names} on converted experts: expected {[self.adapter]}. {_REVERT}")
@@ -53,7 +62,7 @@ class LoraBank(ModulesBank):
                 p.requires_grad_(not inference_mode)
 
     def merge(self, *_: Any, **__: Any) -> None:
-        """Raises `ConversionError`, as all that follow: an expert elsewhere would not be merged."""
+        """Raises `ConversionError`, as do the methods below: an expert that lives elsewhere would not be merged."""
         raise ConversionError(
             f"adapter {self.adapter} cannot be merged, unloaded or deleted while the experts are converted. {_REVERT}"
         )
@@ -66,6 +75,7 @@ class LoraBank(ModulesBank):
 _REVERT = "Call engine.close() and prophet.revert(model) first, or load the saved adapter in plain PEFT"
 
 
+# Cached, so that all layers have one class
 @functools.cache
 def _for_peft(tuner: type) -> type[LoraBank]:
     """`LoraBank` as a subclass of PEFT's class of layers, which is not imported here."""
@@ -73,7 +83,14 @@ def _for_peft(tuner: type) -> type[LoraBank]:
 
 
 class LoraExperts(RoutedExperts):
-    """The layer in the place of PEFT's wrappers, called as the experts' module in them was."""
+    """The layer in the place of PEFT's wrappers, called as the experts' module in them was.
+
+    Args:
+        bank: This rank's experts with their adapters.
+        origin: The wrapped module that they come from.
+        collective: The expert-parallel group.
+        impl: Which kernels run the experts, as for `prophet.MoE`.
+    """
 
     experts: LoraBank  # type: ignore[assignment]
 
@@ -83,11 +100,12 @@ class LoraExperts(RoutedExperts):
         self._pieces: tuple[Piece, ...] = adapter.pieces
 
     def keys_prefix(self, name: str) -> str:
-        """As of any layer: the bank's parameters are found where PEFT looks for them."""
+        """As any layer's: the bank's parameters are found where PEFT looks for them."""
         return MoE.keys_prefix(self, name)
 
     def check(self) -> None:
         """Raise `ConversionError` where PEFT was given another adapter after the conversion."""
+        # Past `RoutedExperts.check`, which refuses experts among PEFT's targets: here they are meant to be.
         MoE.check(self)
         model: Any = self.origin.model() if self.origin.model else None
         names = list(getattr(model, "peft_config", None) or [self.experts.adapter])
@@ -107,6 +125,7 @@ class LoraExperts(RoutedExperts):
         for piece in pieces:
             op = Operation(f"gathering of the experts' {piece.name}")
             mine = torch.stack([home.get_parameter(piece.name).detach() for home in self.experts.home_experts()])
+            # [ranks, m, ...] to [E, ...]: ranks hold consecutive experts
             everybody = self.collective.all_gather(mine, op=op).flatten(0, 1)
             found[piece.path] = piece.whole(everybody).contiguous()
         return found
@@ -115,6 +134,7 @@ class LoraExperts(RoutedExperts):
     def take(self, state: dict[str, Tensor]) -> None:
         """Set this rank's experts from all that are in `state`, by the names of the module they come from."""
         for piece in self._pieces:
+            # PEFT's own files have the adapters only.
             if piece.path not in state:
                 continue
             for e, home in enumerate(self.experts.home_experts(), self.experts.first_expert):
@@ -139,7 +159,12 @@ class LoraExperts(RoutedExperts):
     # --- for PEFT to read into ---
 
     def open(self) -> nn.Module:
-        """The module they come from, its adapters filled with NaN, to be read into."""
+        """Prepare the wrapped module for PEFT to read adapters into.
+
+        Returns:
+            The module that the experts come from, its adapters filled with NaN, by which `lacking` finds what was not
+            read.
+        """
         bank, skeleton = self.experts, self.origin.skeleton
         for piece in self._pieces:
             if piece.of_adapter:
@@ -149,26 +174,35 @@ class LoraExperts(RoutedExperts):
         return skeleton
 
     def lacking(self) -> list[str]:
-        """Which adapters of `open` were not read."""
+        """Names of the adapters that were not read since `open`."""
         skeleton = self.origin.skeleton
         own = [piece.path for piece in self._pieces if piece.of_adapter]
         return [path for path in own if bool(skeleton.get_parameter(path).isnan().any())]
 
     def shut(self) -> None:
-        """The end of `open`."""
+        """End what `open` began: the wrapped module gives up its values again."""
         self.origin.skeleton.to("meta")
 
 
 def lora_layer(
     adapter: LoraBlock, experts: nn.Module, origin: Origin, collective: Collective, impl: Impl
 ) -> LoraExperts:
-    """A layer of copies of this rank's share of the wrapped `experts`."""
+    """Make a layer of copies of this rank's share of wrapped experts.
+
+    Args:
+        adapter: Knows the wrappers; has described them.
+        experts: The outermost wrapper.
+        origin: Of the experts, for putting them back.
+        collective: The expert-parallel group.
+        impl: Which kernels run the experts, as for `prophet.MoE`.
+    """
     spec, params = origin.spec, dict(experts.named_parameters())
     m = spec.num_experts // collective.size
     first = collective.rank * m
     tuner = next(kind for kind in type(experts).__mro__ if kind.__name__ == "BaseTunerLayer")
     given = {e: adapter.expert(params, e) for e in range(first, first + m)}
-    with trying():  # it runs an expert
+    # The bank runs an expert to learn its output's size.
+    with trying():
         bank = _for_peft(tuner)(
             given,
             dim=spec.dim,
@@ -184,15 +218,20 @@ def lora_layer(
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, nn.Module, str, LoraExperts]]:
-    """Name, holder, attribute and layer of every block with LoRA on its experts."""
+    """Name, holding module, attribute and layer of every block with LoRA on its experts."""
     return [(n, holder, at, layer) for n, holder, at, layer in converted(model) if isinstance(layer, LoraExperts)]
 
 
 @contextmanager
 def reading_adapters(model: nn.Module, source: object) -> Iterator[None]:
-    """While it lasts PEFT reads adapters into its wrappers; then every rank keeps those of its experts.
+    """Let PEFT read adapters into its wrappers; afterwards every rank keeps those of its experts.
 
-    Raises `CheckpointError`, which leaves the experts as they were, where `source` lacks some.
+    Args:
+        model: A converted model.
+        source: Where PEFT reads from, for messages.
+
+    Raises:
+        CheckpointError: Where `source` lacks some. The experts stay as they were.
     """
     layers = lora_layers(model)
     for *_, layer in layers:

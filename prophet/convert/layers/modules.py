@@ -29,7 +29,13 @@ from prophet.ranks.operation import Operation
 class RoutedModules(RoutedExperts):
     """Experts that were a list of modules, and are one still: this rank's are the user's objects, under their numbers.
 
-    Of an expert that lives elsewhere it has the module, whose parameters have no values here.
+    Of an expert that lives elsewhere the layer has the module, whose parameters have no values here.
+
+    Args:
+        bank: This rank's experts.
+        origin: The list that they come from.
+        collective: The expert-parallel group.
+        impl: Which kernels run the experts, as for `prophet.MoE`.
     """
 
     experts: ModulesBank  # type: ignore[assignment]
@@ -40,13 +46,14 @@ class RoutedModules(RoutedExperts):
         self.__dict__.update(experts=self._modules.pop("experts"), gate=self._modules.pop("gate"))
         for number, expert in bank.named_children():
             self.add_module(f"{self._key}{number}", expert)
-        module: Any = self  # whose hooks torch has not annotated
+        # torch has not annotated this method
+        module: Any = self
         module.register_load_state_dict_post_hook(_lay_out_again)
         if origin.spec.idle_called:
             bank.called = range(self.num_experts)
 
     def keys_prefix(self, name: str) -> str:
-        """What stood before their numbers in a dictionary: the experts have the names that they had there."""
+        """Add what stood before the experts' numbers in a dictionary: they keep the names that they had there."""
         return name + self._key
 
     names_prefix = keys_prefix
@@ -54,8 +61,9 @@ class RoutedModules(RoutedExperts):
     # --- a list ---
 
     def listed(self) -> nn.ModuleList:
-        """The experts of the list that it stands for; those that live elsewhere have no values."""
+        """The experts of the list that this layer stands for. Those that live elsewhere have no values."""
         every = self.experts.all_experts()
+        # A list that held one rank's share numbers its experts from 0.
         first = self.experts.first_expert - self._first
         return nn.ModuleList(every[first : first + self.origin.spec.held])
 
@@ -77,7 +85,7 @@ class RoutedModules(RoutedExperts):
     __setitem__ = __delitem__ = __iadd__ = append = extend = insert = pop = _refuse_change
 
     def __getattr__(self, name: str) -> Any:
-        """The list has the name that it had in the module which held it: other code may reach into it."""
+        """Answer to the name that the list had inside the module which held it: other code may reach into it."""
         if "origin" in self.__dict__ and name and name == self._prefix.rpartition(".")[0]:
             return self.listed()
         return super().__getattr__(name)
@@ -85,7 +93,10 @@ class RoutedModules(RoutedExperts):
     # --- what nn.Module does for all modules inside ---
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """On experts that live elsewhere, too: what `fn` draws at random is drawn for them on every rank."""
+        """Apply `fn` to experts that live elsewhere, too.
+
+        What it draws at random is drawn for them on every rank, so all ranks' generators stay in step.
+        """
         for module in self.listed():
             module.apply(fn)
         fn(self)
@@ -93,6 +104,7 @@ class RoutedModules(RoutedExperts):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
+        # The bank is no child of this module, so nothing reaches it by itself, nor in `_apply`.
         self.experts.train(mode)
         return self
 
@@ -111,17 +123,18 @@ class RoutedModules(RoutedExperts):
 
     @property
     def _key(self) -> str:
-        """What keys begin with, where a dictionary holds the experts."""
+        """What keys begin with where a dictionary holds the experts."""
         return self._prefix.rpartition(".")[2]
 
     @property
     def _first(self) -> int:
-        """The number of this rank's first expert in the list that it comes from."""
+        """Number of this rank's first expert in the list that it comes from."""
         whole = self.origin.spec.held == self.num_experts
         return self.experts.first_expert if whole else 0
 
     def check(self) -> None:
-        MoE.check(self)  # the experts are where PEFT looks for them
+        # Past `RoutedExperts.check`: the experts are still where PEFT looks for them.
+        MoE.check(self)
 
     def originals(self) -> dict[str, Tensor]:
         if not self.spread:
@@ -132,6 +145,7 @@ class RoutedModules(RoutedExperts):
             op = Operation(f"gathering of the experts' {name}")
             held = self.collective.all_gather(held, op=op).flatten(0, 1)
             found |= {f"{self._prefix}{e}.{name}": value.clone() for e, value in enumerate(held)}
+        # In the order of the original state dict
         return {name: found[name] for name in self.origin.skeleton.state_dict()}
 
     @torch.no_grad()
@@ -149,13 +163,16 @@ class RoutedModules(RoutedExperts):
         for number, expert in self.experts.let_go().items():
             e = number + offset
             if not 0 <= e < len(modules):
-                continue  # it never was on this rank
+                # It never was on this rank: the model was built expert-parallel.
+                continue
             for part in parts_of(expert):
                 name = f"{self._prefix}{e}.{part.name}"
                 p = expert.get_parameter(part.name)
+                # This rank's experts keep their parameter objects; the others' have no values here.
                 if expert not in home:
                     p = nn.Parameter(state[name].clone(), part.requires_grad)
                 vars(p).update(attributes.get(name, {}))
+                # A parameter that an expert uses twice has several places.
                 for where, attribute in part.places:
                     setattr(expert.get_submodule(where), attribute, p)
             modules._modules[f"{self._key}{e}"] = expert
@@ -163,7 +180,8 @@ class RoutedModules(RoutedExperts):
 
     def let_go_of_originals(self) -> None:
         bank, modules = self.experts, list_in(self.origin.skeleton, self._prefix)
-        if self.origin.spec.held == self.num_experts:  # whoever holds one of the user's modules changes replicas by it
+        # Replicas run in the user's modules, so whoever holds one of these can change it.
+        if self.origin.spec.held == self.num_experts:
             bank.take_skeletons({e: m for e, m in enumerate(modules) if m not in bank.home_experts()})
 
     def undo(self) -> None:
@@ -171,15 +189,23 @@ class RoutedModules(RoutedExperts):
 
 
 def _lay_out_again(layer: RoutedModules, _: Any) -> None:
-    """After `load_state_dict(assign=True)` the experts have other parameters."""
+    """Let the bank adopt the experts' parameters again: `load_state_dict(assign=True)` has replaced them."""
     layer.experts.adopt()
 
 
 def modules_bank(experts: nn.ModuleList, spec: ExpertsSpec, rank: int, ranks: int) -> ModulesBank:
-    """A bank of this rank's share of E experts, which are used as they are; of the others, it copies those in the list
-    without their values.
+    """Make a bank of this rank's share of E experts, which are used as they are.
 
-    Raises ValueError for experts that no bank can hold.
+    Of the other experts in the list it copies the modules without their values.
+
+    Args:
+        experts: The list: all E, or this rank's share where the model was built expert-parallel.
+        spec: Their description.
+        rank: This rank in the expert-parallel group.
+        ranks: Size of that group.
+
+    Raises:
+        ValueError: For experts that no bank can hold.
     """
     m = spec.num_experts // ranks
     home = range(rank * m, rank * m + m)
@@ -190,7 +216,8 @@ def modules_bank(experts: nn.ModuleList, spec: ExpertsSpec, rank: int, ranks: in
     offset = 0 if len(experts) == spec.num_experts else home.start
     numbered = enumerate(experts, offset)
     given = {e: expert if e in home else _without_values(expert) for e, expert in numbered}
-    with trying():  # it runs an expert
+    # The bank runs an expert to learn its output's size.
+    with trying():
         return ModulesBank(
             given,
             dim=spec.dim,
@@ -204,6 +231,7 @@ def modules_bank(experts: nn.ModuleList, spec: ExpertsSpec, rank: int, ranks: in
 
 def _without_values(expert: nn.Module) -> nn.Module:
     """A copy without parameters' values, in which hooks and buffers are as they were."""
+    # The memo of `deepcopy` puts these in the place of the parameters, so their values are never copied.
     empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in expert.parameters()}
     twin: nn.Module = copy.deepcopy(expert, empty)
     return twin

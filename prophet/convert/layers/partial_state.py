@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from prophet.errors import PartialStateError
 
-WAYS = (
+ADVICE = (
     "On every rank call prophet.checkpoint.save(folder, model, optimizer), to resume, or model.save_pretrained(folder) "
     "of a transformers model. Or let one rank write what prophet.convert.original_state_dict(model) returns, which "
     "every rank calls"
@@ -25,15 +25,17 @@ class PartOfExperts(Tensor):
     """One expert's parameter on its home rank, while other ranks hold other experts.
 
     It computes as every tensor does, and what comes out is a plain tensor. `torch.save`, `pickle` and safetensors raise
-    `PartialStateError`; torch's distributed checkpoints, `load_state_dict` and copies work. `detach()` is the way
-    round, for one file per rank.
+    `PartialStateError`; torch's distributed checkpoints, `load_state_dict` and copies work. For one file per rank,
+    `detach()` returns a plain tensor.
     """
 
+    # Without this, results of operations would be of this class, and refuse to be saved as well.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     message: str
 
     @classmethod
     def of(cls, value: Tensor, message: str) -> Self:
+        """View `value` as a part, whose refusal says `message`."""
         part = value.as_subclass(cls)
         part.message = message
         return part
@@ -41,6 +43,7 @@ class PartOfExperts(Tensor):
     def _refuse(self, *_: Any) -> NoReturn:
         raise PartialStateError(self.message)
 
+    # pickle and `torch.save` both ask for this first.
     __reduce_ex__ = _refuse
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -48,24 +51,34 @@ class PartOfExperts(Tensor):
 
         `async_save` of torch's distributed checkpoints asks for it, too, to copy it: there every rank writes its own.
         """
+        # Both callers use the same public method, so only the calling module tells them apart.
         if sys._getframe(1).f_globals["__name__"].startswith("torch.distributed.checkpoint."):
             return super().untyped_storage()
         return self._refuse()
 
+    # Tensor's own asks for the storage, which refuses.
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self).of(self.detach().clone(), self.message)
 
 
 def mark_part(layer: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """A hook of `state_dict`: this rank's experts are parts, where other ranks have the rest."""
+    """Hook of `state_dict`: mark this rank's experts as parts, where other ranks have the rest.
+
+    Args:
+        layer: The converted layer that the hook is registered on.
+        state: The state dict so far; changed in place.
+        prefix: Of the layer's keys.
+        local_metadata: torch passes it; it is not used.
+    """
     collective: Any = layer.collective
     if not layer.spread:
         return
     for key in [k for k in state if k.startswith(prefix)]:
         value = state[key]
-        if isinstance(value, Tensor) and not value.requires_grad:  # keep_vars=True asks for the graph
+        # keep_vars=True asks for the parameters themselves, which must keep their graph.
+        if isinstance(value, Tensor) and not value.requires_grad:
             message = (
                 f"{key} is an expert of rank {collective.rank} of {collective.size}: this file would lose the experts "
-                f"of the other ranks. {WAYS}"
+                f"of the other ranks. {ADVICE}"
             )
             state[key] = PartOfExperts.of(value, message)

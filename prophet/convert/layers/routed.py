@@ -31,11 +31,17 @@ from prophet.ranks.operation import Operation
 class Origin:
     """Where converted experts come from, and all that is needed to put them back.
 
-    skeleton: the module that held them, its parameters on the meta device. attributes: what was set on its parameters.
-    block_class: the block's class, where methods of it were replaced. around: how many modules up that block is from
-    the one that holds the experts. model: what was converted. renamed: of the holder's other parameters and buffers,
-    those that had another name before, and that name. stays: why it cannot be put back, if it cannot. rest: what
-    `Adapter.rest` says, in the host's memory.
+    Attributes:
+        adapter: The one that described them.
+        spec: Its description.
+        skeleton: The module that held them, its parameters on the meta device.
+        attributes: What was set on its parameters, by their names.
+        block_class: The block's class, where methods of it were replaced.
+        around: How many modules up that block is from the one that holds the experts.
+        model: What was converted.
+        renamed: Of the holder's other parameters and buffers, those that had another name before, and that name.
+        stays: Why it cannot be put back, if it cannot.
+        rest: What `Adapter.rest` returned, in the host's memory.
     """
 
     adapter: Adapter
@@ -51,40 +57,63 @@ class Origin:
 
 
 class RoutedExperts(MoE):
-    """The experts of a converted block: a `prophet.MoE` that is told where its tokens go.
+    """The experts of a converted block: a `prophet.MoE` whose routes come from the block's own router.
 
     In a state dict they have the names that experts have in every `prophet.MoE`. They cannot be written to a file of
     one rank; see `original_state_dict`.
+
+    Args:
+        bank: This rank's experts.
+        origin: Where they come from.
+        collective: The expert-parallel group.
+        impl: Which kernels run the experts, as for `prophet.MoE`.
     """
 
     experts: FeedForwardBank
     initialised_here = False
 
     def __init__(self, bank: FeedForwardBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
+        # Past `MoE.__init__`, which makes a gate and experts; `_assemble` takes those given.
         nn.Module.__init__(self)
         self._assemble(Router(), bank, origin.spec.top_k, collective, impl)
         self.origin = origin
-        module: Any = self  # whose hooks torch has not annotated
+        # torch has not annotated this method
+        module: Any = self
         module.register_state_dict_post_hook(mark_part)
         self._adapters_checked = False
 
     def forward(  # type: ignore[override]  # the one layer that does not route by itself
         self, x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None = None
     ) -> Tensor:
-        """Apply the experts to `x` [..., D] of N rows in all; returns [..., O]. Collective over the group.
+        """Apply the experts to the rows that the block's router sends them. Collective over the group.
 
-        ids, weights: [N, K] the experts of every row, and the factors of their outputs. kept: [N, K] booleans, False
-        where a choice was dropped for lack of capacity; None keeps all.
+        Args:
+            x: [..., D], N rows in all.
+            ids: [N, K] the experts of every row.
+            weights: [N, K] factors of their outputs.
+            kept: [N, K] booleans, False where a choice was dropped for lack of capacity; None keeps all.
+
+        Returns:
+            [..., O] in the dtype of `x`.
         """
         if kept is None and self.origin.adapter.drops_none:
             kept = ids != self.num_experts
+            # The id E would index beyond the experts; any valid one does, as `kept` drops the choice.
             ids = ids.where(kept, 0)
         return self.routed(x, ids, weights, kept).to(x.dtype)
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None = None) -> Tensor:
-        """As `forward`, in the dtype in which the answers come."""
+        """Do what `forward` does, but answer in the dtype in which the experts answer.
+
+        Args:
+            x: [..., D], N rows in all.
+            ids: [N, K] the experts of every row.
+            weights: [N, K] factors of their outputs.
+            kept: [N, K] booleans, False where a choice was dropped; None keeps all.
+        """
 
         def given(_: Tensor) -> Routing:
+            # PEFT may come after the conversion, so the question is asked again at the first training step.
             if self.training and not self._adapters_checked:
                 self.check()
                 self._adapters_checked = True
@@ -93,7 +122,7 @@ class RoutedExperts(MoE):
         return self._apply_experts(x, given)
 
     def check(self) -> None:
-        """Has PEFT been told to adapt experts, too, which it cannot find any more? Asked again before training."""
+        """Raise `ConversionError` where PEFT was asked to adapt the experts, which it cannot find any more."""
         super().check()
         model = self.origin.model() if self.origin.model else None
         if model is not None:
@@ -115,6 +144,7 @@ class RoutedExperts(MoE):
         parts: list[Tensor | None] = []
         for name, p in self.experts.weights()._asdict().items():
             op = Operation(f"gathering of the experts' {name}")
+            # [ranks, m, ...] to [E, ...]: ranks hold consecutive experts
             parts.append(None if p is None else self.collective.all_gather(p.detach(), op=op).flatten(0, 1))
         return [
             ExpertWeights(*(None if p is None else p[e] for p in parts))  # type: ignore[arg-type]
@@ -131,8 +161,16 @@ class RoutedExperts(MoE):
         return self.packed(self.local_experts())
 
     def entries_of(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters of the module they come from under the keys that the bank's state dict has for this rank's."""
+        """Translate parameters of the module that the experts come from.
+
+        Args:
+            given: Those parameters, by name.
+
+        Returns:
+            This rank's experts under the keys that the bank's state dict has.
+        """
         spec, bank = self.origin.spec, self.experts
+        # A module that held one rank's share numbers its experts from 0, here and in `take`.
         first = bank.first_expert if spec.held == self.num_experts else 0
         found: dict[str, Tensor] = {}
         for local in range(bank.experts):
@@ -145,27 +183,28 @@ class RoutedExperts(MoE):
         return self.packed(self.gathered() if whole else self.local_experts())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Those of `originals` that PEFT has put on them; collective as `originals` is."""
+        """The part of `originals` that PEFT has put on the experts; collective as `originals` is."""
         return {}
 
     @torch.no_grad()
     def module_of_originals(self) -> nn.Module:
-        """The module they come from, with the values that they have now; collective as `originals` is."""
+        """The module that the experts come from, with the values they have now; collective as `originals` is."""
         origin, state = self.origin, self.originals()
         experts = origin.skeleton.to_empty(device=self.experts.device)
         for name, p in experts.named_parameters():
             p.copy_(state[name])
+            # Stacked experts are frozen all or none: `check_stackable` refused the rest.
             p.requires_grad_(any(q.requires_grad for q in self.experts.parameters()))
             for key, value in origin.attributes.get(name, {}).items():
                 setattr(p, key, value)
         return experts.to(self.experts.dtype)
 
     def let_go_of_originals(self) -> None:
-        """The module they come from gives up its values, which are in the bank."""
+        """Free the values of the module that the experts come from; they are in the bank."""
         self.origin.skeleton.to("meta")
 
     def undo(self) -> None:
-        """Nothing was let go of, and the originals are used again."""
+        """Give back what the bank took from the originals; a stacked bank took nothing, as it holds copies."""
 
     @torch.no_grad()
     def take(self, state: dict[str, Tensor]) -> None:
@@ -178,27 +217,40 @@ class RoutedExperts(MoE):
 
 
 def copied_rest(adapter: Adapter, spec: ExpertsSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `Adapter.rest` says of the parameters in `state`, as copies in the host's memory."""
+    """Copy the rows that `Adapter.rest` finds behind those of the experts into the host's memory.
+
+    Args:
+        adapter: The one that knows the experts' module.
+        spec: Its description.
+        state: The module's parameters, by name.
+    """
     return {name: rows.detach().to("cpu", copy=True) for name, rows in adapter.rest(spec, state).items()}
 
 
 def with_rest(packed: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters from all experts' rows and what stands behind them, contiguous."""
+    """Put the experts' rows and what stands behind them together into contiguous parameters."""
     return {n: torch.cat((t, rest[n].to(t))) if n in rest else t.contiguous() for n, t in packed.items()}
 
 
 def block_of(model: nn.Module, name: str, levels: int = 0) -> nn.Module:
-    """The module that holds the experts called `name`, or one so many levels above."""
+    """The module that holds the experts called `name`, or one further up.
+
+    Args:
+        model: The model that the name is in.
+        name: Of the experts' module.
+        levels: How many modules further up.
+    """
     path = name.split(".")[:-1]
     return model.get_submodule(".".join(path[: len(path) - levels]))
 
 
 @contextmanager
 def with_originals(model: nn.Module) -> Iterator[None]:
-    """While it lasts the modules that held stacked experts are in place of the layers, without values.
+    """Put the modules that held stacked experts in place of the layers, without values, until the `with` block ends.
 
     For libraries that look at the parameters of a model by name while they write it.
     """
+    # Experts in a list keep their names in the layer, so those need no exchange.
     layers = [found for found in converted(model) if found[-1].origin.spec.form == "stacked"]
     try:
         for _, holder, attribute, layer in layers:
@@ -210,7 +262,8 @@ def with_originals(model: nn.Module) -> Iterator[None]:
 
 
 def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, RoutedExperts]]:
-    """Name, block, attribute and layer of every converted block of `model`."""
+    """Name, holding module, attribute and layer of every converted block of `model`."""
+    # A list, as callers replace modules while they iterate.
     for name, module in list(model.named_modules()):
         for attribute, layer in module.named_children():
             if isinstance(layer, RoutedExperts):

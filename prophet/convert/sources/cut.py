@@ -1,7 +1,7 @@
 """Experts that one module computes all at once, cut into a module for each, so that any rank can run any of them.
 
-Tutel's custom experts are such: `forward(x, ctx)` maps x [m, C, D] to [m, C, O], expert by expert, and every parameter
-holds those of the m experts one after the other: stacked [m, ...], or flat [m n].
+Tutel's custom experts are such: `forward(x, ctx)` maps x [m, C, D] to [m, C, O], expert by expert. Every parameter holds
+those of the m experts one after the other: stacked [m, ...], or flat [m n].
 
 Shape legend: m experts of this rank, C rows of each, n rows or numbers of one, D model dim, O output dim.
 """
@@ -21,12 +21,17 @@ from prophet.convert.trials.module_copies import distance, scramble, trying, twi
 from prophet.convert.trials.verify import TOLERANCE
 from prophet.errors import ConversionError
 
-ROWS = 5  # of each expert, on which a module is tried
+# Rows of each expert on which a module is tried: an odd number, so that places get uneven parts
+ROWS = 5
 
 
 class Context:
-    """The layer as its experts see it in `ctx`: whole experts on every rank, which is how they run once converted."""
+    """The layer as its experts see it in `ctx`.
 
+    It has whole experts on every rank, which is how they run once converted.
+    """
+
+    # Tutel's own values for experts that no other rank shares
     adaptive_degree = sharded_count = 1
     megablocks_size = 0
 
@@ -39,34 +44,43 @@ class Context:
         return getattr(self._layer, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
-        return Context(memo.get(id(self._layer), self._layer))  # the copy's layer, where that is copied too
+        # The copy's layer, where that is copied too
+        return Context(memo.get(id(self._layer), self._layer))
 
 
 class OneExpert(nn.Module):
     """One of the m experts that `whole` computes: a copy of it that holds this expert alone.
 
-    places: 1 where the copy runs with one expert. Some modules reckon with m; then this expert takes all m places, and
-    each gets a part of its rows.
+    Some modules compute with m. Then this expert takes all m places, and each gets a part of its rows.
+
+    Args:
+        whole: The module that computes all m experts.
+        context: Passed to its forward.
+        expert: Its number among the m; None makes a copy without values.
+        experts: m.
+        places: 1 where the copy runs with one expert, else m.
     """
 
     def __init__(self, whole: nn.Module, context: Context, expert: int | None, experts: int, places: int) -> None:
-        """expert: its number among the m; None makes a copy without values."""
         super().__init__()
         put: dict[int, Any] = {}
         for p in whole.parameters():
             values = cut(p.detach(), 0 if expert is None else expert, experts)
             values = torch.empty_like(values, device="meta") if expert is None else values.clone()
+            # The memo of `deepcopy`: the whole parameters are never copied
             put[id(p)] = nn.Parameter(values, p.requires_grad)
         self.module: nn.Module = copy.deepcopy(whole, put)
         self.context, self.places = context, places
 
     def forward(self, rows: Tensor) -> Tensor:
-        """rows [n, D] to [n, O]."""
+        """Map rows [n, D] to [n, O]."""
         n, m = rows.shape[0], self.places
+        # Padded to a multiple of m with rows of zeros, whose answers are cut off at the end
         x = F.pad(rows, (0, 0, 0, -n % m)).view(m, -1, rows.shape[1])
         if m == 1:
             y = self.module(x, self.context)
         else:
+            # Every place has this expert's values; their gradients sum up in the one parameter.
             params = {k: p.expand(m, *p.shape[1:]) if p.shape[0] == 1 else p.repeat(m) for k, p in self._named()}
             y = functional_call(self.module, params, (x, self.context))
         if not isinstance(y, Tensor) or y.shape[:2] != x.shape[:2]:
@@ -79,16 +93,37 @@ class OneExpert(nn.Module):
 
 
 def cut(values: Tensor, expert: int, experts: int) -> Tensor:
-    """The share of one of m experts in a parameter, or in a state of its shape: [1, ...] of [m, ...], [n] of [m n]."""
+    """The share of one of m experts in a parameter, or in a state of its shape.
+
+    Args:
+        values: [m, ...] or [m n].
+        expert: Its number among the m.
+        experts: m.
+
+    Returns:
+        A view: [1, ...] of [m, ...], [n] of [m n].
+    """
     if values.shape[0] == experts:
         return values[expert : expert + 1]
     return values.view(experts, -1)[expert]
 
 
 def check_cuttable(whole: nn.Module, layer: nn.Module, experts: int, dim: int) -> int:
-    """The number of places that `whole` needs, found by trying it; `ConversionError` where it cannot be cut.
+    """Find out, by trying it, in how many places each copy of `whole` needs its expert.
 
     Nothing is changed. Collective where the module's forward is.
+
+    Args:
+        whole: The module that computes all experts held here.
+        layer: The Tutel layer around it.
+        experts: m, those held here.
+        dim: D.
+
+    Returns:
+        1 where a copy runs with one expert, else m.
+
+    Raises:
+        ConversionError: Where it cannot be cut.
     """
     who = type(whole).__name__
     for name, _ in whole.named_buffers():
@@ -99,15 +134,17 @@ def check_cuttable(whole: nn.Module, layer: nn.Module, experts: int, dim: int) -
                 f"{who}.{name}: expected those of {experts} experts one after the other, [{experts}, ...] or flat, got "
                 f"shape {list(p.shape)}"
             )
-    context, said = Context(layer), ""
+    context, problem = Context(layer), ""
     with trying(), torch.no_grad():
         like = next(whole.parameters())
+        # float64 tells a wrong answer from a re-ordered sum; half precision is left as its kernels need it.
         dtype = torch.float64 if like.dtype == torch.float32 else like.dtype
         twin = scramble(twin_of(whole), dtype).eval()
         x = torch.randn(experts, ROWS, dim, dtype=torch.float64).to(like.device, dtype)
         try:
             want, again = twin(x, context), twin(x, context)
-        except Exception as error:  # somebody else's module may raise anything
+        # Somebody else's module may raise anything
+        except Exception as error:
             raise ConversionError(f"{who} fails on {list(x.shape)}: {type(error).__name__}: {error!s:.300}") from error
         if not isinstance(want, Tensor) or want.shape[:2] != x.shape[:2]:
             got = list(want.shape) if isinstance(want, Tensor) else type(want).__name__
@@ -118,16 +155,18 @@ def check_cuttable(whole: nn.Module, layer: nn.Module, experts: int, dim: int) -
             ones = [OneExpert(twin, context, e, experts, places) for e in range(experts)]
             try:
                 answers = torch.stack([one(rows) for one, rows in zip(ones, x, strict=True)])
+                # Experts get any number of rows once converted, so no row may depend on the others.
                 fewer = torch.stack([one(rows[:2]) for one, rows in zip(ones, x, strict=True)])
-            except Exception as error:  # the module may reckon with all places
-                said = f"it fails: {type(error).__name__}: {error!s:.300}"
+            # The module may need all places to be there
+            except Exception as error:
+                problem = f"it fails: {type(error).__name__}: {error!s:.300}"
                 continue
             limit = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
             if distance(want.reshape(answers.shape), answers) > limit:
-                said = "its answer is another"
+                problem = "its answer is another"
             elif distance(answers[:, :2], fewer) > limit:
-                said = "a row of its answer depends on other rows"
+                problem = "a row of its answer depends on other rows"
                 break
             else:
                 return places
-    raise ConversionError(f"{who}: cut into {experts} experts, {said}")
+    raise ConversionError(f"{who}: cut into {experts} experts, {problem}")

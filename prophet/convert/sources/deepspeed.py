@@ -22,6 +22,7 @@ from prophet.convert.sources.lists import list_spec, pack_modules
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 
+# Where DeepSpeed's `Experts` keeps its list
 PREFIX = "deepspeed_experts."
 
 
@@ -38,8 +39,10 @@ class DeepSpeedMoE(Adapter):
         gate: Any = child(block, "gate")
         if getattr(block, "use_tutel", False):
             raise ConversionError("use_tutel: Tutel's dispatch is not kept, build the layer with use_tutel=False")
+        # With it the gate returns ids and weights, instead of masks [N, E, capacity].
         if "sparse_routes" not in inspect.signature(gate.forward).parameters:
             raise ConversionError("this release's TopKGate does not give its routes; deepspeed 0.19 does")
+        # Taken from the module that the model has loaded, as nothing of deepspeed is imported
         groups = getattr(sys.modules.get(type(block).__module__), "groups", None)
         if getattr(groups, "mpu", None) is not None:
             raise ConversionError("mpu: tensor parallelism of the experts or around them is not kept")
@@ -49,7 +52,8 @@ class DeepSpeedMoE(Adapter):
         total, top_k, router = len(experts) * integer(block, "ep_size"), integer(gate, "k"), type(gate).__name__
         dim: Any = child(gate, "wg").in_features
         spec = list_spec(experts, total=total, top_k=top_k, dim=dim, router=router)
-        return replace(spec, idle_called=True)  # each with as many rows as it has capacity, zeros if need be
+        # DeepSpeed calls each expert with as many rows as it has capacity, zeros if need be.
+        return replace(spec, idle_called=True)
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         names: Any = spec.names
@@ -65,16 +69,18 @@ class DeepSpeedMoE(Adapter):
         return block(x, None)
 
     def watch(self, block: nn.Module, experts: nn.Module, seen: Seen) -> None:
-        def told(_: nn.Module, values: Sequence[Any], routes: Any) -> None:
-            seen.ids(routes[3], tokens_in(values))  # [K, N] with -1 where a token found no room
+        def count_routes(_: nn.Module, values: Sequence[Any], routes: Any) -> None:
+            # [K, N] with -1 where a token found no room
+            seen.ids(routes[3], tokens_in(values))
 
-        seen.after(child(block, "gate"), told)
+        seen.after(child(block, "gate"), count_routes)
 
 
 def _forward(block: Any, x: Tensor, used_token: Tensor | None = None, **_: Any) -> Tensor:
-    """The forward of `MOELayer` on `x` [..., D]; sets `l_aux` and `exp_counts` as the original does."""
+    """Run `MOELayer`'s forward on `x` [..., D]; sets `l_aux` and `exp_counts` as the original does."""
     tokens = x.reshape(-1, x.shape[-1])
     block.l_aux, _, _, ids, _, weights, block.exp_counts = block.gate(tokens, used_token, True)
-    ids = ids.t()  # [K, N] with -1 where a token found no room
+    # [K, N] with -1 where a token found no room
+    ids = ids.t()
     y: Tensor = block.experts(tokens, ids.clamp(min=0), weights.t().contiguous(), ids >= 0)
     return y.reshape(x.shape)

@@ -39,8 +39,10 @@ def _softmax_then_top_k(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tens
         hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - jitter, 1.0 + jitter)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     logits = block.gate(tokens)
+    # In float32 whatever the model's dtype, as the original does
     weights, ids = F.softmax(logits, dim=1, dtype=torch.float).topk(block.top_k, dim=-1)
-    if getattr(block, "norm_topk_prob", True):  # Mixtral has no such field and always does
+    # Mixtral has no such field and always does
+    if getattr(block, "norm_topk_prob", True):
         weights = weights / weights.sum(dim=-1, keepdim=True)
     y = block.experts(tokens, ids, weights.to(tokens.dtype))
     if hasattr(block, "shared_expert"):
@@ -49,7 +51,7 @@ def _softmax_then_top_k(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tens
 
 
 def _experts_of_deepseek(block: Any, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The method `moe` of DeepSeek blocks: tokens [N, D] to the same."""
+    """Replace the method `moe` of DeepSeek blocks, [N, D] to the same: only the loop, as routing is in the router."""
     return block.experts(hidden_states, ids, weights)  # type: ignore[no-any-return]
 
 
@@ -67,8 +69,11 @@ def _gpt_oss_dense_weights(block: Any, hidden_states: Tensor) -> tuple[Tensor, T
 class GatedBlock(Adapter):
     """Blocks with a list of experts: all the families but GPT-OSS.
 
-    classes: names of the block's class. package: of transformers.models, where they are defined. loop: what replaces
-    the method of this name.
+    Attributes:
+        family: The family's name in reports.
+        classes: Names of the block's class.
+        package: Of transformers.models, where they are defined.
+        loop: Name of the method with the loop over experts, and what replaces it.
     """
 
     family: str
@@ -78,6 +83,7 @@ class GatedBlock(Adapter):
 
     def matches(self, block: nn.Module) -> bool:
         known = class_named(block, self.classes, f"transformers.models.{self.package}")
+        # Since release 5 of transformers these experts are stacked, and `Interface` reads them.
         return known and isinstance(getattr(block, "experts", None), nn.ModuleList)
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
@@ -106,11 +112,13 @@ class GptOssBlock(Adapter):
 
     def matches(self, block: nn.Module) -> bool:
         known = class_named(block, ("GptOssMLP",), "transformers.models.gpt_oss")
+        # Since release 5 of transformers its experts describe themselves
         return known and not Interface().matches(child(block, "experts"))
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts, router = child(block, "experts"), child(block, "router")
         slope, limit = (getattr(experts, name, None) for name in ("alpha", "limit"))
+        # The kernels know GPT-OSS's clamped SwiGLU with this slope only
         if slope != QUICK_SLOPE:
             raise ConversionError(f"swiglu_alpha: the clamped SwiGLU has {QUICK_SLOPE}, got {slope!r}")
         parts = ActivationParts(function="quick_gelu", gated=True, limit=limit, plus_one=True)
@@ -139,7 +147,7 @@ class GptOssBlock(Adapter):
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """One adapter per family."""
+    """One adapter per family, for releases of transformers before 5."""
     return (
         GatedBlock("Mixtral", ("MixtralSparseMoeBlock",), "mixtral"),
         GatedBlock("Qwen2-MoE", ("Qwen2MoeSparseMoeBlock",), "qwen2_moe"),

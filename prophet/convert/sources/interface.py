@@ -36,8 +36,11 @@ from prophet.spec import Activation, activation_named
 class Layout:
     """How a module stacks its experts' parameters.
 
-    transposed: matrices are [E, inputs, outputs]. interleaved: gate and `up` take turns, row by row. gate: experts are
-    gated, and the first matrix is called gate_up_proj, else up_proj.
+    Attributes:
+        transposed: Matrices are [E, inputs, outputs].
+        interleaved: Gate and `up` take turns, row by row.
+        bias: Both matrices have one.
+        gate: Experts are gated, and the first matrix is called gate_up_proj, else up_proj.
     """
 
     transposed: bool = False
@@ -55,12 +58,18 @@ class Layout:
         return RowOrder(interleaved=self.interleaved)
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """E, D and H, by the shape of the first matrix."""
+        """Read E, D and H from the shape of the first matrix."""
         e, rows, dim = (shape[0], shape[2], shape[1]) if self.transposed else shape
         return e, dim, rows // 2 if self.gate else rows
 
     def shapes(self, e: int, dim: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Those of all parameters, by name."""
+        """The shapes of all parameters, by name.
+
+        Args:
+            e: E.
+            dim: D.
+            hidden: H.
+        """
         rows = 2 * hidden if self.gate else hidden
         matrices = {self.first: (rows, dim), "down_proj": (dim, hidden)}
         found: dict[str, tuple[int, ...]] = {}
@@ -71,17 +80,18 @@ class Layout:
         return found
 
     def unpack(self, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        """One expert in the library's layout."""
+        """Read one expert in the library's layout: [outputs, inputs], the gate's rows before those of `up`."""
         w_in, w_out = (state[name][expert] for name in (self.first, "down_proj"))
         b_in, b_out = (state[f"{name}_bias"][expert] if self.bias else None for name in (self.first, "down_proj"))
         if self.transposed:
+            # The kernels take [outputs, inputs]
             w_in, w_out = w_in.t(), w_out.t()
         if self.interleaved:
             w_in, b_in = self.order.gate_first(w_in), None if b_in is None else self.order.gate_first(b_in)
         return ExpertWeights(w_in, w_out, b_in, b_out)
 
     def pack(self, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        """The inverse, of all experts."""
+        """Undo `unpack`, for all experts."""
 
         def rows(t: Tensor) -> Tensor:
             return self.order.back(t) if self.interleaved else t
@@ -100,7 +110,7 @@ class Layout:
 
 
 class Interface(Adapter):
-    """The experts' module of any family. `at` makes the one that knows a module's layout."""
+    """The experts' module of any family; `at` makes the adapter that knows a module's layout."""
 
     family = "Hugging Face"
     experts_name = ""
@@ -111,18 +121,18 @@ class Interface(Adapter):
         self.family = family or self.family
 
     def matches(self, block: nn.Module) -> bool:
-        # not getattr: a wrapper may answer for the module inside it
-        said: set[str] = set(vars(bare(block)))
-        return {"is_transposed", "has_bias"} <= said
+        # Not getattr: a wrapper may answer for the module inside it
+        attributes: set[str] = set(vars(bare(block)))
+        return {"is_transposed", "has_bias"} <= attributes
 
     def at(self, block: nn.Module) -> Interface:
         experts = bare(block)
-        said = vars(experts)
+        attributes = vars(experts)
         layout = Layout(
-            transposed=bool(said["is_transposed"]),
-            interleaved=not said.get("is_concatenated", True),
-            bias=bool(said["has_bias"]),
-            gate=bool(said.get("has_gate", True)),
+            transposed=bool(attributes["is_transposed"]),
+            interleaved=not attributes.get("is_concatenated", True),
+            bias=bool(attributes["has_bias"]),
+            gate=bool(attributes.get("has_gate", True)),
         )
         return Interface(layout, type(experts).__name__.removesuffix("Experts"))
 
@@ -130,6 +140,7 @@ class Interface(Adapter):
         experts: Any = block
         who, layout = type(experts).__name__, self.layout
         check_not_spread(experts)
+        # The class norms each expert's answer before it is weighted.
         if vars(experts).get("has_post_expert_norm"):
             raise ConversionError(
                 f"{who}.has_post_expert_norm: expected False, got True: a norm of each expert's answer has no place "
@@ -155,27 +166,30 @@ class Interface(Adapter):
         )
 
     def _activation(self, experts: Any) -> Activation:
-        """By trying: what `_apply_gate` makes of numbers, or what `act_fn` does where there is no gate."""
+        """Find the activation by trying: what `_apply_gate` makes of numbers, or `act_fn` where there is no gate."""
         who, layout = type(experts).__name__, self.layout
         function = getattr(experts, "act_fn", None)
         if not layout.gate:
             return activation_of(function, f"{who}.act_fn")
 
         def _apply_gate(rows: Tensor) -> Tensor:
+            # `_apply_gate` expects rows in the module's order, and `gate_of` makes them gate first.
             return experts._apply_gate(layout.order.back(rows.t()).t())  # type: ignore[no-any-return]
 
         settings = {n: v for n, v in vars(experts).items() if type(v) is float or ("limit" in n and type(v) is int)}
-        said = [f"act_fn {type(function).__name__}"] if function is not None else []
-        said += [f"{name} {value}" for name, value in settings.items()]
+        described = [f"act_fn {type(function).__name__}"] if function is not None else []
+        described += [f"{name} {value}" for name, value in settings.items()]
+        # A clamp's bound is an attribute; which one it is, trying finds out.
         limits = [float(v) for v in settings.values() if 0 < v < math.inf]
-        return activation_named(gate_of(_apply_gate, f"{who}._apply_gate ({', '.join(said)})", limits=limits))
+        return activation_named(gate_of(_apply_gate, f"{who}._apply_gate ({', '.join(described)})", limits=limits))
 
     def _check_none_is_dropped(self, experts: Any, e: int) -> None:
         """Raise `ConversionError` where the id E, which means none here, adds something to the answer.
 
-        Asked of the class's own forward, on the processor, of a copy with few numbers. A class that fails on this id
-        is never given it.
+        The class's own forward answers, on the CPU, on a copy with few numbers. A class that fails on this id is never
+        given it.
         """
+        # Every id counts, so all E experts are kept, but with D = 4 and H = 3.
         shapes = self.layout.shapes(e, 4, 3)
         with trying(), torch.no_grad():
             small = {
@@ -184,6 +198,7 @@ class Interface(Adapter):
             x, weights = torch.randn(3, 4, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64)
             try:
                 twin = twin_of(experts, small).eval()
+                # Past the decorator, which may choose one of transformers' own kernels
                 own = inspect.unwrap(type(twin).forward)
                 with_none = own(twin, x, torch.tensor([[0, e], [e, e], [e - 1, 0]]), weights)
                 there = torch.tensor([[True, False], [False, False], [True, True]])
@@ -203,7 +218,7 @@ class Interface(Adapter):
         return self.layout.pack(experts)
 
     def call(self, block: nn.Module, x: Tensor) -> Any:
-        """The experts alone, on ids and weights that a random router makes of `x`."""
+        """Run the experts alone, on ids and weights that a random router makes of `x`."""
         tokens = x.reshape(-1, x.shape[-1])
         experts: Any = bare(block)
         e = experts.num_experts
@@ -214,7 +229,7 @@ class Interface(Adapter):
 
 
 def _top_k(experts: Any, e: int) -> int:
-    """K where the config says it under its usual name, else 0: it is the number of ids of a token."""
+    """K where the config gives it under its usual name, else 0: then it is the number of ids of a token."""
     k = getattr(getattr(experts, "config", None), "num_experts_per_tok", None)
     return k if isinstance(k, int) and 1 <= k <= e else 0
 
@@ -226,6 +241,7 @@ def check_not_spread(experts: nn.Module) -> None:
         raise ConversionError(f"{who}._is_expert_parallel: expected False, got True: spread over ranks by {SPREAD}")
     count = integer(experts, "num_experts")
     for name, p in experts.named_parameters(recurse=False):
+        # transformers cuts the stacked parameters and leaves num_experts
         if p.ndim and p.shape[0] != count:
             raise ConversionError(
                 f"{who}.{name} holds {p.shape[0]} experts, and num_experts is {count}: spread over ranks by {SPREAD}"

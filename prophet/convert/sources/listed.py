@@ -16,7 +16,18 @@ from prophet.kernels.grouped_ffn import ExpertWeights
 
 
 class Listed(Adapter):
-    """Experts in a `ModuleList`, behind whatever code calls them."""
+    """Experts in a `ModuleList`, behind whatever code calls them.
+
+    Attributes:
+        listing: What `discover` found.
+        holder: Name of the module that holds the list.
+        path: Of the list in its block.
+
+    Args:
+        listing: What `discover` found.
+        rank: This rank in the expert-parallel group.
+        ranks: Size of that group.
+    """
 
     family = "own code"
 
@@ -24,10 +35,12 @@ class Listed(Adapter):
         self.listing, self._first = listing, rank * (listing.experts // ranks)
         self.holder, _, self.experts_name = listing.name.rpartition(".")
         block = listing.block
-        self.path = listing.name.removeprefix(f"{block}." if block else "")  # of the list in the block
+        # Of the list in its block, which need not be the module that holds it
+        self.path = listing.name.removeprefix(f"{block}." if block else "")
 
     def matches(self, block: nn.Module) -> bool:
-        return False  # they are not asked for, they are found
+        # Its lists are found by `discover`, not by asking each module
+        return False
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts: Any = block.get_submodule(self.experts_name)
@@ -43,13 +56,14 @@ class Listed(Adapter):
         return pack_modules(spec, experts, "")
 
     def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
-        """The forward of a converted block, which was of class `kind`."""
+        """Make the forward of a converted block, which was of class `kind`."""
         path, own = self.path, kind.forward
 
         @functools.wraps(own)
         def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
             layer: Any = block.get_submodule(path)
-            if not hasattr(layer, "run_block"):  # no longer the `ListedExperts` that the conversion put there
+            # No longer the `ListedExperts` that the conversion put there
+            if not hasattr(layer, "run_block"):
                 raise ConversionError(
                     f"{path} of a converted {kind.__name__} is a {type(layer).__name__} now: prophet.revert(model) "
                     f"first, then change the list, then prophet.convert(model)"

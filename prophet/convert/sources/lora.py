@@ -24,41 +24,55 @@ from prophet.experts.lora import LoraExpert, LoraMatrix
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import parts_of
 
-# what an expert's module calls them, and what a `LoraExpert` does
+# Names of the parameters in an expert's module, and in a `LoraExpert`
 _PARTS = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
+# Any other dtype is quantised
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def for_lora(adapter: Adapter, experts: nn.Module) -> Adapter:
-    """`adapter`, or one that looks through PEFT's wrappers around `experts`, where there are any."""
+    """Return `adapter`, or one that reads through PEFT's wrappers around `experts`, where there are any."""
     return LoraBlock(adapter) if isinstance(adapter, Interface) and is_wrapper(experts) else adapter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One parameter of the wrapped experts' module. how: in which way it holds all experts' shares.
+    """One parameter of the wrapped experts' module.
 
-    path: its name in there. name: the share's in a `LoraExpert`.
+    Attributes:
+        path: Its name in there.
+        name: The share's name in a `LoraExpert`.
+        how: How it holds all experts' shares: "stacked" [E, ...], "lora_A" [E·R, I] or "lora_B" [O, R·E].
     """
 
     path: str
     name: str
-    how: str  # "stacked" [E, ...], "lora_A" [E·R, I], "lora_B" [O, R·E]
+    how: str
 
     @property
     def of_adapter(self) -> bool:
         return self.how != "stacked"
 
     def share(self, value: Tensor, expert: int, experts: int) -> Tensor:
-        """That of one of so many experts, a view."""
+        """Take one expert's share.
+
+        Args:
+            value: The whole parameter, or a tensor of its shape.
+            expert: Its number.
+            experts: E.
+
+        Returns:
+            A view.
+        """
         if self.how == "lora_A":
             return value.view(experts, -1, value.shape[1])[expert]
-        if self.how == "lora_B":  # the expert's number varies fastest
+        # PEFT lays the factor out as [O, R, E], so the expert's number varies fastest.
+        if self.how == "lora_B":
             return value.view(value.shape[0], -1, experts)[:, :, expert]
         return value[expert]
 
     def whole(self, shares: Tensor) -> Tensor:
-        """The inverse. shares: [E, ...]."""
+        """Undo `share`: put the shares [E, ...] together."""
         if self.how == "lora_A":
             return shares.flatten(0, 1)
         if self.how == "lora_B":
@@ -67,7 +81,13 @@ class Piece:
 
 
 class LoraBlock(Adapter):
-    """Experts that `inner` knows, with LoRA on them. One for each block. name: of PEFT's adapter."""
+    """Experts that `inner` knows, with LoRA on them. One for each block.
+
+    Attributes:
+        inner: Reads the module under the wrappers.
+        name: Of PEFT's adapter, once described.
+        pieces: The parameters under and in the wrappers, once described.
+    """
 
     experts_name = Interface.experts_name
     drops_none = Interface.drops_none
@@ -90,6 +110,7 @@ class LoraBlock(Adapter):
         spec = self.inner.describe(bare(experts))
         wrappers, at = [], ""
         inside: Any = experts
+        # One wrapper in another, the last one outermost
         while is_wrapper(inside):
             wrappers.append((at, inside))
             inside, at = inside.base_layer, f"{at}base_layer."
@@ -103,9 +124,11 @@ class LoraBlock(Adapter):
             self.name = self.name or name
             if name != self.name:
                 raise ConversionError(f"the experts have two LoRA adapters, {self.name} and {name}: expected one")
+            # A number per matrix, alpha / R or what rslora makes of it
             self._scaling[part] = float(wrapper.scaling[name])
             for how in ("lora_A", "lora_B"):
                 pieces.append(Piece(path=f"{prefix}{how}.{name}.weight", name=f"{part}.{how}", how=how))
+        # Hooks on a wrapper would be lost as those on the experts would
         check_bare(experts)
         self.pieces = tuple(pieces)
         ranks = ", ".join(f"{w.parameter_name} (rank {w.r[self.name]})" for _, w in reversed(wrappers))
@@ -113,13 +136,19 @@ class LoraBlock(Adapter):
         return self._spec
 
     def expert(self, params: Mapping[str, nn.Parameter], number: int) -> LoraExpert:
-        """A copy of one expert. params: the parameters of the wrapped experts' module."""
+        """Copy one expert with its adapters.
+
+        Args:
+            params: Parameters of the wrapped experts' module, by name.
+            number: The expert's.
+        """
         spec: Any = self._spec
         own: dict[str, dict[str, Any]] = {part: {} for part in _PARTS.values()}
         for piece in self.pieces:
             part, name = piece.name.split(".")
             p = params[piece.path]
             share = piece.share(p.detach(), number, spec.num_experts)
+            # Cloned in order: a share of lora_B has strides, which collectives do not take.
             own[part][name] = nn.Parameter(share.clone(memory_format=torch.contiguous_format), p.requires_grad)
         matrices = {
             part: LoraMatrix(**given, scaling=self._scaling.get(part, 1.0), transposed=self.inner.layout.transposed)
@@ -154,7 +183,7 @@ def _check_base(experts: nn.Module) -> None:
 
 
 def _checked(wrapper: Any, spec: ExpertsSpec) -> tuple[str, str]:
-    """The adapter's name, and the part of an expert it is on; raises `ConversionError` for what is not served."""
+    """Name of the adapter, and part of an expert that it is on; raises `ConversionError` for what is not served."""
     who = f"LoRA on {wrapper.parameter_name}"
     names = list(wrapper.lora_A)
     active = list(wrapper.active_adapters)
@@ -180,6 +209,7 @@ def _checked(wrapper: Any, spec: ExpertsSpec) -> tuple[str, str]:
     inputs = {"gate_up": spec.dim, "down": spec.hidden}.get(part or "")
     rows = spec.hidden * (2 if parts_of(spec.activation).gated else 1)
     outputs = {"gate_up": rows, "down": spec.dim}.get(part or "")
+    # PEFT's shapes tell whether R is per expert, as the cut into shares assumes.
     if part is None or (*a, *b) != (e * rank, inputs, outputs, e * rank):
         raise ConversionError(
             f"{who}: expected {sorted(_PARTS)} with factors of rank {rank} for each of {e} experts, got lora_A "

@@ -30,7 +30,13 @@ from prophet.kernels.grouped_ffn import ExpertWeights
 
 @dataclass(frozen=True)
 class _Family(Adapter):
-    """family: as reports call it. block: the class of its block. package: of transformers.models, where that is."""
+    """A family that is known by the class of its block.
+
+    Attributes:
+        family: As reports call it.
+        block: Name of the class of its block.
+        package: Of transformers.models, where that is defined.
+    """
 
     family: str
     block: str
@@ -43,7 +49,7 @@ class _Family(Adapter):
 def _stacked_spec(
     router: nn.Module, act_fn: object, *, num_experts: int, top_k: int, dim: int, hidden: int
 ) -> ExpertsSpec:
-    """The description of gated experts without biases that share their parameters."""
+    """Describe gated experts without biases that share their parameters."""
     return ExpertsSpec(
         num_experts=num_experts,
         held=num_experts,
@@ -57,7 +63,7 @@ def _stacked_spec(
 
 
 class _Stacked(_Family):
-    """Stacked as `layout` says."""
+    """A family whose experts are stacked as `layout` says."""
 
     layout = Layout()
 
@@ -92,15 +98,17 @@ class _Llama4(_Stacked):
 
 
 def _scores_on_inputs(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward of a Llama-4 block: [..., D] to [N, D], and logits [N, E].
+    """Run the forward of a Llama-4 block: [..., D] to [N, D], and logits [N, E].
 
-    The original has every expert compute all tokens, those that were not chosen as rows of zeros, whose answers and
+    In the original every expert computes all tokens, those that were not chosen as rows of zeros. Their answers and
     gradients are zero.
     """
     tokens = hidden_states.reshape(-1, block.hidden_dim)
     scores, logits = block.router(tokens)
-    ids = logits.topk(block.router.top_k, dim=1)[1]  # as in the router; equal scores would not tell
+    # As in the router: scores are sigmoids, which may be equal where logits differ.
+    ids = logits.topk(block.router.top_k, dim=1)[1]
     rows = tokens.unsqueeze(1) * scores.gather(1, ids).unsqueeze(2)
+    # Every (row, choice) is a row by itself here, with one expert and the weight 1.
     y = block.experts(rows, ids.reshape(-1, 1), rows.new_ones(ids.numel(), 1))
     return block.shared_expert(tokens) + y.sum(dim=1), logits
 
@@ -131,21 +139,23 @@ class _Switch(_Family):
         return {"forward": _one_each}
 
     def watch(self, block: nn.Module, experts: nn.Module, seen: Seen) -> None:
-        def told(_: nn.Module, values: Sequence[Any], answer: Any) -> None:
+        def count_choices(_: nn.Module, values: Sequence[Any], answer: Any) -> None:
             ids, kept = _choices(answer[0])
+            # A number that no expert has counts as dropped
             seen.ids(ids.masked_fill(~kept, -1), tokens_in(values))
 
-        seen.after(child(block, "router"), told)
+        seen.after(child(block, "router"), count_choices)
 
 
 def _choices(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and whether they are kept, [N, 1] each, from [B, S, E] zeros and at most a one for each token."""
+    """Read ids and whether they are kept, [N, 1] each, from [B, S, E] zeros and at most a one for each token."""
     rows = mask.reshape(-1, mask.shape[-1])
+    # argmax of a row of zeros is 0, which `any` tells from expert 0
     return rows.argmax(dim=1, keepdim=True), rows.any(dim=1, keepdim=True)
 
 
 def _one_each(block: Any, hidden_states: Tensor) -> Tensor:
-    """The forward of a Switch block: [B, S, D] to the same, zeros for tokens that found no room."""
+    """Run the forward of a Switch block: [B, S, D] to the same, zeros for tokens that found no room."""
     mask, weights, _ = block.router(hidden_states)
     ids, kept = _choices(mask)
     return block.experts(hidden_states, ids, weights.reshape(-1, 1), kept)  # type: ignore[no-any-return]
@@ -162,6 +172,7 @@ class _Dbrx(_Family):
         return _stacked_spec(router, act_fn, num_experts=e, top_k=integer(block, "top_k"), dim=dim, hidden=hidden)
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        # v1 and w1 lie [H, D] as in the library; w2 lies the same, so it is transposed.
         rows = slice(expert * spec.hidden, (expert + 1) * spec.hidden)
         return ExpertWeights(torch.cat((state["mlp.w1"][rows], state["mlp.v1"][rows])), state["mlp.w2"][rows].t())
 
@@ -171,8 +182,9 @@ class _Dbrx(_Family):
 
 
 class _LongcatFlash(_Stacked):
-    """Ids from E on are of identity experts, which answer with their input. Nothing reads the rows that they have in
-    gate_up_proj.
+    """Ids from E on are of identity experts, which answer with their input.
+
+    They have rows in gate_up_proj, which nothing reads.
     """
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
@@ -193,10 +205,11 @@ class _LongcatFlash(_Stacked):
 
 
 def _with_identity_experts(block: Any, hidden_states: Tensor) -> Tensor:
-    """The forward of a LongCat-Flash block: [..., D] to the same. A choice of an identity expert goes nowhere."""
+    """Run the forward of a LongCat-Flash block, [..., D] to the same; a choice of an identity expert goes nowhere."""
     _, weights, ids = block.router(hidden_states)
     experts = block.experts.num_experts
     real = ids < experts
+    # The clamped id is any real expert's: `real` drops the choice
     y = block.experts(hidden_states, ids.clamp(max=experts - 1), weights, real)
     stays = weights.masked_fill(real, 0.0).sum(dim=1).view(*hidden_states.shape[:-1], 1)
     return y + (hidden_states * stays).to(y.dtype)  # type: ignore[no-any-return]
@@ -207,6 +220,7 @@ class _Step3p7(_Stacked):
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts, router = child(block, "experts"), child(block, "gate")
+        # Some layers of some models clamp; those without a clamp have infinity.
         limit = getattr(experts, "limit", None)
         if limit != math.inf:
             raise ConversionError(
@@ -225,7 +239,12 @@ class _Step3p7(_Stacked):
 
 @dataclass(frozen=True)
 class Refused(_Stacked):
-    """A family whose experts would not be kept. why: a sentence; experts_name: a module that holds some of them."""
+    """A family whose experts would not be kept.
+
+    Attributes:
+        why: A sentence for the message.
+        experts_name: A module that holds some of them.
+    """
 
     why: str
     experts_name: str = "experts"
@@ -235,6 +254,7 @@ class Refused(_Stacked):
         raise ConversionError(f"{type(block).__name__}.{self.experts_name} is a {held}: {self.why}")
 
 
+# Both are true of release 5 of transformers
 _NLLB = (
     "transformers 5 takes the zeros and ones of the router's mask for experts' numbers, so that experts 0 and 1 "
     "compute every token and no other is called"
@@ -246,7 +266,7 @@ _JETMOE = (
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """One adapter per family."""
+    """One adapter per family, those that are refused included."""
     return (
         _Llama4("Llama-4", "Llama4TextMoe", "llama4"),
         _Switch("Switch Transformers", "SwitchTransformersSparseMLP", "switch_transformers"),

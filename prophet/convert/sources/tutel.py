@@ -28,7 +28,8 @@ from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import Bias, bias_of, has_biases, parts_of
 
 NAMES = ("batched_fc1_w", "batched_fc2_w", "batched_fc1_bias", "batched_fc2_bias")
-GATED_NAMES = ("W_fc1", "W_fc2", "W_fc3")  # flat: gate and up [m, D, H], down [m, H, D]
+# Flat parameters: gate and up [m, D, H], down [m, H, D]
+GATED_NAMES = ("W_fc1", "W_fc2", "W_fc3")
 
 
 class TutelMoE(Adapter):
@@ -41,6 +42,7 @@ class TutelMoE(Adapter):
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts: Any = child(block, "experts")
+        # Settings by which Tutel computes something that the converted forward does not
         for name, kept in (("is_postscore", True), ("skip_moe", False), ("sharded_count", 1)):
             if getattr(block, name, kept) != kept:
                 raise ConversionError(f"{name}: only {kept} is kept, got {getattr(block, name)!r}")
@@ -56,6 +58,7 @@ class TutelMoE(Adapter):
             "form": "stacked",
             "router": type(gates[0]).__name__,
         }
+        # A subclass with the same forward computes the same; one with another forward is custom.
         if type(experts).forward is getattr(_class_of(block, "ffn"), "forward", None):
             return _describe_ffn(experts, common)
         if type(experts).forward is getattr(_class_of(block, "llama_ffn"), "forward", None):
@@ -65,6 +68,7 @@ class TutelMoE(Adapter):
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         if parts_of(spec.activation).gated:
+            # Tutel multiplies rows by [D, H], so its matrices are transposed
             gate, up = (_gated(spec, state[n])[expert] for n in GATED_NAMES[:2])
             down = state[GATED_NAMES[2]].view(spec.held, spec.hidden, spec.dim)[expert]
             return ExpertWeights(torch.cat((gate.t(), up.t())), down.t())
@@ -84,7 +88,16 @@ class TutelMoE(Adapter):
         return {"forward": _forward, "_load_from_state_dict": _load_from_state_dict}
 
     def watch(self, block: nn.Module, experts: nn.Module, seen: Seen) -> None:
-        """The layer keeps how often each expert was chosen; the experts are given as many rows as have room."""
+        """Count from what the layer keeps: how often each expert was chosen.
+
+        Experts are called with as many rows as have room, so more choices than that were dropped.
+
+        Args:
+            block: Tutel's layer.
+            experts: Its module of experts.
+            seen: Collects the counts.
+        """
+        # With it the counts that Tutel keeps are not those of this layer's choices.
         if getattr(block, "batch_prioritized_routing", False):
             raise ConversionError(
                 "batch_prioritized_routing: Tutel does not tell how many tokens each expert got: expected it to be off"
@@ -95,7 +108,8 @@ class TutelMoE(Adapter):
             nonlocal room
             room = 0
 
-        def rows(_: nn.Module, values: Sequence[Any]) -> None:  # several times, where transfers overlap
+        # Called several times where transfers overlap, with a part of the rows each
+        def rows(_: nn.Module, values: Sequence[Any]) -> None:
             nonlocal room
             room += values[0].numel() // (seen.experts * integer(block, "model_dim"))
 
@@ -109,7 +123,7 @@ class TutelMoE(Adapter):
 
 
 def source_names(spec: ExpertsSpec) -> dict[str, str]:
-    """Of every parameter of a stacked bank, the name that it had, or that its first part had."""
+    """Map every parameter of a stacked bank to the name that it, or its first part, had in Tutel's module."""
     if parts_of(spec.activation).gated:
         return {"w_in": GATED_NAMES[0], "w_out": GATED_NAMES[2]}
     return dict(zip(("w_in", "w_out", "bias_in", "bias_out"), NAMES, strict=True))
@@ -127,7 +141,8 @@ def _describe_ffn(experts: Any, common: dict[str, Any]) -> ExpertsSpec:
     check_shapes(experts, {n: shapes[n] for n in _names(bias)})
     try:
         activation = activation_of(experts.activation_fn, "activation_fn")
-    except ConversionError as no:  # with dropout, say
+    # Such as an activation with dropout: the module itself runs then
+    except ConversionError as no:
         check_row_wise(experts.activation_fn, "activation_fn", (hidden,))
         return ExpertsSpec(**common, dim_out=out, bank="modules", places=1, why=str(no))
     return ExpertsSpec(**common, dim_out=out, hidden=hidden, activation=activation, bias=bias)
@@ -149,18 +164,20 @@ def _gated(spec: ExpertsSpec, flat: Tensor) -> Tensor:
 
 
 def _names(bias: Bias) -> tuple[str, ...]:
-    """The parameters that experts with these biases have."""
+    """The parameters that experts with these biases have, in Tutel's order."""
     present = True, True, *has_biases(bias)
     return tuple(name for name, there in zip(NAMES, present, strict=True) if there)
 
 
 def _load_from_state_dict(block: Any, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
-    """As of any module, and the number of experts is compared as Tutel does.
+    """Load as any module does, and compare the number of experts as Tutel does.
 
-    Tutel's own method also adds zeros for experts' parameters that it does not find, by names that no state dict has.
+    Tutel's own method also adds zeros for experts' parameters that it does not find, by names that no converted layer
+    has.
     """
     key = f"{prefix}_num_global_experts"
-    found = state_dict.setdefault(key, block._num_global_experts)  # older checkpoints have none
+    # Older checkpoints have no such entry
+    found = state_dict.setdefault(key, block._num_global_experts)
     if int(found) != block.num_global_experts:
         raise ValueError(f"{key}: the checkpoint has {int(found)} experts, this layer {block.num_global_experts}")
     nn.Module._load_from_state_dict(block, state_dict, prefix, *rest, **named)
@@ -178,31 +195,35 @@ def _forward(
     adaptive_r: int | None = None,
     megablocks_size: int = 0,
 ) -> Tensor:
-    """The forward of Tutel's layer on `input` [..., D]; `l_aux` is set on the layer and on the result, as there.
+    """Run the forward of Tutel's layer on `input` [..., D]; `l_aux` is set on the layer and on the result, as there.
 
-    a2a_ffn_overlap_degree only rounds the capacity here, and adaptive_r, which chooses among equal ways to compute,
-    has nothing to choose.
+    `a2a_ffn_overlap_degree` only rounds the capacity here. `adaptive_r` chooses among equal ways to compute, of which
+    there is one here.
     """
     if reserve_dims != 1 or megablocks_size > 0:
         raise ValueError("a converted Tutel layer keeps reserve_dims=1 and megablocks_size=0 only")
     tutel = sys.modules[type(block).__module__]
     tokens = input.reshape(-1, input.shape[-1])
     kind = tokens.device.type
-    if torch.is_autocast_enabled():  # CUDA's, which alone Tutel asks about
+    # CUDA's, which alone Tutel asks about
+    if torch.is_autocast_enabled():
         tokens = tokens.to(torch.get_autocast_dtype(kind))
     else:
         tokens = tokens.to(block.experts.experts.dtype)
     gate = block.gates[gate_index]
     if a2a_ffn_overlap_degree is not None:
         block.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
+    # As Tutel rounds a capacity, so that as many tokens find room as there
     alignment = block.a2a_ffn_overlap_degree
     if alignment > 256:
         alignment = (alignment + 127) // 128 * 128
+    # Tutel routes in the gate's own dtype
     with torch.autocast(kind, enabled=False) if kind == "cuda" else nullcontext():
         logits = gate(tokens)
         wanted = tokens.shape[0], block.num_global_experts
         if logits.shape != wanted:
             raise ValueError(f"{type(gate).__name__}: expected logits {list(wanted)}, got {list(logits.shape)}")
+        # Two sets of logits, as in Tutel: the load-importance loss takes probabilities without noise.
         noisy = logits
         if block.training and gate.gate_noise > 0:
             noisy = logits + gate.gate_noise * torch.randn_like(logits) / block.num_global_experts

@@ -23,18 +23,29 @@ from prophet.convert.trials.verify import TOLERANCE
 from prophet.errors import ConversionError
 from prophet.sharing import Place, held_by_several, places_of
 
+# Rows that a module is called with to learn the shape of its answer
 ROWS = 12
-SHAPES = ((2, 24), (56,))  # of the inputs that a block is tried with, without their last dimension
-LEVELS_UP = 3  # from the module that holds the list, to one that can be called with one tensor
-MOST_PARAMETERS = 1 << 28  # of a module around experts that is copied in float64
+# Shapes of the inputs that a block is tried with, without their last dimension
+SHAPES = ((2, 24), (56,))
+# Levels from the module that holds the list up to one that can be called with one tensor
+LEVELS_UP = 3
+# Parameters of a module around experts that is copied in float64
+MOST_PARAMETERS = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
     """A list of experts.
 
-    name: of the list. block: name of the innermost module of which one call calls all experts; tried: of the one that
-    was run to find out. experts, dim, out: E, D, O. shapes: of inputs [..., W] that `tried` takes, in `dtype`.
+    Attributes:
+        name: Of the list.
+        block: Name of the innermost module of which one call calls all experts.
+        tried: Name of the module that was run to find out.
+        experts: E.
+        dim: D.
+        out: O.
+        shapes: Of inputs [..., W] that `tried` takes.
+        dtype: Of those inputs.
     """
 
     name: str
@@ -49,7 +60,13 @@ class Listing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftAlone:
-    """A list that was not taken for one of experts, and why. constant: it is, but for counts that never change."""
+    """A list that was not taken for one of experts, and why.
+
+    Attributes:
+        name: Of the list.
+        why: The reason, as a message.
+        constant: Its modules could be experts, but their counts never change.
+    """
 
     name: str
     why: str
@@ -57,7 +74,7 @@ class LeftAlone:
 
 
 class _Not(Exception):
-    """The list at hand is none of experts, and why."""
+    """The list at hand is not one of experts; the message says why."""
 
     def __init__(self, why: str, *, constant: bool = False) -> None:
         super().__init__(why)
@@ -67,12 +84,19 @@ class _Not(Exception):
 def discover(
     model: nn.Module, taken: Sequence[str], experts: Sequence[str] | None = None
 ) -> tuple[list[Listing], list[LeftAlone]]:
-    """The lists of experts in `model`, and the other lists of at least two modules.
+    """Find the lists of experts in `model`, and the other lists of at least two modules.
 
-    taken: names of blocks that are known already; nothing inside is tried. experts: patterns of names, as of `fnmatch`,
-    of the lists to take, and no others; these need not have counts that change. None takes what is found.
+    Args:
+        model: Not changed.
+        taken: Names of blocks that are known already; nothing inside is tried.
+        experts: Patterns of names, as of `fnmatch`, of the lists to take, and no others. These need not have counts
+            that change. None takes what is found.
 
-    Raises `ConversionError` where a pattern fits no list, and where a list that it fits cannot be taken.
+    Returns:
+        The lists of experts, and the others with the reason.
+
+    Raises:
+        ConversionError: Where a pattern fits no list, and where a list that it fits cannot be taken.
     """
     places = places_of(model)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
@@ -86,6 +110,7 @@ def discover(
     found: list[Listing] = []
     left: list[LeftAlone] = []
     for name, modules in listed:
+        # A list inside an expert, or a second name of one that has been found
         if any(_inside(name, f.name) or modules is model.get_submodule(f.name) for f in found):
             continue
         named = any(fnmatchcase(name, pattern) for pattern in experts or ())
@@ -93,11 +118,13 @@ def discover(
             left.append(LeftAlone(name=name, why="experts= does not name it"))
             continue
         known = next((t for t in taken if t.rpartition(".")[0] == name.rpartition(".")[0]), None)
-        if known is not None and not named:  # norms or attention of a layer whose experts have been found
+        # Norms or attention, say, of a layer whose experts have been found
+        if known is not None and not named:
             left.append(LeftAlone(name=name, why=f"{known}, which stands beside it, has the experts"))
             continue
         try:
             listing = _tried(model, name, modules, named)
+            # A block runs twice for one list: with two, rows of one could depend on answers of the other.
             _check_alone_in_its_block(listing, found)
         except _Not as no:
             if named:
@@ -105,7 +132,7 @@ def discover(
             left.append(LeftAlone(name=name, why=str(no), constant=no.constant))
         else:
             found.append(listing)
-    # a list of blocks is no news
+    # A list of blocks, one of which holds experts, is no news to the reader of a report.
     return found, [one for one in left if not any(_inside(f.name, one.name) for f in found)]
 
 
@@ -124,14 +151,17 @@ def _tried(model: nn.Module, name: str, modules: nn.ModuleList, named: bool) -> 
     """The list as experts. Raises `_Not` where it holds none."""
     _check_alike(modules)
     with trying():
+        # All the sizes that a module takes: the block decides which one it uses.
         sizes = [(dim, out) for dim in _widths(modules[0]) if (out := _answer_dim(modules[0], dim)) is not None]
     if not sizes:
         raise _Not("its modules do not take one tensor of rows")
     why = f"what is around it has more than {MOST_PARAMETERS:,} parameters"
     for tried in _around(name):
         outer = model.get_submodule(tried)
+        # Experts are replaced by stand-ins, so their size does not count
         inside = {id(p) for p in modules.parameters()}
         if sum(p.numel() for p in outer.parameters() if id(p) not in inside) > MOST_PARAMETERS:
+            # Modules further out are larger still
             break
         for dim, out in sizes:
             with trying():
@@ -194,14 +224,15 @@ def _check_alike(modules: nn.ModuleList) -> None:
 
 
 def _widths(expert: nn.Module) -> list[int]:
-    """What D may be: the sizes of the expert's parameters, the likeliest first."""
+    """Candidates for D: the sizes of the expert's parameters, the likeliest first."""
+    # A linear layer's last dimension is its input; eight candidates bound the time.
     shapes = [p.shape for p in expert.parameters() if p.ndim]
     return list(dict.fromkeys([s[-1] for s in shapes] + [s[0] for s in shapes] + [d for s in shapes for d in s]))[:8]
 
 
 @torch.no_grad()
 def _answer_dim(expert: nn.Module, dim: int) -> int | None:
-    """O for rows of this D; None where the expert does not take them. Computes no values where it can do without."""
+    """O for rows of this D; None where the expert does not take them. Uses the meta device where that is enough."""
     put: dict[Any, Any] = {}
     for t in (*expert.parameters(), *expert.buffers()):
         empty = torch.empty_like(t, device="meta")
@@ -209,11 +240,13 @@ def _answer_dim(expert: nn.Module, dim: int) -> int | None:
     like = next(expert.parameters())
     try:
         y = twin_of(expert, put)(torch.empty(ROWS, dim, dtype=like.dtype, device="meta"))
-    except Exception as error:  # whatever a module raises that does not take these rows
+    # A module that does not take these rows may raise anything
+    except Exception as error:
         size = sum(p.numel() for p in expert.parameters())
         if size > MOST_PARAMETERS or not (isinstance(error, NotImplementedError) or "meta" in str(error)):
             return None
-        try:  # it cannot do without values
+        # It cannot run without values
+        try:
             y = twin_of(expert)(torch.zeros(ROWS, dim, dtype=like.dtype, device=like.device))
         except Exception:
             return None
@@ -227,9 +260,11 @@ def _answer_dim(expert: nn.Module, dim: int) -> int | None:
 @torch.no_grad()
 def _check_row_wise(expert: nn.Module, dim: int, noted: Sequence[Note]) -> None:
     """Raise `_Not` unless every row of the answer depends on the same row of the input alone."""
+    # Also in as many dimensions as the block uses: a norm over a fixed dimension would show.
     deepest = max(note.rows.ndim for note in noted)
     failed: Exception | None = None
     for dtype in dict.fromkeys((torch.float64, next(expert.parameters()).dtype)):
+        # Random parameters, as a zero bias or gate may hide a dependence
         twin = scramble(twin_of(expert), dtype).eval()
         x = torch.randn(ROWS, dim, dtype=torch.float64).to(device_of(expert), dtype)
         try:
@@ -255,7 +290,12 @@ class _CannotRun(Exception):
 class _Experiment:
     """A copy of the module around a list, with stand-ins in it, and what they are called with.
 
-    path: of the list in the module.
+    Args:
+        outer: The module around the list.
+        path: Of the list in that module.
+        modules: The list.
+        dim: D.
+        out: O.
     """
 
     def __init__(self, outer: nn.Module, path: str, modules: nn.ModuleList, dim: int, out: int) -> None:
@@ -274,8 +314,9 @@ class _Experiment:
         self.noted: list[Note] = []
 
     def find_input(self) -> None:
-        """Find inputs that the module takes. Raises `_CannotRun` where none is."""
+        """Find inputs that the module takes. Raises `_CannotRun` where there are none."""
         first: Exception | None = None
+        # The block's input is mostly as wide as the experts', but a projection may come first.
         widths = dict.fromkeys([self._dim, *(p.shape[-1] for p in self._twin.parameters() if p.ndim)])
         for dtype in dict.fromkeys((torch.float64, self._own)):
             self._twin.to(dtype)
@@ -298,6 +339,7 @@ class _Experiment:
 
     def _called_in_training(self, shape: tuple[int, ...]) -> bool:
         """Whether experts are called in training at least, where they are not in evaluation; it stays in that mode."""
+        # Some blocks skip experts, or merge them, in evaluation
         self._twin.train()
         self._run(self._input(0, shape), answers=0)
         if not self.noted:
@@ -305,9 +347,13 @@ class _Experiment:
         return bool(self.noted)
 
     def check(self) -> tuple[str, bool]:
-        """The path of the block inside the module, and whether the numbers of rows change with the input.
+        """Run the module on several inputs, with two sets of answers each.
 
-        Raises `_Not` where the inputs of stand-ins depend on their answers.
+        Returns:
+            The path of the block inside the module, and whether the numbers of rows change with the input.
+
+        Raises:
+            _Not: Where the inputs of stand-ins depend on their answers.
         """
         counts = []
         inner = ""
@@ -323,6 +369,7 @@ class _Experiment:
                         "the input of one of its modules depends on another's answer, or on random numbers that are "
                         "not torch's"
                     )
+                # Only the first shape's three counts are compared: another shape has other counts in any case.
                 if seed == 0 or shape == self.shapes[0]:
                     counts.append(self._count(zero))
         return inner, not counts[0] == counts[1] == counts[2]
@@ -343,7 +390,7 @@ class _Experiment:
 
     @torch.no_grad()
     def _run(self, x: Tensor, answers: int) -> str:
-        """Run the module, its stand-ins answering zeros or random numbers; the path of the block."""
+        """Run the module, its stand-ins answering zeros or random numbers; returns the path of the block."""
         self.noted = []
         noted = self.noted
         calls: list[dict[str, int]] = []
@@ -358,13 +405,15 @@ class _Experiment:
             shape = (*rows.shape[:-1], self._out)
             return torch.randn(shape, generator=generator, dtype=rows.dtype, device=rows.device)
 
-        twin = twin_of(self._twin, {self._stand_ins: self._stand_ins})  # a pass may leave something behind
+        # A pass may leave something behind, so each runs on a new copy
+        twin = twin_of(self._twin, {self._stand_ins: self._stand_ins})
         above = self._path.split(".")[:-1]
         for depth in range(len(above) + 1):
             path = ".".join(above[:depth])
             part = twin.get_submodule(path)
             part.register_forward_pre_hook(_begins(running, path))
             part.register_forward_hook(_ends(running, path))
+        # The same noise in every run, so that only the answers differ
         seed_all(0)
         with self._tape.playing(behave):
             twin(x.clone())
@@ -372,7 +421,10 @@ class _Experiment:
 
 
 def _begins(running: dict[str, int], path: str) -> Any:
+    """A hook that notes the call of `path` as under way, under a number that no other call has."""
+
     def hook(*_: Any) -> None:
+        # "#" counts all calls so far; no module has that name
         running[path] = running.get("#", 0)
         running["#"] = running[path] + 1
 
@@ -387,7 +439,7 @@ def _ends(running: dict[str, int], path: str) -> Any:
 
 
 def _innermost(calls: Sequence[dict[str, int]]) -> str:
-    """The longest path of which one and the same call was under way whenever an expert was called."""
+    """The longest path of which the same single call was under way whenever an expert was called."""
     if not calls:
         return ""
     common = [p for p in calls[0] if p != "#" and all(c.get(p) == calls[0][p] for c in calls)]

@@ -15,15 +15,23 @@ from torch import Tensor, nn
 
 from prophet.convert.trials.module_copies import trying
 
+# The second step meets a state that is not empty
 STEPS = 2
-LR = 0.01  # whatever the scheduler says now: a warm-up may be at 0
-TOLERANCE = 1e-3  # of a piece's largest change; vectorised loops round ends of tensors otherwise than their middle
+# Whatever the scheduler has set: a warm-up may be at 0
+LR = 0.01
+# Of a piece's largest change: vectorised loops round the ends of tensors differently than their middle.
+TOLERANCE = 1e-3
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, group: int, like: Tensor) -> bool:
-    """Whether a step with the settings of group number `group` treats a tensor as it treats its pieces.
+    """Whether an optimizer's step treats a tensor as it treats its pieces.
 
-    like: a parameter, on whose device it is tried. The optimizer, its hooks and the random state are left alone.
+    The optimizer, its hooks and the random state are left alone.
+
+    Args:
+        optimizer: Whose class and settings are tried.
+        group: Number of the group with the settings.
+        like: A parameter, on whose device it is tried.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -35,7 +43,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer, group: int, like: Tensor) -
     whole = nn.Parameter(start.clone())
     pieces = [nn.Parameter(piece.clone()) for piece in _cut(start)]
     twin = _twin(optimizer, group, [whole], pieces)
-    step = inspect.unwrap(type(optimizer).step)  # past hooks and profilers
+    # Past hooks and profilers, which would count the trial
+    step = inspect.unwrap(type(optimizer).step)
     with torch.no_grad(), trying():
         for _ in range(STEPS):
             whole.grad = drawn()
@@ -44,7 +53,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer, group: int, like: Tensor) -
             try:
                 step(twin)
             except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError, AttributeError):
-                return False  # it takes no tensors of three dimensions, or no pieces
+                # It takes no tensors of three dimensions, or no pieces
+                return False
         return all(
             (piece - part).abs().max() <= TOLERANCE * (part - before).abs().max()
             for piece, part, before in zip(pieces, _cut(whole), _cut(start), strict=True)
@@ -56,9 +66,10 @@ def _cut(whole: Tensor) -> list[Tensor]:
 
 
 def _twin(optimizer: torch.optim.Optimizer, group: int, *params: list[nn.Parameter]) -> Any:
-    """Such an optimizer without a state, one group for each of `params` with the settings of group number `group`."""
+    """Make such an optimizer without a state: one group for each of `params`, with the settings of group `group`."""
     twin: Any = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
+        # Without `__init__`, which may need arguments that nothing keeps
         twin.__dict__[name] = value.copy() if isinstance(value, dict | list | set) else value
     settings = {name: value for name, value in optimizer.param_groups[group].items() if name != "param_names"}
     if "lr" in settings:

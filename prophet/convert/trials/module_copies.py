@@ -21,15 +21,20 @@ from torch.utils._pytree import tree_leaves
 from prophet.convert.trials.replay import same
 from prophet.experts.hooks import KINDS
 
-_ALONE = threading.RLock()  # the generators belong to all threads
-_OWN = set(vars(nn.Module())) - {"training"}  # what every module has
-_DEPTH = 4  # of values inside values that are compared
-ROUNDED = 1e-5  # tolerance where something in float64 rounds to float32 on its way
+# The generators belong to all threads
+_ALONE = threading.RLock()
+# Attributes that every module has
+_OWN = set(vars(nn.Module())) - {"training"}
+# Levels of values inside values that are compared
+_DEPTH = 4
+# Tolerance where something in float64 rounds to float32 on its way
+ROUNDED = 1e-5
 
 
 @contextmanager
 def trying(seed: int = 0) -> Iterator[None]:
-    """Inside, the generators start from `seed`; afterwards they are as before. One thread at a time."""
+    """Start the generators from `seed` inside the `with` block, one thread at a time; put them back afterwards."""
+    # Asking for CUDA's generator would start CUDA in a process that does not use it.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with _ALONE, torch.random.fork_rng(devices=devices):
         seed_all(seed)
@@ -37,7 +42,7 @@ def trying(seed: int = 0) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """As `torch.manual_seed`, which notes where it was called from and takes a millisecond."""
+    """Seed all generators; `torch.manual_seed` also notes where it was called from, which takes a millisecond."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -49,9 +54,16 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def twin_of(module: nn.Module, put: Mapping[Any, Any] | None = None) -> nn.Module:
-    """A deep copy without hooks, in which every module or tensor of `put` is replaced by what it is mapped to.
+    """Copy a module deeply, without hooks.
 
-    Process groups stay what they are. Raises TypeError and the like where a part cannot be copied.
+    Process groups stay what they are: they cannot be copied.
+
+    Args:
+        module: What to copy.
+        put: Modules or tensors inside it, and what replaces each in the copy.
+
+    Raises:
+        TypeError: Or whatever else a part raises that cannot be copied.
     """
     memo: dict[int, Any] = {id(old): new for old, new in (put or {}).items()}
     for part in module.modules():
@@ -63,7 +75,7 @@ def twin_of(module: nn.Module, put: Mapping[Any, Any] | None = None) -> nn.Modul
 
 @torch.no_grad()
 def scramble(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`module` itself, in `dtype`, with random parameters and buffers and nothing frozen.
+    """Give a module, in place, a dtype and random parameters and buffers; nothing stays frozen.
 
     A zero gate ties its experts, and a zero bias hides. Buffers of one number are left: they are settings, not state.
     The numbers are the same in every call, whoever else draws.
@@ -74,9 +86,11 @@ def scramble(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         if p.is_floating_point():
             p.requires_grad_(True)
             drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            # Scaled by the inputs of a matrix, so that answers stay near 1 through several layers.
             p.copy_(drawn * (0.5 if p.ndim < 2 else 2 / max(p.shape[-1], 1) ** 0.5))
     for b in module.buffers():
         if b.is_floating_point() and b.numel() > 1:
+            # Positive, as buffers may be variances or counts
             b.copy_(torch.rand(b.shape, generator=generator, dtype=torch.float64) + 0.1)
     return module
 
@@ -96,7 +110,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _value(x: Any, depth: int) -> Any:
-    """A copy of `x` that can be compared: tensors, numbers, texts, containers, and objects by their attributes."""
+    """Copy `x` for a comparison: tensors, numbers, texts, containers, and objects by their attributes."""
     if isinstance(x, Tensor):
         return x.detach().clone()
     if isinstance(x, torch.Generator):
@@ -113,16 +127,25 @@ def _value(x: Any, depth: int) -> Any:
 
 
 def differences(want: Any, got: Any, tolerance: float, where: str = "") -> Iterator[tuple[str, str]]:
-    """Where two values of `state_of`, or two answers of a module, differ: the place, and how."""
+    """Yield where two values of `state_of`, or two answers of a module, differ, and how.
+
+    Args:
+        want: The value as it was.
+        got: The value as it is.
+        tolerance: Share of a tensor's largest value.
+        where: Place of the two values, for the places inside.
+    """
     if isinstance(want, Tensor) and isinstance(got, Tensor):
         if want.shape != got.shape or want.dtype != got.dtype:
             yield where, f"it was {text(want)} and is {text(got)}"
         elif want.numel():
             gap = distance(want, got)
+            # Written so that a gap of NaN is a difference
             if not gap <= tolerance:
                 yield where, f"it differs by {gap:.3g} of its largest value"
     elif isinstance(want, Mapping) and isinstance(got, Mapping):
-        for key in dict.fromkeys((*want, *got)):  # in an order that all ranks have
+        # In an order that all ranks have
+        for key in dict.fromkeys((*want, *got)):
             place = f"{where}.{key}" if where else str(key)
             if key in want and key in got:
                 yield from differences(want[key], got[key], tolerance, place)
@@ -134,7 +157,8 @@ def differences(want: Any, got: Any, tolerance: float, where: str = "") -> Itera
         else:
             for at, (a, b) in enumerate(zip(want, got, strict=True)):
                 yield from differences(a, b, tolerance, f"{where}[{at}]")
-    elif isinstance(want, Tensor) or isinstance(got, Tensor) or repr(want) != repr(got):  # NaN equals NaN
+    # By their text, in which NaN equals NaN
+    elif isinstance(want, Tensor) or isinstance(got, Tensor) or repr(want) != repr(got):
         yield where, f"it was {text(want)} and is {text(got)}"
 
 
@@ -150,12 +174,12 @@ def distance(want: Tensor, got: Tensor) -> float:
 
 
 def text(x: object) -> str:
-    """A value in a message."""
+    """A value as it stands in a message, cut short."""
     return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)[:40]
 
 
 def globals_of(module: nn.Module) -> dict[str, float]:
-    """Numbers, and sizes of containers, that the files hold in which the classes of `module` are defined."""
+    """Numbers, and sizes of containers, in the files that define the classes of `module`."""
     found: dict[str, float] = {}
     for place in {type(part).__module__ for part in module.modules()}:
         if place.split(".")[0] in ("torch", "builtins", "prophet"):

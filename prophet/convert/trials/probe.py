@@ -1,6 +1,6 @@
 """What does this feed-forward module compute? Found by trying: its output is compared with that of every candidate.
 
-The comparison runs on a copy in float64 with random parameters and in training mode, so a module that is taken for a
+The comparison runs on a copy in float64 with random parameters and in training mode. So a module that is taken for a
 plain feed-forward network is one: another activation, a norm or a dropout makes a difference.
 """
 
@@ -23,13 +23,15 @@ from prophet.experts.plain import FfnNames, RowOrder
 from prophet.kernels.grouped_ffn.naive import FUNCTIONS, bounded, expert_ffn
 from prophet.spec import ACTIVATIONS, Activation, ActivationParts, activation_named, parts_of
 
-ROWS = 64  # a dropout of one in a hundred leaves no narrow expert's output as it was
+# A dropout of one in a hundred leaves no narrow expert's output as it was with so many rows.
+ROWS = 64
 TOLERANCE = 1e-9
-ROUNDED = 1e-6  # of a factor of a gate that is computed in float32, which is off by 2e-7
+# Of a factor of a gate that is computed in float32, which is off by 2e-7
+ROUNDED = 1e-6
 
 
 def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
-    """Names of the parameters of `expert` and its activation. Raises `ConversionError` where nothing fits."""
+    """Find the names of an expert's parameters and its activation. Raises `ConversionError` where nothing fits."""
     linears = {name: m for name, m in expert.named_modules() if isinstance(m, nn.Linear)}
     known = {f"{name}.{part}" for name in linears for part in ("weight", "bias")}
     foreign = [name for name, _ in expert.named_parameters() if name not in known]
@@ -50,18 +52,25 @@ def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
 
 
 def check_computes(expert: nn.Module, names: FfnNames, activation: Activation) -> None:
-    """Raise `ConversionError` unless `expert` is this feed-forward network."""
+    """Raise `ConversionError` unless an expert is this feed-forward network.
+
+    Args:
+        expert: The module.
+        names: Of its parameters.
+        activation: Between its layers.
+    """
     dim = dict(expert.named_parameters())[names.w_in[0]].shape[1]
     if not _Tried(expert, [dim]).computes(names, activation):
         raise ConversionError(f"{type(expert).__name__}: its output is not that of expert 0, which has {activation}")
 
 
 class _Tried:
-    """What a copy of an expert answers to rows of the first of `dims` that it takes, its parameters being random."""
+    """What a copy of an expert, with random parameters, answers to rows of the first of `dims` that it takes."""
 
     def __init__(self, expert: nn.Module, dims: Sequence[int]) -> None:
         generator = torch.Generator().manual_seed(0)
         who = type(expert).__name__
+        # On the CPU in float64: there is no rounding that could hide one activation behind another.
         twin = twin_of(expert).cpu().double()
         errors = []
         with torch.no_grad(), trying():
@@ -76,6 +85,7 @@ class _Tried:
                     errors.append(f"{who}: it cannot be called with rows {[ROWS, dim]}: {error}")
             else:
                 raise ConversionError(errors[0])
+        # Dropout inside an expert, or code that asks for self.training, has no place in the kernels.
         if not torch.equal(self.y, trained):
             random = ", ".join(str(m) for m in twin.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
             raise ConversionError(
@@ -85,7 +95,7 @@ class _Tried:
 
     @torch.no_grad()
     def computes(self, names: FfnNames, activation: Activation) -> bool:
-        """Whether that is what this feed-forward network answers."""
+        """Whether this feed-forward network gives the answer that the expert gave."""
         guess = expert_ffn(self.x, names.unpack(self._state, ""), activation)
         return guess.shape == self.y.shape and torch.allclose(guess, self.y, rtol=0, atol=TOLERANCE)
 
@@ -99,6 +109,7 @@ def _first(y: Any) -> Tensor:
 
 def _candidates(linears: dict[str, nn.Linear], dim: int, dim_out: int) -> Iterator[tuple[FfnNames, Activation]]:
     orders = [RowOrder(up_first=u, interleaved=i) for i in (False, True) for u in (False, True)]
+    # Names do not say which layer comes first, so all orders are tried.
     for order in itertools.permutations(linears.items()):
         *first, (last_name, last) = order
         if any(m.in_features != dim for _, m in first) or last.out_features != dim_out:
@@ -106,11 +117,13 @@ def _candidates(linears: dict[str, nn.Linear], dim: int, dim_out: int) -> Iterat
         biased = {m.bias is not None for _, m in first}
         if len({m.out_features for _, m in first}) > 1 or len(biased) > 1:
             continue
-        widths = {1: last.in_features, 2: 2 * last.in_features}  # of a plain expert, and of a gated one
+        # Rows before the activation, of a plain expert and of a gated one
+        widths = {1: last.in_features, 2: 2 * last.in_features}
         units = sum(m.out_features for _, m in first)
         for gated in (False, True):
             if units != widths[1 + gated] or (len(first) == 2 and not gated):
                 continue
+            # One matrix for gate and `up` may hold either first, or row by row in turns.
             for rows in orders if gated and len(first) == 1 else orders[:1]:
                 names = FfnNames(
                     tuple(f"{n}.weight" for n, _ in first),
@@ -123,8 +136,18 @@ def _candidates(linears: dict[str, nn.Linear], dim: int, dim_out: int) -> Iterat
 
 
 def activation_of(function: object, what: str, *, gated: bool = False) -> Activation:
-    """The activation whose function of one number is `function`, or `ConversionError`, which calls it `what`."""
-    x = torch.linspace(-8, 8, 4097, dtype=torch.float64)  # a dropout of one in a hundred does not miss all
+    """Find the activation that a function of numbers computes.
+
+    Args:
+        function: Perhaps a module, perhaps not even callable.
+        what: How messages call it.
+        gated: Whether to name the activation of gated experts with this function.
+
+    Raises:
+        ConversionError: Where it is none that is known.
+    """
+    # A dropout of one in a hundred does not miss all of so many numbers.
+    x = torch.linspace(-8, 8, 4097, dtype=torch.float64)
     answers = _answers(function, x)
     for parts in _unbounded(gated):
         wanted = FUNCTIONS[parts.function](x)
@@ -136,12 +159,20 @@ def activation_of(function: object, what: str, *, gated: bool = False) -> Activa
 
 
 def gate_of(function: object, what: str, *, hidden: int = ROWS, limits: Sequence[float] = ()) -> ActivationParts:
-    """The gated activation that `function` makes of pre-activations [n, 2 * hidden], the gate's first; [n, hidden].
+    """Find the gated activation that a function makes of pre-activations.
 
-    Tried are all functions of gated activations, unbounded and with each of `limits`, with 1 added to `up` and without.
-    A factor may be off by 1e-9 of itself and of 1; by `ROUNDED` where `Rounding` sees that `function` makes a tensor of
-    less than float64 on its way. Raises `ConversionError`, which calls it `what`, where none fits in evaluation and in
-    training, as where it draws random numbers.
+    All functions of gated activations are tried, unbounded and with each of `limits`, with 1 added to `up` and without.
+    A factor may be off by 1e-9 of itself and of 1. It may be off by `ROUNDED` where `Rounding` sees that `function`
+    makes a tensor of less than float64 on its way.
+
+    Args:
+        function: Maps [n, 2 * hidden], the gate's first, to [n, hidden].
+        what: How messages call it.
+        hidden: Width of its answer.
+        limits: Bounds that it may clamp to.
+
+    Raises:
+        ConversionError: Where none fits in evaluation and in training, as where it draws random numbers.
     """
     generator = torch.Generator().manual_seed(0)
     shape = max(ROWS, 4096 // hidden), 2 * hidden
@@ -153,6 +184,7 @@ def gate_of(function: object, what: str, *, hidden: int = ROWS, limits: Sequence
     tolerance = ROUNDED if rounding.happens else TOLERANCE
     for parts, limit, plus_one in itertools.product(_unbounded(True), (None, *limits), (False, True)):
         tried = replace(parts, limit=limit, plus_one=plus_one)
+        # In both modes, so a dropout in the gate fits nothing
         if answers and all(_is_gate(tried, x, y, tolerance) for y in answers):
             return tried
     functions = ", ".join(parts.function for parts in _unbounded(True))
@@ -163,14 +195,14 @@ def gate_of(function: object, what: str, *, hidden: int = ROWS, limits: Sequence
 
 
 def _is_gate(parts: ActivationParts, x: Tensor, y: Tensor, tolerance: float) -> bool:
-    """Whether `y` is that activation of `x`, to a rounding of its factors."""
+    """Whether `y` is that activation of `x`, but for a rounding of its factors."""
     gate, up = bounded(x, parts)
     error = tolerance * (1 + gate.abs()) * (1 + up.abs())
     return y.shape == gate.shape and bool(((y - FUNCTIONS[parts.function](gate) * up).abs() <= error).all())
 
 
 def _unbounded(gated: bool) -> list[ActivationParts]:
-    """The activations that are a function of one number, times `up` if `gated`."""
+    """The activations without a limit, gated or not."""
     return [parts for parts in map(parts_of, ACTIVATIONS) if parts.gated == gated and parts.limit is None]
 
 
@@ -179,7 +211,7 @@ def _name_of(function: object) -> str:
 
 
 def _answers(function: object, x: Tensor) -> list[Tensor]:
-    """What `function` makes of `x` in evaluation and in training; nothing where it fails."""
+    """What `function` makes of `x` in evaluation and in training; an empty list where it fails."""
     found: list[Tensor] = []
     for training in (False, True):
         with trying(), _modules_of(function, training), torch.set_grad_enabled(training):
@@ -194,7 +226,13 @@ def _answers(function: object, x: Tensor) -> list[Tensor]:
 
 
 def check_row_wise(function: Callable[[Tensor], Tensor], what: str, row: tuple[int, ...]) -> None:
-    """Raise `ConversionError` unless `function` maps [1, n, *row] row by row; asked in evaluation."""
+    """Raise `ConversionError` unless a function works row by row in evaluation.
+
+    Args:
+        function: Maps [1, n, *row].
+        what: How messages call it.
+        row: Shape of one row.
+    """
     with trying(), _modules_of(function, False), torch.no_grad():
         x = torch.randn(1, ROWS, *row)
         try:
@@ -206,7 +244,14 @@ def check_row_wise(function: Callable[[Tensor], Tensor], what: str, row: tuple[i
 
 
 def calls_idle(block: nn.Module, spec: ExpertsSpec, experts: nn.ModuleList, call: Callable[..., Any]) -> bool:
-    """Whether `block` calls experts that no token chose, too; `call` runs it. Asked with a single token, on a copy."""
+    """Whether a block also calls experts that no token chose; tried with a single token, on a copy.
+
+    Args:
+        block: Of any kind.
+        spec: Its description.
+        experts: Its list of experts.
+        call: Runs the block on [1, N, D].
+    """
     called: set[int] = set()
 
     def answer(expert: int, rows: Tensor) -> Tensor:
@@ -215,7 +260,8 @@ def calls_idle(block: nn.Module, spec: ExpertsSpec, experts: nn.ModuleList, call
 
     tape = Tape(type(block).__name__, spec.dim)
     with trying(), torch.no_grad(), tape.playing(answer):
-        dtype = next(experts.parameters()).dtype  # some blocks mix theirs with float32, which float64 does not allow
+        # Some blocks mix their dtype with float32, which float64 does not allow.
+        dtype = next(experts.parameters()).dtype
         twin = scramble(twin_of(block, {experts: with_stand_ins(experts, tape)}), dtype).eval()
         call(twin, torch.randn(1, 1, spec.dim, device=device_of(twin)).to(dtype))
     return len(called) > spec.top_k
@@ -223,8 +269,9 @@ def calls_idle(block: nn.Module, spec: ExpertsSpec, experts: nn.ModuleList, call
 
 @contextmanager
 def _modules_of(function: Any, training: bool) -> Iterator[None]:
-    """Inside, the modules that a function refers to, such as a dropout layer, are in training or in evaluation."""
+    """Put modules that a function refers to, such as a dropout layer, in training or evaluation while inside."""
     code = getattr(function, "__code__", None)
+    # A closure, globals that it names, a bound method's object, defaults: all places that it can reach.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     held += [function.__globals__.get(name) for name in code.co_names] if code else []
     held += [function, getattr(function, "__self__", None), *(getattr(function, "__defaults__", None) or ())]

@@ -45,7 +45,9 @@ Behaviour = Callable[[int, Tensor], Tensor]  # an expert's number and its rows [
 class Tape:
     """Decides what the stand-ins of one list of experts do when they are called.
 
-    label: how messages call the list. dim: D.
+    Args:
+        label: How messages call the list.
+        dim: D.
     """
 
     def __init__(self, label: str, dim: int) -> None:
@@ -54,7 +56,7 @@ class Tape:
 
     @contextmanager
     def playing(self, behaviour: Behaviour) -> Iterator[None]:
-        """Stand-ins behave like this inside; they cannot be called outside."""
+        """Let stand-ins behave like this inside the `with` block; they cannot be called outside."""
         before, self._behaviour = self._behaviour, behaviour
         try:
             yield
@@ -67,7 +69,16 @@ class Tape:
         return self._behaviour is not None
 
     def call(self, expert: int, args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-        """Expert number `expert` is called. Raises `ReplayError` unless it is with one tensor [..., D]."""
+        """Answer for an expert.
+
+        Args:
+            expert: Its number.
+            args: Positional arguments of the call.
+            named: Keyword arguments of the call.
+
+        Raises:
+            ReplayError: Unless they are one tensor [..., D], and a `playing` block is open.
+        """
         given = [*args, *named.values()]
         if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].ndim < 1 or given[0].shape[-1] != self.dim:
             got = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in given)
@@ -83,7 +94,13 @@ class Tape:
 
 
 class StandIn(nn.Module):
-    """Stands in a block's list where an expert was. Its attributes are that expert's, but for parameters' values."""
+    """Stands in a block's list where an expert was. Its attributes are that expert's.
+
+    Args:
+        tape: Decides what a call does.
+        number: The expert's.
+        expert: The original; its parameters may have no values.
+    """
 
     def __init__(self, tape: Tape, number: int, expert: nn.Module) -> None:
         super().__init__()
@@ -98,6 +115,7 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # A copy asks for attributes before it has any
             if "_expert" not in self.__dict__:
                 raise
             return getattr(self.__dict__["_expert"], name)
@@ -105,6 +123,7 @@ class StandIn(nn.Module):
 
 def with_stand_ins(experts: nn.ModuleList, tape: Tape) -> nn.ModuleList:
     """A list like `experts`, of the same class and with the same attributes, that holds stand-ins."""
+    # Without `__init__`: the class may be the user's, with arguments that nothing keeps.
     twin = experts.__new__(type(experts))
     twin.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(experts).items()})
     twin._modules = {str(e): StandIn(tape, e, expert) for e, expert in enumerate(experts)}
@@ -124,13 +143,13 @@ class RandomState:
             self._states.append(torch.get_device_module(self._device).get_rng_state(self._device))
 
     def put_back(self) -> None:
-        """The generators go on from here."""
+        """Set the generators to these states."""
         torch.set_rng_state(self._states[0])
         if self._device is not None:
             torch.get_device_module(self._device).set_rng_state(self._states[1], self._device)
 
     def states(self) -> list[Tensor]:
-        """What the generators are in, as bytes."""
+        """The generators' states, as bytes."""
         return self._states
 
     def is_now(self) -> bool:
@@ -152,11 +171,12 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Every buffer is the tensor that it was, with the values that it had."""
+        """Give every module the buffers that it had, with the values that they had."""
         for module, name, buffer, value, version in self._kept:
-            module._buffers[name] = value if buffer.is_inference() else buffer  # which may not be written to
+            # A buffer made in inference mode may not be written to, so its copy takes its place.
+            module._buffers[name] = value if buffer.is_inference() else buffer
             if not buffer.is_inference() and buffer._version != version:
-                # its value is what noted rows were computed from: their graph need not be told
+                # The same value again, from which noted rows were computed: for their graph nothing has changed.
                 with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)
 
@@ -168,8 +188,11 @@ class Buffers:
 class Passes:
     """How a block runs twice.
 
-    modules: those of the block outside of its experts. blank: zeros in the place of an expert's answer to rows
-    [..., D]. answer: computes all notes at once; an answer [..., O] for each.
+    Attributes:
+        tape: Decides what its stand-ins do.
+        modules: Those of the block outside of its experts.
+        blank: Makes zeros in the place of an expert's answer to rows [..., D].
+        answer: Computes all notes at once; an answer [..., O] for each.
     """
 
     tape: Tape
@@ -178,11 +201,21 @@ class Passes:
     answer: Callable[[Sequence[Note], Tensor | None], Sequence[Tensor]]
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """What `forward(*args, **named)` returns, its experts computed together.
+        """Run a forward twice, its experts computed together in between.
 
-        Raises `ReplayError` where the second pass does not call the experts as the first has.
+        Args:
+            forward: The block's own.
+            args: Positional arguments of the call.
+            named: Keyword arguments of the call.
+
+        Returns:
+            What `forward(*args, **named)` returns.
+
+        Raises:
+            ReplayError: Where the second pass does not call the experts as the first has.
         """
-        check_plain_autograd()  # before the block's code meets a tensor that it cannot read
+        # Before the block's code meets a tensor that it cannot read
+        check_plain_autograd()
         first = next((x for x in tree_leaves((args, named)) if isinstance(x, Tensor)), None)
         device = torch.device("cpu") if first is None else first.device
         before, buffers = RandomState(device), Buffers(self.modules)
@@ -191,11 +224,13 @@ class Passes:
         drew = not before.is_now()
         answers = self.answer(notes, first)
         after = RandomState(device) if drew else None
+        # Only a block that has drawn needs the same numbers again.
         if drew:
             before.put_back()
         result = self._hand_out(notes, answers, lambda: forward(*args, **named))
         if after is not None:
-            after.put_back()  # what the experts have drawn is not drawn again
+            # What the experts have drawn is not drawn again
+            after.put_back()
         return result
 
     def _note(self, forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> list[Note]:
@@ -219,7 +254,7 @@ class Passes:
         def hand_out(expert: int, rows: Tensor) -> Tensor:
             nonlocal at
             if at == len(notes) or notes[at].expert != expert or notes[at].rows.shape != rows.shape:
-                raise ReplayError(f"{label}: expert {expert} was called with {list(rows.shape)} {_OTHERWISE}")
+                raise ReplayError(f"{label}: expert {expert} was called with {list(rows.shape)} {_DIFFERENTLY}")
             noted = notes[at].rows.detach()
             now = rows.detach()
             differ.append(~same(now, noted).all())
@@ -229,13 +264,14 @@ class Passes:
         with self.tape.playing(hand_out):
             result = forward()
         if at < len(notes):
-            raise ReplayError(f"{label}: expert {notes[at].expert} was not called any more {_OTHERWISE}")
+            raise ReplayError(f"{label}: expert {notes[at].expert} was not called any more {_DIFFERENTLY}")
+        # All comparisons in one tensor: the host waits for the device once.
         if differ and bool(torch.stack(differ).any()):
-            raise ReplayError(f"{label}: an expert was called with other rows {_OTHERWISE}")
+            raise ReplayError(f"{label}: an expert was called with other rows {_DIFFERENTLY}")
         return result
 
 
-_OTHERWISE = (
+_DIFFERENTLY = (
     "in the block's second pass than in the first: what it gives its experts depends on their answers, on state that "
     "a pass changes, or on random numbers that are not torch's"
 )

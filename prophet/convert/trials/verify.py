@@ -18,6 +18,7 @@ from prophet.errors import CollectiveError, PlanMismatch
 from prophet.experts.hooks import without_hooks
 from prophet.ranks.collective import Collective
 
+# Enough that most experts get a row, few enough to cost nothing
 TOKENS = 16
 # of the largest output: what a re-ordered sum may differ by, products included
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -26,7 +27,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, tor
 class Trial:
     """Remembers what a block answers to random tokens; `problem()` asks again.
 
-    run: runs it. shape: of its input. model: what the block is part of. like: a parameter of its experts.
+    Args:
+        run: Runs the block.
+        shape: Of its input.
+        block: What is converted.
+        model: What the block is part of.
+        like: A parameter of its experts, whose device and dtype the input has.
+        collective: The expert-parallel group.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class Trial:
         collective: Collective,
     ) -> None:
         self._run, self._block, self._model = run, block, model
+        # Different tokens on every rank, as in training
         generator = torch.Generator().manual_seed(collective.rank)
         self._x = torch.randn(*shape, generator=generator).to(like.device, like.dtype)
         with Rounding() as rounding:
@@ -48,7 +56,8 @@ class Trial:
     def _answer(self) -> list[Any]:
         block = self._block
         devices = [self._x.device] if self._x.is_cuda else []
-        buffers = Buffers(block.modules())  # some blocks count, or follow the load, in evaluation, too
+        # Some blocks count, or follow the load, in evaluation, too
+        buffers = Buffers(block.modules())
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=devices),
@@ -61,7 +70,7 @@ class Trial:
         return list(found) if isinstance(found, tuple) else [found]
 
     def problem(self) -> str | None:
-        """What differs from before, or None; raises what goes wrong between the ranks."""
+        """What differs from before, or None; raises what goes wrong between the ranks. Collective once converted."""
         try:
             after = self._answer()
         except (CollectiveError, PlanMismatch):
@@ -75,9 +84,11 @@ class Trial:
                 continue
             if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
                 return f"value {at} of the block's answer was {_text(old)} and is {_text(new)} now"
+            # Some blocks compute in float32 inside, whatever their input is
             tolerance = ROUNDED if self._rounded and old.dtype == torch.float64 else TOLERANCE.get(old.dtype, 0.0)
             limit = tolerance * max(float(old.abs().max()), 1e-30) if old.numel() else 0.0
             gap = float((old.double() - new.double()).abs().max()) if old.numel() else 0.0
+            # Written so that a gap of NaN is a difference
             if not gap <= limit:
                 return f"value {at} of the block's answer differs by {gap:.3g}, more than a re-ordered sum may"
         return None
@@ -85,7 +96,8 @@ class Trial:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` is in evaluation mode."""
+    """Put `model` in evaluation mode inside the `with` block, and every module back into its own afterwards."""
+    # By module: some may be in evaluation mode for good
     modes = {m: m.training for m in model.modules()}
     model.eval()
     try:
