@@ -40,7 +40,6 @@ TO_DO = {
     "prophet/machine",
     "prophet/monitor",
     "prophet/planner",
-    "prophet/ranks",
     "prophet/report",
     "prophet/scheduler",
     "prophet/spec",
