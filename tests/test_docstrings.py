@@ -31,7 +31,6 @@ TO_DO = {
     "prophet/layer",
     "prophet/machine",
     "prophet/planner",
-    "prophet/ranks",
     "prophet/scheduler",
     "prophet/spec",
     "prophet/terminal.py",

@@ -1,4 +1,4 @@
-"""In which call of `torch.distributed` does this process wait? Another thread asks, so the wait itself costs nothing.
+"""Find the call of `torch.distributed` that this process waits in. Another thread asks, so the wait costs nothing.
 
 `if rank == 0:` around a forward pass leaves that rank waiting for the others, while they wait for it in a barrier. The
 others' calls are not the library's, and only they can say so.
@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 _CALLS = "torch.distributed.distributed_c10d"
-# (module, function): what messages call it, and the attribute of its object that holds the group
+# (module, function): its name in messages, and the attribute of its object that holds the group
 _METHODS = {
-    # DDP sends buffers, and once what it has in each bucket
+    # Its forward pass broadcasts buffers, and once rebuilds the buckets of gradients: both wait in C++, without a frame
     ("torch.nn.parallel.distributed", "_pre_forward"): ("DistributedDataParallel", "process_group"),
     ("torch.distributed.algorithms.join", "__exit__"): ("join()", "_process_group"),
 }
@@ -25,7 +25,10 @@ _METHODS = {
 class Blocked:
     """A call that waits for other processes.
 
-    name: of the function. line: where the user's own code has called it. group: the process group, None for all.
+    Attributes:
+        name: The function, as messages show it.
+        line: File and line of the user's code that called it.
+        group: The process group; None for all processes.
     """
 
     name: str
@@ -37,12 +40,14 @@ class Blocked:
 
 
 def blocked() -> Blocked | None:
-    """The call of torch.distributed that the main thread is in; None where it is in none, or in one of the library's.
+    """Find the call of torch.distributed that the main thread is in; called from another thread.
 
-    Asked from another thread than the main one.
+    Returns:
+        The call, or None where the main thread is in none, or in one that this library made.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found: tuple[str, Any] | None = None
+    # From the innermost frame outwards. The last match is the outermost call, the one that the user has written.
     while frame is not None:
         home = str(frame.f_globals.get("__name__", ""))
         if home == _CALLS:
@@ -53,6 +58,7 @@ def blocked() -> Blocked | None:
         elif home.split(".", maxsplit=1)[0] != "torch":
             break
         frame = frame.f_back
+    # The library's waits name their operation themselves
     if found is None or frame is None or str(frame.f_globals.get("__name__", "")).split(".")[0] == "prophet":
         return None
     return Blocked(found[0], _line(frame), found[1])

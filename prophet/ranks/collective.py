@@ -1,4 +1,4 @@
-"""The contract of what ranks talk through; see `prophet.ranks.process_group`.
+"""The interface through which ranks communicate; see `prophet.ranks.process_group`.
 
 Shape legend: R ranks.
 """
@@ -17,16 +17,20 @@ from prophet.ranks.messages import Frames, gather_numbers
 from prophet.ranks.operation import Operation
 
 Channel = Literal["tokens", "weights"]
-Rows = Sequence[int]  # one count per rank
-Messages = Sequence[tuple[int, Tensor]]  # each with the rank it goes to, or comes from
+# One count per rank
+Rows = Sequence[int]
+# Each with the rank that it is sent to, or comes from
+Messages = Sequence[tuple[int, Tensor]]
 
 DEFAULT_TIMEOUT_S = 120.0
 
 
 class Decision(NamedTuple):
-    """What ranks have decided: in words what stands `against` it, nothing if all agree; who has said to be `unready`.
+    """What ranks have decided. With a reason against it and nobody unready, ranks have lost each other.
 
-    Where something stands against it and nobody was unready, ranks have lost each other.
+    Attributes:
+        against: The reason against it, as text; empty if all agree.
+        unready: The ranks that were not ready.
     """
 
     against: str = ""
@@ -36,7 +40,8 @@ class Decision(NamedTuple):
 class Pending(ABC):
     """A collective under way.
 
-    arrived_s: when the result had arrived, by `time.perf_counter`; None where that is not known (see `watch`).
+    Attributes:
+        arrived_s: When the result arrived, by `time.perf_counter`; None where that is not known (see `watch`).
     """
 
     arrived_s: float | None = None
@@ -46,7 +51,11 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """Return the result, waiting for it at most the collective's time limit; may be called again."""
+        """Return the result, waiting for it at most the collective's time limit; may be called again.
+
+        Raises:
+            CollectiveError: When the collective has failed; its kinds are `CollectiveTimeout` and `PeerLost`.
+        """
 
     @abstractmethod
     def ended(self) -> bool:
@@ -54,10 +63,12 @@ class Pending(ABC):
 
 
 class Coming(Pending):
-    """A collective under way, known by what its backend can say.
+    """A collective under way, known by three functions of its backend.
 
-    finish: waits for the result and returns it. has_ended: whether that would return, or raise, at once. notify: has
-    what it is given called when the result arrives. Once that was waited for, all are dropped: they keep inputs alive.
+    Args:
+        finish: Waits for the result and returns it.
+        has_ended: Returns whether `finish` would return, or raise, at once.
+        notify: Arranges for its argument to be called when the result arrives.
     """
 
     def __init__(
@@ -81,6 +92,7 @@ class Coming(Pending):
     def wait(self) -> Tensor:
         if self._result is None:
             self._result = self._finish()
+            # Inputs and gradients hang on these closures: free them now, not when the layer lets go of this object
             del self._finish, self._has_ended, self._notify
         return self._result
 
@@ -101,10 +113,17 @@ class Done(Pending):
 class Collective(ABC):
     """A group of ranks that communicate. All ranks issue the same operations on a channel in the same order.
 
-    frames: what its messages of integers have in common, see `prophet.ranks.messages`.
+    Args:
+        rank: This rank's number in the group.
+        size: R, the number of ranks.
+        timeout_s: Seconds that one wait may take.
+
+    Attributes:
+        frames: The state that messages of integers share on this rank; see `prophet.ranks.messages`.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        # `not >` and not `<=`: NaN is refused as well
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         self.rank = rank
@@ -118,19 +137,33 @@ class Collective(ABC):
     ) -> Pending:
         """Send `send_rows[d]` consecutive rows of `x` to each rank d; the result has `recv_rows[s]` rows from each s.
 
-        `x` must not be written to before the result was waited for.
+        Args:
+            x: Rows for all ranks, by rank; not to be written to before the result was waited for.
+            send_rows: Row counts by destination; they add up to the rows of `x`.
+            recv_rows: Row counts by source; they add up to the rows of the result.
+            op: Names the exchange in errors and timelines.
+            channel: All-to-alls of different channels never wait for one another.
         """
 
     @abstractmethod
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
-        """Gather equal-shaped `x` from all ranks, [R, *x.shape]; blocks."""
+        """Gather equal-shaped `x` from all ranks; blocks.
+
+        Args:
+            x: This rank's tensor, of one shape and dtype on all ranks.
+            op: Names the exchange in errors and timelines.
+            channel: Operations of different channels never wait for one another.
+
+        Returns:
+            All ranks' tensors by rank, [R, *x.shape].
+        """
 
     def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
-        """`all_gather` of what ranks agree on: where it is short and they are few, each sends it to all others."""
+        """Gather `x` as `all_gather` does; a short one among few ranks goes from each rank to all others at once."""
         return self.all_gather(x, op=op)
 
     def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
-        """`all_gather` of a message that may meet those of other operations; all have one length."""
+        """Gather messages as `all_gather` does, where ranks may be in different operations; all have one length."""
         return self.all_gather(x, op=op)
 
     @abstractmethod
@@ -138,34 +171,56 @@ class Collective(ABC):
         """Point-to-point: send contiguous tensors to peers while filling tensors from peers, in place.
 
         Between two ranks messages match in the order in which they are listed. Only the ranks involved take part.
+
+        Args:
+            sends: Tensors to send, each with its destination.
+            recvs: Tensors to fill, each with its source.
+            op: Names the exchange in errors and timelines.
+            channel: Operations of different channels never wait for one another.
         """
 
     def roll_call(self, op: Operation) -> None:  # noqa: B027 (threads of one process cannot miss each other for long)
         """Return once all ranks have called this, and raise soon where some do not; see `process_group.roll_call`."""
 
     def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
-        """Return once all ranks have called this: those that say they have `failed`.
+        """Wait until all ranks have called this.
 
-        The time limit stands still while a rank that is missing is at work; see `process_group.at_work`. Raises
-        `PeerLost` soon where one that is missing has ended.
+        The time limit stands still while a rank that is missing is at work; see `process_group.at_work`.
+
+        Args:
+            op: Names the meeting in errors; the same on all ranks.
+            failed: Whether this rank has failed at what they meet after.
+
+        Returns:
+            The ranks that have failed.
+
+        Raises:
+            PeerLost: Soon, where a rank that is missing has ended.
         """
-        said = gather_numbers(self, [int(failed)], op=op, device=torch.device("cpu"))
-        return [rank for rank, (number,) in enumerate(said.tolist()) if number]
+        table = gather_numbers(self, [int(failed)], op=op, device=torch.device("cpu"))
+        return [rank for rank, (number,) in enumerate(table.tolist()) if number]
 
     def decide(self, op: Operation, name: str, *, ready: bool, device: torch.device) -> Decision:
-        """One decision of all ranks, which all of them call for: yes where every rank is `ready`.
+        """Decide together: yes where every rank is `ready`; collective.
 
-        A rank that does not come within the time limit, or has ended, was not. Those that hear from all ranks that they
-        are ready say yes, those that do not hear it say no, and the first word holds: see `settle`. So ranks that have
-        lost each other still decide alike. name: of this decision, and of no other one. device: where ranks exchange
-        tensors.
+        A rank that does not come within the time limit, or has ended, counts as not ready. A rank that learns that all
+        are ready proposes yes, one that does not learn it proposes no, and the first proposal holds: see `settle`. So
+        ranks that have lost each other still decide alike.
+
+        Args:
+            op: Names the exchange in errors and timelines.
+            name: The name of this decision, and of no other one.
+            ready: Whether this rank can go ahead.
+            device: Where ranks exchange tensors.
         """
         try:
-            told = self.gather_at_once(torch.tensor([int(ready)], device=device), op=op).reshape(-1).tolist()
+            votes = self.gather_at_once(torch.tensor([int(ready)], device=device), op=op).reshape(-1).tolist()
         except Exception as error:
+            # Other ranks may have all votes and go ahead: only the store can tell which it is
             return self._settled(name, "no", Decision(against=str(error) or type(error).__name__))
-        unready = tuple(rank for rank, said in enumerate(told) if not said)
-        if unready:  # then no rank can say yes
+        unready = tuple(rank for rank, vote in enumerate(votes) if not vote)
+        # No rank can have seen all votes in favour, so none proposes yes, and the store need not be asked
+        if unready:
             return Decision(against=f"ranks {list(unready)} were not ready", unready=unready)
         return self._settled(name, "yes", Decision(against="another rank has not heard that all were ready"))
 
@@ -173,7 +228,10 @@ class Collective(ABC):
         return Decision() if self.settle(name, word) == "yes" else against
 
     def settle(self, name: str, word: str) -> str:
-        """The word of the first rank that gave one for `name`. Processes compare and set it in their group's store."""
+        """Return the word of the first rank that gave one for `name`.
+
+        Processes compare and set it in their group's store.
+        """
         return word
 
     def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
@@ -182,6 +240,7 @@ class Collective(ABC):
             return
         flat = torch.cat([t.reshape(-1) for t in tensors])
         gathered = self.all_gather(flat, op=op or Operation("mean over ranks"))
+        # One by one: a reduction by the backend adds in an order that its ring decides, and runs would differ
         total = gathered[0].clone()
         for r in range(1, self.size):
             total += gathered[r]
@@ -190,7 +249,7 @@ class Collective(ABC):
             t.copy_(piece.view_as(t))
 
     def with_timeout(self, timeout_s: float) -> Collective:
-        """A collective over the same ranks with another time limit; itself where the limit is the same already."""
+        """Return a collective over the same ranks with another time limit; itself where the limit is the same."""
         if timeout_s == self.timeout_s:
             return self
         return self._renewed(timeout_s)
@@ -206,7 +265,17 @@ class Collective(ABC):
 
 
 def check_rows(x: Tensor, send_rows: Rows, recv_rows: Rows, size: int) -> None:
-    """Raise ValueError unless there is one row count per rank, and `x` has the rows that are sent."""
+    """Check the row counts of an all-to-all.
+
+    Args:
+        x: The rows that are sent.
+        send_rows: Row counts by destination.
+        recv_rows: Row counts by source.
+        size: The number of ranks.
+
+    Raises:
+        ValueError: Unless there is one row count per rank, and `x` has the rows that are sent.
+    """
     if len(send_rows) != size or len(recv_rows) != size:
         raise ValueError(f"expected one row count per rank ({size}), got {len(send_rows)} and {len(recv_rows)}")
     if sum(send_rows) != x.shape[0]:

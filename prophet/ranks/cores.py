@@ -1,4 +1,4 @@
-"""How many physical cores this process may use: more ranks than that share cores, and their times say nothing."""
+"""How many physical cores this process may use: more ranks than that share cores, and their times mean nothing."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from pathlib import Path, PurePosixPath
 
 
 def usable_cores(*, root: Path = Path("/"), cpus: Iterable[int] | None = None) -> int:
-    """Physical cores that this process may keep busy at once, at least one.
+    """Count the physical cores that this process may keep busy at once, at least one.
 
-    It counts the cores of the affinity mask, where two hardware threads of one core count once, and stays within the
-    CPU quota of the control groups (v1 and v2) around the process. A source that this system does not have limits
-    nothing. root: where proc and sys are. cpus: the affinity mask, for tests; None asks the system.
+    The count stays within the affinity mask and the CPU quota of the control groups (v1 and v2) around the process. A
+    source that this system does not have limits nothing.
+
+    Args:
+        root: Where proc and sys are.
+        cpus: The affinity mask, for tests; None asks the system.
     """
     allowed = _affinity() if cpus is None else sorted(cpus)
+    # A set: two hardware threads of one core share its arithmetic units, and count once
     cores = {_core_of(root, cpu) for cpu in allowed}
+    # Rounded down: with 1.5 CPUs two busy ranks would be throttled in turn
     return max(1, min([len(cores), *map(math.floor, _quotas(root))]))
 
 
 def _affinity() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))  # macOS and Windows have no mask
+    # macOS and Windows have no mask
+    return list(range(os.cpu_count() or 1))
 
 
 def _core_of(root: Path, cpu: int) -> str:
@@ -43,6 +49,7 @@ def _quotas(root: Path) -> Iterator[float]:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
+        # A line without controllers is the one of version 2, with one file for quota and period
         if not controllers:
             for folder in _folder_and_parents(mounts, path):
                 yield from _quota(*_read(folder / "cpu.max").split()[:2])

@@ -1,4 +1,4 @@
-"""What ranks tell each other in JSON, and in which words they tell what is wrong."""
+"""Values that ranks exchange as JSON, and the text of what is wrong on some of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,29 @@ from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 
 MAX_BYTES = 1 << 28
-FIRST_BYTES = 4096  # of what a rank says
-_SIZES = struct.Struct("<qq")  # bytes of the text, and of the text packed
+# Length of every rank's first message: all messages of a gather must be equally long
+FIRST_BYTES = 4096
+# Bytes of the text, and of the compressed text
+_SIZES = struct.Struct("<qq")
 
 
 def gather_json(value: Any, collective: Collective, device: torch.device, op: Operation) -> list[Any]:
-    """Every rank's `value` (anything JSON can say), by rank.
+    """Gather every rank's `value`; collective.
 
-    What is said packs well: one message of `FIRST_BYTES` holds most of it, and only what is longer takes a second one.
+    Args:
+        value: Anything that JSON can hold.
+        collective: The ranks that take part.
+        device: Where they exchange tensors.
+        op: Names the exchange in errors and timelines.
+
+    Returns:
+        All values, by rank.
+
+    Raises:
+        LayoutError: On all ranks, where a value takes more than `MAX_BYTES` as text.
     """
     text = json.dumps(value).encode()
+    # Names of parameters repeat themselves: compressed, nearly all values fit into one message
     packed = zlib.compress(text, 1)
     first = bytearray(FIRST_BYTES)
     _SIZES.pack_into(first, 0, len(text), len(packed))
@@ -33,6 +46,7 @@ def gather_json(value: Any, collective: Collective, device: torch.device, op: Op
     first[_SIZES.size : _SIZES.size + len(packed)] = packed[:room]
     rows = [bytes(row) for row in collective.gather_at_once(_as_tensor(first, device), op=op).cpu().numpy()]
     sizes = [_SIZES.unpack_from(row) for row in rows]
+    # All ranks read the same sizes, so all raise, or all go on to the second message
     if max(text for text, _ in sizes) > MAX_BYTES:
         raise LayoutError(f"{op}: a rank says {max(sizes)[0]} bytes, more than {MAX_BYTES}")
     longest = max(size for _, size in sizes)
@@ -50,8 +64,17 @@ def _as_tensor(message: bytearray, device: torch.device) -> Tensor:
     return torch.frombuffer(message, dtype=torch.uint8).to(device)
 
 
-def reasons_text(said: Sequence[str], most: int = 3) -> str:
-    """What ranks say is wrong, each reason once with the first rank that gives it; nothing where none says anything."""
-    first = {words: r for r, words in reversed(list(enumerate(said))) if words}
+def reasons_text(reasons: Sequence[str], most: int = 3) -> str:
+    """Join the ranks' reasons, each once with the first rank that gives it.
+
+    Args:
+        reasons: What is wrong on each rank, by rank; empty where nothing is.
+        most: How many different reasons the text shows.
+
+    Returns:
+        The text; empty where all reasons are.
+    """
+    # Backwards, so that the first rank with a reason is the one that stays
+    first = {reason: r for r, reason in reversed(list(enumerate(reasons))) if reason}
     ordered = sorted(first.items(), key=lambda item: item[1])
-    return "; ".join(f"rank {r}: {words}" for words, r in ordered[:most])
+    return "; ".join(f"rank {r}: {reason}" for reason, r in ordered[:most])

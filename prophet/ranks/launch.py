@@ -31,8 +31,10 @@ from prophet.errors import PeerLost, RankFailed, SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import collective_for
 
-_GRACE_S = 5.0  # for the other ranks to notice and to say what they saw
-PRELOADED = ["prophet.ranks.launch"]  # imported once, torch with it, by the process that all ranks are forked from
+# For the other ranks to notice a failure and to leave their messages
+_GRACE_S = 5.0
+# Imported once, torch with it, by the process that all ranks are forked from
+PRELOADED = ["prophet.ranks.launch"]
 
 
 def run_ranks(
@@ -48,17 +50,26 @@ def run_ranks(
 ) -> None:
     """Run `body(rank, *args)` on `ranks` processes of one gloo group, and return when all have ended well.
 
-    `body` must be importable. folder: a private folder that outlives the call, where the ranks meet and leave messages.
-    limit_s: on everything; timeout_s: on every wait within the group. what: the run's name in messages. traces: a
-    folder for tracebacks of ranks that fail, if they are wanted.
+    Args:
+        body: An importable function.
+        args: Its arguments after the rank.
+        ranks: How many processes.
+        folder: A private folder that outlives the call, where the ranks meet and leave messages.
+        limit_s: Seconds for the whole run.
+        timeout_s: Seconds for every wait within the group.
+        what: The run's name in messages.
+        traces: A folder for tracebacks of ranks that fail; None for no tracebacks.
 
-    Raises `RankFailed` when a rank fails, dies or the time is up; no process survives.
+    Raises:
+        RankFailed: When a rank fails, dies or the time is up; no process survives.
     """
+    # Not fork: this process may have threads (of BLAS, of gloo) whose locks a fork would copy in the held state
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    told = (ranks, body, tuple(args), folder, timeout_s, traces, dict(os.environ))
+    # The fork server keeps the environment that it was started with, so each rank is handed the present one
+    shared = (ranks, body, tuple(args), folder, timeout_s, traces, dict(os.environ))
     processes = [
-        context.Process(target=_rank_main, args=(rank, *told), name=f"rank {rank}", daemon=True)
+        context.Process(target=_rank_main, args=(rank, *shared), name=f"rank {rank}", daemon=True)
         for rank in range(ranks)
     ]
     try:
@@ -73,7 +84,10 @@ def run_ranks(
 class Launch:
     """How a launcher such as torchrun has started this process, as one of several ranks.
 
-    ranks: on all nodes. local_rank: this one's number on its node. local_ranks: on this node, where that is known.
+    Attributes:
+        ranks: Number of ranks on all nodes.
+        local_rank: This rank's number on its node.
+        local_ranks: Number of ranks on this node; None where that is not known.
     """
 
     ranks: int
@@ -87,21 +101,23 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """What a launcher has written into this process's environment; None where none has started it.
+    """Read what a launcher has written into this process's environment; None where none has started it.
 
-    Raises `SpecError` for a variable that is no whole number, or too small.
+    Raises:
+        SpecError: For a variable that is no whole number, or too small.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return Launch(
-        ranks=_told("WORLD_SIZE", least=1),
-        local_rank=_told("LOCAL_RANK", least=0) if "LOCAL_RANK" in os.environ else 0,
-        local_ranks=_told("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else None,
+        ranks=_variable("WORLD_SIZE", least=1),
+        # Launchers other than torchrun may set the first two alone; then the process is the only one of its node
+        local_rank=_variable("LOCAL_RANK", least=0) if "LOCAL_RANK" in os.environ else 0,
+        local_ranks=_variable("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else None,
     )
 
 
-def _told(name: str, *, least: int) -> int:
-    """A number that the launcher has written into the environment."""
+def _variable(name: str, *, least: int) -> int:
+    """Read a number of at least `least` that the launcher has written into the environment."""
     text = os.environ[name]
     if not text.isdecimal() or int(text) < least:
         raise SpecError(f"the launcher's {name} must be a whole number of at least {least}, got {text!r}")
@@ -110,11 +126,15 @@ def _told(name: str, *, least: int) -> int:
 
 @contextmanager
 def joined_group(launch: Launch, *, timeout_s: float, backend: str | None = None) -> Iterator[Collective]:
-    """The collective over all ranks that a launcher has started.
+    """Join all ranks that a launcher has started, for as long as the context lasts; collective.
 
-    backend: as for `init_process_group`; None for NCCL where this rank has a GPU, else gloo.
+    Args:
+        launch: How this process was started.
+        timeout_s: Seconds for every wait within the group.
+        backend: As for `init_process_group`; None for NCCL where this rank has a GPU, else gloo.
     """
     on_gpu = launch.device != "cpu"
+    # NCCL takes the current device: without this all ranks of a node would share GPU 0
     if on_gpu:
         torch.cuda.set_device(launch.local_rank)
     backend = backend or ("nccl" if on_gpu else "gloo")
@@ -126,7 +146,7 @@ def joined_group(launch: Launch, *, timeout_s: float, backend: str | None = None
 
 
 def _watch(processes: Sequence[BaseProcess], folder: Path, limit_s: float, what: str) -> None:
-    """Wait until all have ended well; raise `RankFailed` otherwise."""
+    """Wait until all have ended well; raise `RankFailed` where one has not."""
     deadline = time.monotonic() + limit_s
     running = list(processes)
     while running:
@@ -139,6 +159,7 @@ def _watch(processes: Sequence[BaseProcess], folder: Path, limit_s: float, what:
         codes = [p.exitcode for p in running]
         failed = [p for p, code in zip(running, codes, strict=True) if code not in (None, 0)]
         if failed:
+            # The first to end may be a victim: give the others time to leave their messages, which name the cause
             limit = time.monotonic() + _GRACE_S
             for p in running:
                 p.join(max(0.0, limit - time.monotonic()))
@@ -147,20 +168,23 @@ def _watch(processes: Sequence[BaseProcess], folder: Path, limit_s: float, what:
 
 
 def _explain(first: BaseProcess, processes: Sequence[BaseProcess], folder: Path) -> str:
-    """Say which rank ended how: the one that was not merely left alone by another is the cause."""
-    said: dict[str, dict[str, str]] = {}
+    """Describe which rank ended how: the one that was not merely left alone by another is the cause."""
+    messages: dict[str, dict[str, str]] = {}
     for rank, process in enumerate(processes):
         with contextlib.suppress(OSError, ValueError):
-            said[process.name] = json.loads((folder / f"error-{rank}.json").read_text(encoding="utf-8"))
-    killed = [p for p in processes if p.exitcode is not None and p.exitcode < 0 and p.name not in said]
-    causes = [name for name, words in said.items() if words["kind"] not in (PeerLost.__name__, "CollectiveTimeout")]
+            messages[process.name] = json.loads((folder / f"error-{rank}.json").read_text(encoding="utf-8"))
+    killed = [p for p in processes if p.exitcode is not None and p.exitcode < 0 and p.name not in messages]
+    # These two errors are what a rank sees of another one's end
+    victims = (PeerLost.__name__, "CollectiveTimeout")
+    causes = [name for name, found in messages.items() if found["kind"] not in victims]
+    # A process ended by a signal has left no message, and explains those of all others
     if killed:
         message = f"{killed[0].name} was ended by {_signal_name(-(killed[0].exitcode or 0))}"
     elif causes:
-        message = f"{causes[0]} failed: {said[causes[0]]['kind']}: {said[causes[0]]['message']}"
+        message = f"{causes[0]} failed: {messages[causes[0]]['kind']}: {messages[causes[0]]['message']}"
     else:
         message = f"{first.name} ended with exit code {first.exitcode}"
-    others = [words["message"] for name, words in said.items() if name not in causes[:1]]
+    others = [found["message"] for name, found in messages.items() if name not in causes[:1]]
     return message + (f"; {others[0]}" if others else "")
 
 
@@ -198,6 +222,7 @@ def _rank_main(
     try:
         os.environ.clear()
         os.environ.update(environment)
+        # Ranks share this machine's cores: with more threads each they would wait for one another's
         torch.set_num_threads(1)
         # A file in a private folder is the meeting point: no port has to be free.
         dist.init_process_group(
@@ -208,13 +233,14 @@ def _rank_main(
             timeout=timedelta(seconds=timeout_s),
         )
         try:
-            dist.barrier()  # gloo connects ranks one by one: a body that ends at once cuts off none that still connects
+            # gloo connects ranks one by one: a body that ends at once must not cut off one that still connects
+            dist.barrier()
             body(rank, *args)
         finally:
             dist.destroy_process_group()
     except BaseException as error:
-        words = {"kind": type(error).__name__, "message": str(error).strip() or repr(error)}
-        (folder / f"error-{rank}.json").write_text(json.dumps(words), encoding="utf-8")
+        report = {"kind": type(error).__name__, "message": str(error).strip() or repr(error)}
+        (folder / f"error-{rank}.json").write_text(json.dumps(report), encoding="utf-8")
         if traces is not None:
             (traces / f"error-rank-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
         raise SystemExit(1) from None
@@ -222,11 +248,12 @@ def _rank_main(
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End this process at once, well unless told otherwise.
+    """End this process at once with exit code `code`, without the interpreter's shutdown.
 
-    The interpreter's own end takes the lock away from threads that still need it. gloo's workers outlive their group
-    while anything holds a tensor of theirs, and one that then lets go of it brings the whole process down (SIGABRT).
+    The shutdown takes the lock away from threads that still need it. gloo's workers outlive their group while anything
+    holds a tensor of theirs, and one that then lets go of it brings the whole process down (SIGABRT).
     """
+    # `_exit` flushes nothing
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

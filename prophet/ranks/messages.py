@@ -1,11 +1,11 @@
-"""Integers that all ranks tell each other, in messages which any two ranks may safely meet in.
+"""Integers that all ranks exchange, in messages that are safe even where ranks are in different operations.
 
-A backend that receives more than was announced may end the process, and one that receives as much says nothing of it.
+A backend that receives more than was announced may end the process, and one that receives as much reports nothing.
 So all messages of a communicator have one length, whatever they are about, and begin with where their rank is: a rank
-that has skipped or repeated something is named, on all ranks, before anything acts on what was said.
+that has skipped or repeated something is named, on all ranks, before anything acts on the numbers.
 
-A message that is longer than that is announced by one that is not. Once all ranks have heard it, they know the new
-length, and keep it: the layer with the most to say costs a second message in its first pass, and never again.
+A message that is longer than that is announced by one that is not. Once all ranks have it, they know the new length,
+and keep it: the layer with the longest message costs a second one in its first pass, and never again.
 
 Shape legend: R ranks, N numbers.
 """
@@ -29,15 +29,28 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 
-_NAME_WORDS = 6  # of eight bytes each
-HEAD = 4 + _NAME_WORDS  # numbers in which a message says where its rank is
-_LEAST_WIDTH = 256  # numbers, head and padding included: two kilobytes
-_MOST_WIDTH = 1 << 16  # what is longer is announced every time
+# An operation's name travels in so many numbers of eight bytes
+_NAME_NUMBERS = 6
+# The first numbers of a message: where its rank is
+HEAD = 4 + _NAME_NUMBERS
+# Numbers, head and padding included: two kilobytes
+_LEAST_WIDTH = 256
+# A longer message is announced every time: one of them must not make all that follow as long
+_MOST_WIDTH = 1 << 16
+# What a forward pass is for; messages carry the index
 PASSES = ("", "training", "recomputed", "evaluation")
 
 
 class Head(NamedTuple):
-    """Where a rank is when it tells something, as integers."""
+    """Where a rank is when it sends a message, as integers.
+
+    Attributes:
+        numbers: How many numbers follow the head.
+        place: The layer; -1 for none.
+        forward: The forward pass that the rank has reached.
+        kind: What that pass is for, an index of `PASSES`.
+        name: The operation's name, encoded.
+    """
 
     numbers: int
     place: int
@@ -47,6 +60,7 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[int]) -> Head:
+        """Read the head of a message."""
         numbers, place, forward, kind, *name = (int(n) for n in row[:HEAD])
         return cls(numbers, place, forward, kind, tuple(name))
 
@@ -59,6 +73,7 @@ class Head(NamedTuple):
         return f"{where}, after {forward}" if self.forward else where
 
 
+# The operation that every layer begins a pass with; errors name it by its layer and pass alone
 COUNTS = "exchange of counts"
 
 
@@ -68,15 +83,18 @@ def _pass_text(forward: int, kind: int) -> str:
 
 @cache
 def _encoded_name(name: str) -> tuple[int, ...]:
-    text = name.encode()[: 8 * _NAME_WORDS].ljust(8 * _NAME_WORDS, b"\0")
+    text = name.encode()[: 8 * _NAME_NUMBERS].ljust(8 * _NAME_NUMBERS, b"\0")
     return tuple(np.frombuffer(text, dtype=np.int64).tolist())
 
 
 class Frames:
     """What the messages of one communicator have in common on this rank.
 
-    forward, kind: the forward pass that its layers have reached, and what it is for, an index of `PASSES`. told: how
-    many messages this rank has begun.
+    Attributes:
+        width: Their present length in numbers.
+        forward: The forward pass that the communicator's layers have reached.
+        kind: What that pass is for, an index of `PASSES`.
+        begun: How many messages this rank has begun.
     """
 
     def __init__(self) -> None:
@@ -89,17 +107,26 @@ class Frames:
         return _pass_text(self.forward, self.kind)
 
     def next_layer(self) -> int:
-        """A number for a layer that nobody has numbered: which of the communicator's layers it was to run first."""
+        """Number a layer that nobody has numbered, by the order in which the communicator's layers first ran."""
         self._layers += 1
         return self._layers - 1
 
     def head(self, op: Operation, numbers: int, place: int | None = None) -> list[int]:
+        """Build the head of a message.
+
+        Args:
+            op: The operation that the message belongs to.
+            numbers: How many numbers follow the head.
+            place: Stands for the operation's layer where that has no number.
+        """
         where = place if place is not None else -1 if op.layer is None else op.layer
         return [numbers, where, self.forward, self.kind, *_encoded_name(op.name)]
 
     def padding(self, numbers: int, device: torch.device) -> Tensor:
+        """Zeros [numbers] that fill a message up, made once."""
         key = (numbers, device)
         if key not in self._padding:
+            # Kept for later passes: an inference tensor could not be saved for a backward pass
             with torch.inference_mode(False):
                 self._padding[key] = torch.zeros(numbers, dtype=torch.int64, device=device)
         return self._padding[key]
@@ -114,17 +141,30 @@ def gather_numbers(
     device: torch.device,
     place: int | None = None,
 ) -> IntArray:
-    """All ranks' numbers, [R, N], on the host: `numbers`, then the elements of the int64 `tensors`; collective.
+    """Gather integers of all ranks; collective.
 
-    device: where ranks exchange tensors, and where `tensors` are. place: stands for the operation's layer where that
-    has no number. Raises `OutOfStep` on all ranks unless they all tell the same, as many numbers in the same pass.
+    Args:
+        collective: The ranks that take part.
+        numbers: This rank's numbers.
+        tensors: int64 tensors whose elements follow them.
+        op: Names the exchange, in the message and in errors.
+        device: Where ranks exchange tensors, and where `tensors` are.
+        place: Stands for the operation's layer where that has no number.
+
+    Returns:
+        All ranks' numbers, [R, N], on the host.
+
+    Raises:
+        OutOfStep: On all ranks, unless they are in the same operation of the same pass with equally many numbers.
     """
     extent = len(numbers) + sum(t.numel() for t in tensors)
     frames = collective.frames
     head = frames.head(op, extent, place)
     width = frames.width
     if HEAD + extent > width:
+        # Powers of two: a few layers that differ a little in length do not each announce a new one
         width = 1 << (HEAD + extent - 1).bit_length()
+        # A head alone, in the old length: it is checked, so a rank that is elsewhere is named before lengths differ
         if collective.size > 1:
             _gather(collective, _frame(frames, head, (), frames.width, device), op)
         if width <= _MOST_WIDTH:
@@ -134,15 +174,25 @@ def gather_numbers(
 
 
 def share(collective: Collective, x: Tensor, *, op: Operation) -> Tensor:
-    """All ranks' `x`, a few float64 [N]: [R, N] on its device, and on no device does the host wait; collective.
+    """Gather a few float64 numbers of all ranks without making the host wait for an accelerator; collective.
 
-    Raises `OutOfStep` as `gather_numbers` does. On a device that computes behind the host's back it cannot: what a rank
-    has said in another operation counts as NaN there, and the next message of `gather_numbers` raises.
+    Args:
+        collective: The ranks that take part.
+        x: This rank's numbers, float64 [N].
+        op: Names the exchange, in the message and in errors.
+
+    Returns:
+        All ranks' numbers, [R, N], on the device of `x`.
+
+    Raises:
+        OutOfStep: As `gather_numbers` does, for numbers on the host. On an accelerator, numbers that a rank sent in
+            another operation count as NaN, and the next `gather_numbers` raises.
     """
     if collective.size == 1:
         return x.unsqueeze(0)
     frames = collective.frames
     head = frames.head(op, x.numel())
+    # The bits of the floats travel as integers, since all messages share one dtype
     frame = _frame(frames, head, (x.view(torch.int64),), frames.width, x.device)
     frames.begun += 1
     table = collective.gather_messages(frame, op=op)
@@ -150,6 +200,7 @@ def share(collective: Collective, x: Tensor, *, op: Operation) -> Tensor:
     if table.device.type == "cpu":
         _check(table.numpy(), collective.rank)
         return found
+    # Compared on the device: to raise here, the host would have to wait for it
     same = (table[:, :HEAD] == frame[:HEAD]).all(dim=1, keepdim=True)
     return found.where(same, torch.nan)
 
@@ -163,6 +214,7 @@ def _frame(
 
 
 def _gather(collective: Collective, frame: Tensor, op: Operation) -> IntArray:
+    # Counted before the wait: this is how others see that this rank has gone on to a further message
     collective.frames.begun += 1
     table: IntArray = collective.gather_messages(frame, op=op).cpu().numpy()
     _check(table, collective.rank)
@@ -177,6 +229,7 @@ def _check(table: IntArray, rank: int) -> None:
     by_head: dict[Head, list[int]] = {}
     for r, row in enumerate(heads):
         by_head.setdefault(Head.of(row), []).append(r)
+    # The largest group first: it is taken to be right, and the others to be astray
     groups = sorted(by_head.items(), key=lambda item: (-len(item[1]), item[1]))
     raise OutOfStep(f"rank {rank}: {_explained(groups)}")
 
@@ -184,6 +237,7 @@ def _check(table: IntArray, rank: int) -> None:
 def _explained(groups: Sequence[tuple[Head, list[int]]]) -> str:
     heads = [head for head, _ in groups]
     odd = sorted(r for _, ranks in groups[1:] for r in ranks)
+    # Two groups of one size: nobody can tell which of them is astray
     if len(groups[0][1]) == len(groups[1][1]):
         odd = sorted([*odd, *groups[0][1]])
     if len({head._replace(numbers=0) for head in heads}) > 1:

@@ -1,4 +1,4 @@
-"""What ranks communicate, by name."""
+"""Names of the operations that ranks take part in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What is being communicated, for error messages and timelines."""
+    """An operation of all ranks, as error messages and timelines show it. `layer`: its number, where it has one."""
 
     name: str
     layer: int | None = None

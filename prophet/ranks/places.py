@@ -1,4 +1,4 @@
-"""Which ranks share a network, and which can see each other's processes: numbers that are equal where they do."""
+"""Numbers that are equal on ranks that share a network, or that can see each other's processes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# By their world, so that a new process group of other processes asks anew
 known_places: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-"""The places of all processes, by their world, once a group of all of them has asked: all of them know it, or none."""
+"""The places of all processes, known once a group of all of them has asked: all of them know it, or none."""
 
 
 def place() -> int:
-    """A number that processes on one host share: they have its name and its network in common."""
+    """A number that processes on one host share: they have the same host name and network."""
     return _number(socket.gethostname(), _namespace("net"))
 
 
 def machine() -> int:
-    """A number that processes share which can see each other: they have the machine's start and its processes' numbers
-    in common.
-    """
+    """A number that processes share where they can look up each other by process number (PID)."""
+    # Host names repeat; the random number that Linux draws at every start does not
     start = ""
     with suppress(OSError):
         start = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -30,11 +30,12 @@ def machine() -> int:
 
 
 def _namespace(kind: str) -> str:
-    """Containers on one machine have networks, and numbers of processes, of their own; not every system tells."""
+    """Identify this process's namespace of that kind, which containers do not share; "" where there are none."""
     with suppress(OSError):
         return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
     return ""
 
 
 def _number(*names: str) -> int:
+    # Seven bytes, so that the number fits into a signed 64-bit integer, which is what ranks exchange
     return int.from_bytes(hashlib.blake2b(" ".join(names).encode(), digest_size=7).digest(), "little")

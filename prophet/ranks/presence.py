@@ -1,14 +1,14 @@
 """Who is there, and where: what processes tell each other through the store that they met in, beside all collectives.
 
-Every process renews an entry of its own, its pulse, and says in it what it is doing. That is enough for three things:
+Every process renews its own entry, its pulse, which says what it is doing. That is enough for three things:
 
 - an error can name the ranks that are gone, and where the others are;
 - a rank that waits for another one's work (a save, a load) goes on waiting while that rank is at work, and stops when
   it is gone, however long the work takes;
-- ranks can meet, and hand each other words, without a collective that could break.
+- ranks can meet, and exchange texts, without a collective that could break.
 
-A process of the same machine is asked for by its number, so its end is noticed at once. One of another machine counts
-as silent when its pulse does not come.
+Processes of the same machine are looked up by their process number, so an end is noticed at once. A process of another
+machine counts as silent when its pulse does not come.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from prophet.ranks.waiting import uninterrupted
 
 PULSE_S = 1.0
 LEFT = "at the end of its program"
-LEFT_AFTER = f"{LEFT} after "  # an error that the program has not caught
-GRACE_S = 3.0  # in which ranks hear of each other when a collective has failed; three pulses
-KEEPER = 0  # the rank that may keep the store, which ends with it then
+# followed by an error that the program has not caught
+LEFT_AFTER = f"{LEFT} after "
+# Three pulses: when a collective has failed, every rank that lives shows it within this time
+GRACE_S = 3.0
+# The rank that may run the store in its process, so that the store ends with it
+KEEPER = 0
+
+Outcome = Literal["met", "late", "ended", "moved on"]
 
 
 class Store(Protocol):
-    """What is needed of torch's stores; `get` waits for a key that is not there."""
+    """The part of torch's stores that is used here; `get` waits for a key that is not there."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -53,11 +58,20 @@ class Counter(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
-    """What a process has said last. machine, process, started: which process it is. at: where it is. work: what others
-    may have to wait for, empty where it is nothing. failed: whether a collective of it has failed. begun: how many
-    messages it has begun, by the name of the group that they are for. blocked: in which call of the user's it waits for
-    other processes, empty where it does not, and by: which ones. accounted: whether it knows what it asks of others
-    once a collective has failed.
+    """The last report of a process. It travels as a JSON list in the order of these fields.
+
+    Attributes:
+        count: How many pulses the process has sent; one that grows is a sign of life.
+        machine: A number that the processes of one machine share.
+        process: Its process number (PID).
+        started: When it started, in ticks of its machine: process numbers come again.
+        at: Where it is, as text.
+        work: What others may have to wait for; empty where there is nothing.
+        failed: Whether one of its collectives has failed.
+        begun: How many messages it has begun, by the name of the group that they are for.
+        blocked: The user's call in which it waits for other processes; empty where it does not.
+        by: The ranks that it waits for in that call.
+        accounted: Whether it has finished its account of the others after a failed collective.
     """
 
     count: int
@@ -77,8 +91,11 @@ class Pulse:
 class Account:
     """What is known of the ranks when a collective has failed.
 
-    gone: their processes have ended. silent: they give no sign of life: stopped, or cut off. gave_up: a collective has
-    failed there, too, whether or not they have ended since. at: where ranks are, or were when they were last heard of.
+    Attributes:
+        gone: Ranks whose processes have ended.
+        silent: Ranks that give no sign of life: stopped, or cut off.
+        gave_up: Ranks where a collective has failed, too, whether or not they have ended since.
+        at: Where each rank is, or was in its last pulse.
     """
 
     gone: tuple[int, ...]
@@ -90,10 +107,17 @@ class Account:
 class Presence:
     """This process among those that share a store.
 
-    find_store: the store, None once nobody uses it. machine: a number that processes on one machine have in common.
-    where: where this process is; its text is asked for from another thread. counters: by the name of a group. Its ranks
-    all tell each other the same messages, so one that has begun more of them than another has left that one behind.
-    find_blocked: the call of the user's in which this process waits for others, and for which; from another thread.
+    Args:
+        find_store: Returns the store, or None once nobody uses it.
+        rank: This process among all of them.
+        machine: A number that processes on one machine share, and no others.
+
+    Attributes:
+        where: Where this process is. Another thread takes its text.
+        counters: Message counters by the name of a group. All ranks of a group begin the same messages, so one that has
+            begun more than another has left that one behind.
+        find_blocked: Returns the user's call in which this process waits for others, and for which ranks. Called from
+            another thread.
     """
 
     def __init__(self, find_store: Callable[[], Store | None], rank: int, machine: int) -> None:
@@ -106,13 +130,16 @@ class Presence:
         self._who = (os.getpid(), _started(os.getpid()))
         self._work: list[str] = []
         self._failed = self._accounted = False
-        self._last: dict[int, Pulse] = {}  # by rank, when it was asked for
+        # The last pulse read of each rank: all that is left to go by once the store is gone
+        self._last: dict[int, Pulse] = {}
         self._count = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._calls: dict[str, int] = {}
         self._thread: threading.Thread | None = None
+        # The first pulse is out before the constructor returns, so ranks that meet right away can find each other
         self.beat()
+        # The thread holds a weak reference, or this object would live until the end of the program
         self._thread = threading.Thread(target=_renew, args=(weakref.ref(self), self._stop), daemon=True)
         self._thread.name = f"pulse of rank {rank}"
         _all.add(self)
@@ -126,70 +153,76 @@ class Presence:
         return store
 
     def beat(self) -> None:
-        """Say what this process is doing now."""
+        """Write a pulse: what this process is doing now."""
         with self._lock:
             self._count += 1
-            said: list[Any] = [
+            values: list[Any] = [
                 self._count,
                 self._machine,
                 *self._who,
                 str(self.where),
                 self._work[-1] if self._work else "",
             ]
+            # A thread that writes a pulse is not waiting; only the pulse thread can see the main one wait
             blocked = self.find_blocked() if threading.current_thread() is self._thread else ("", [])
-            said += [self._failed, self._begun_messages(), *blocked, self._accounted]
-            self.store.set(_pulse_key(self.rank), json.dumps(said))
+            values += [self._failed, self._begun_messages(), *blocked, self._accounted]
+            self.store.set(_pulse_key(self.rank), json.dumps(values))
 
     def _begun_messages(self) -> dict[str, int]:
+        # A copy of the items: the main thread may add a group while the pulse thread is here
         return {name: counter.begun for name, counter in list(self.counters.items())}
 
     def close(self) -> None:
-        """Fall silent."""
+        """End the pulse; other processes see this one as silent from then on."""
         self._stop.set()
+        # The pulse thread itself may close the last reference, and a thread cannot join itself
         if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * PULSE_S)
 
     # --- work that others wait for ---
 
     def begin(self, work: str) -> None:
-        """From now on this process is at `work`."""
+        """Report from now on that this process is at `work`, for which others wait without a limit."""
         self._work.append(work)
-        self._say()
+        self._announce()
 
     def end(self) -> None:
-        """The work that was begun last is done."""
+        """Take back the work that was begun last."""
         self._work.pop()
-        self._say()
+        self._announce()
 
-    def _say(self) -> None:
-        with suppress(RuntimeError):  # the store may be gone; what is being done is worth more than the news of it
+    def _announce(self) -> None:
+        # The store may be gone; a save or a load must not fail because nobody could be informed of it
+        with suppress(RuntimeError):
             self.beat()
 
     # --- the others ---
 
     def pulse(self, rank: int) -> Pulse | None:
-        """What that process has said last; None where it never has."""
+        """Read the last pulse of that process; None where it has never sent one."""
+        # `get` waits for a key that is not there, so look first
         if not self.store.check([_pulse_key(rank)]):
             return None
-        said = json.loads(self.store.get(_pulse_key(rank)))
-        found = self._last[rank] = Pulse(**dict(zip(_PULSE, said, strict=True)))
+        values = json.loads(self.store.get(_pulse_key(rank)))
+        found = self._last[rank] = Pulse(**dict(zip(_PULSE, values, strict=True)))
         return found
 
     def has_ended(self, pulse: Pulse) -> bool:
-        """Whether it is known that the process has ended; never, of one on another machine."""
+        """Whether the process is known to have ended; never known of a process on another machine."""
         return pulse.machine == self._machine and not _runs(pulse.process, pulse.started)
 
     def is_stopped(self, pulse: Pulse) -> bool:
-        """Whether it is known that the process was stopped (SIGSTOP); never, of one on another machine."""
+        """Whether the process is known to be stopped (SIGSTOP); never known of a process on another machine."""
         return pulse.machine == self._machine and (_stat(pulse.process) or [""])[0] == "T"
 
     def account(self, ranks: Sequence[int], grace_s: float = GRACE_S) -> Account:
-        """A collective of this process has failed: what is known of `ranks`, within `grace_s`.
+        """Find out, within `grace_s`, what has become of `ranks` after a collective of this process has failed.
 
         The keeper of the store waits for the others to fail and to ask as well: the store may end with it.
         """
+        # Others that take account see by this that the process has given up, and is not at fault
         self._failed = True
-        self._say()
+        self._announce()
         at = {self.rank: str(self.where)}
         found: dict[str, list[int]] = {"gone": [], "silent": [], "gave_up": []}
         others = [r for r in ranks if r != self.rank]
@@ -197,10 +230,12 @@ class Presence:
         with suppress(RuntimeError):  # the process that keeps the store may be gone
             first = {r: self.pulse(r) for r in others}
             while others:
+                # Read once per round, so that all ranks of a round are judged alike
                 over = time.monotonic() >= deadline
                 for r in tuple(others):
                     now = self.pulse(r)
                     state = self._state(first[r], now, over=over)
+                    # A rank that lives and has not finished its own account still needs the store
                     asks = now is not None and not now.accounted and not self.has_ended(now)
                     if state is not None and (over or not asks or self.rank != KEEPER):
                         others.remove(r)
@@ -208,41 +243,48 @@ class Presence:
                         at[r] = "" if now is None else now.at
                 if others:
                     time.sleep(0.05)
-        for r in others:  # nobody can be asked any more
+        # Left over where the store went away in between: only the last pulses and the process numbers remain
+        for r in others:
             last = self._last.get(r)
             if last is None:
                 continue
             while not (last.failed or self.has_ended(last)) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            state = "gave_up" if last.failed else "gone" if self.has_ended(last) else "heard"
+            state = "gave_up" if last.failed else "gone" if self.has_ended(last) else "alive"
             found.get(state, []).append(r)
             at[r] = last.at
         self._accounted = True
-        self._say()
+        self._announce()
         return Account(**{name: tuple(sorted(some)) for name, some in found.items()}, at=at)
 
     def _state(self, first: Pulse | None, now: Pulse | None, *, over: bool) -> str | None:
-        """What a process is to an account, from two of its pulses; None while that is open, unless time is over."""
+        """Judge a process by two of its pulses; None while that is open, unless time is over."""
+        # Before its end is asked for: a rank that gave up and then ended is a victim, not the cause
         if now is not None and now.failed:
             return "gave_up"
         if now is not None and self.has_ended(now):
             return "gone"
         if now is not None and (first is None or now.count > first.count):
-            return "heard"
+            return "alive"
         return "silent" if over else None
 
     def stuck(self, ranks: Sequence[int], name: str) -> dict[int, Pulse]:
-        """Those of `ranks` that have not begun this process's last message of the group `name`, by their pulses, where
-        each of them waits, in a call of the user's, for this process among others; nothing otherwise.
+        """Find ranks that can never answer: they wait for this process in a call of the user's.
+
+        Returns:
+            Pulses of those of `ranks` that have not begun this process's last message of the group `name`. Empty unless
+            each of them waits for this process, among others, in a call of the user's.
         """
         mine = self._begun_messages()[name]
         found: dict[int, Pulse] = {}
         for r in ranks:
             pulse = self.pulse(r) if r != self.rank else None
             if pulse is None or pulse.begun.get(name, 0) >= mine:
+                # Nothing is known of a rank without a pulse: it may be on its way
                 if pulse is None and r != self.rank:
                     return {}
                 continue
+            # One that computes, or waits for others, may still come: then nobody is stuck for good
             if self.rank not in pulse.by:
                 return {}
             found[r] = pulse
@@ -250,100 +292,168 @@ class Presence:
 
     # --- the first failure ---
 
-    def report_failure(self, key: str, words: str) -> str:
-        """Say under `key` what has failed, and what is said there: that of the first who has."""
+    def report_failure(self, key: str, text: str) -> str:
+        """Report a failure under `key`, unless another process was first; the report that stands there."""
         self._failed = True
-        said = self.settle(key, words)
-        self._say()
-        return said
+        first = self.settle(key, text)
+        self._announce()
+        return first
 
-    def settle(self, key: str, words: str) -> str:
-        """The words of the first process that has said any under `key`; these, if this is the one."""
-        return self.store.compare_set(key, "", words).decode()
+    def settle(self, key: str, text: str) -> str:
+        """Write `text` under `key` unless another process was first; the text that stands there."""
+        # torch's stores take an expected "" for "where the key is not there"
+        return self.store.compare_set(key, "", text).decode()
 
     def first_failure(self, key: str) -> str | None:
-        """What was said first under `key`; None where nothing was."""
+        """Read the failure that was reported first under `key`; None where there was none."""
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     # --- meeting ---
 
-    def meet(self, what: str, ranks: Sequence[int], words: str, *, limit_s: float, hint: str = "") -> list[str]:
-        """All `ranks`' words, by their order, once all have called this.
+    def meet(self, what: str, ranks: Sequence[int], text: str, *, limit_s: float, hint: str = "") -> list[str]:
+        """Exchange texts among `ranks`, once all of them have called this.
 
-        limit_s: how long ranks are waited for that are not at work. hint: ends the message of such a wait. Raises
-        `Lost` with the same text on all that wait, as soon as one that is missing has ended, or has gone on to another
-        message of a group that it shares with this process, or the time is up.
+        Args:
+            what: What the meeting is for; a part of its name in the store.
+            ranks: All that take part, this process among them.
+            text: This process's text for the others.
+            limit_s: Seconds to wait for ranks that are not at work.
+            hint: Ends the message where ranks do not come although they live.
+
+        Returns:
+            All ranks' texts, in the order of `ranks`.
+
+        Raises:
+            Lost: With the same text on all that wait, when the time is up. Soon where one that is missing has ended, or
+                has gone on to another message of a group that it shares with this process.
         """
         store = self.store
         name = f"prophet meeting for {what} of ranks {list(ranks)}"
         while True:
             number = self._calls[name] = self._calls.get(name, 0) + 1
             key = f"{name}, call {number}"
-            if not store.check([f"{key}: result"]):  # one that others gave up, or an earlier life of this process
+            # A number that has a result is one that others gave up, or one of an earlier process of this rank
+            if not store.check([f"{key}: result"]):
                 break
-        store.set(f"{key}: {self.rank}", words)
+        # The text first, then the count: whoever brings the count to its end finds all texts in the store
+        store.set(f"{key}: {self.rank}", text)
         if store.add(f"{key}: count", 1) == len(ranks):
-            everyone = [store.get(f"{key}: {r}").decode() for r in ranks]
-            result = store.compare_set(f"{key}: result", "", json.dumps(["met", *everyone]))
+            texts = [store.get(f"{key}: {r}").decode() for r in ranks]
+            # Compared and set, since one that waits may have given up this meeting a moment ago
+            result = store.compare_set(f"{key}: result", "", json.dumps(["met", *texts]))
         else:
             self.begin("")  # whoever waits is not at work: two that wait for each other must not do so for ever
             try:
                 result = self._result(key, ranks, limit_s, hint)
             finally:
                 self.end()
-        outcome, *said = json.loads(result)
+        outcome, *texts = json.loads(result)
         if outcome != "met":
             self._failed = True
-            self._say()
-            raise Lost(said[0], ended=outcome == "ended")
-        return [str(words) for words in said]
+            self._announce()
+            raise Lost(texts[0], ended=outcome == "ended")
+        return [str(text) for text in texts]
 
     def _result(self, key: str, ranks: Sequence[int], limit_s: float, hint: str) -> bytes:
-        """What becomes of a meeting that others are missing from."""
+        """Wait for the result of a meeting that others are missing from, or write it where they cannot come."""
         store, result = self.store, f"{key}: result"
         deadline = time.monotonic() + limit_s
+        # The result is polled often, the pulses of all ranks seldom: many ranks share one store
         pause_s, every_s = 0.002, max(0.25, len(ranks) / 200)
-        look_at = time.monotonic() + every_s
-        heard: dict[int, int] = {}
+        next_check = time.monotonic() + every_s
+        extended_at: dict[int, int] = {}  # by rank, the pulse that has moved the deadline last
         while not store.check([result]):
             now = time.monotonic()
-            if now >= min(look_at, deadline):
-                look_at = now + every_s
+            if now >= min(next_check, deadline):
+                next_check = now + every_s
                 missing = {r: self.pulse(r) for r in ranks if not store.check([f"{key}: {r}"])}
-                ended = {r: pulse for r, pulse in missing.items() if pulse is not None and self.has_ended(pulse)}
-                causes = [r for r, pulse in ended.items() if not pulse.failed]
+                # Only a new pulse counts as work: one that has fallen silent at work must not be waited for
                 for r, pulse in missing.items():
-                    if pulse is not None and pulse.work and heard.get(r) != pulse.count:
-                        heard[r] = pulse.count
+                    if pulse is not None and pulse.work and extended_at.get(r) != pulse.count:
+                        extended_at[r] = pulse.count
                         deadline = max(deadline, now + max(limit_s, 5 * PULSE_S))
-                ahead = [r for r, pulse in missing.items() if pulse is not None and self._is_ahead(pulse)]
-                if ended or ahead or (now >= deadline and missing):
-                    text = f"rank {self.rank} waited {limit_s:g} s for rank(s) {list(missing)}"
-                    if ended:
-                        how = f"{causes} are gone" if causes else f"{list(ended)} have given up"
-                        text = f"rank(s) {how}, while rank {self.rank} waited"
-                    elif ahead:
-                        text = f"rank(s) {ahead} went on without this call, while rank {self.rank} waited"
-                    text += "".join(f"; rank {r} {_doing(pulse)}" for r, pulse in missing.items() if pulse)
-                    text += "" if ended else hint
-                    return store.compare_set(result, "", json.dumps(["ended" if ended else "late", text]))
+                found = verdict(
+                    missing,
+                    ended=[r for r, pulse in missing.items() if pulse is not None and self.has_ended(pulse)],
+                    ahead=[r for r, pulse in missing.items() if pulse is not None and self._is_ahead(pulse)],
+                    over=now >= deadline,
+                    rank=self.rank,
+                    limit_s=limit_s,
+                    hint=hint,
+                )
+                # Where all have come, the last of them writes the result, with all texts
+                if found is not None and found[0] != "met":
+                    return store.compare_set(result, "", json.dumps(found))
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.1)
         return store.get(result)
 
     def _is_ahead(self, pulse: Pulse) -> bool:
-        """Whether a process that is missing from a meeting cannot come to it any more: it waits for this one's word."""
+        """Whether a process cannot come to a meeting any more: it waits for a message that this one has not begun."""
         mine = self._begun_messages()
         return any(begun > mine[name] for name, begun in pulse.begun.items() if name in mine)
 
 
+def verdict(
+    missing: Mapping[int, Pulse | None],
+    *,
+    ended: Sequence[int],
+    ahead: Sequence[int],
+    over: bool,
+    rank: int,
+    limit_s: float,
+    hint: str = "",
+) -> tuple[Outcome, str] | None:
+    """Judge a meeting by the ranks that are missing from it.
+
+    Args:
+        missing: The last pulse of each rank that has not come; None of one that has never sent any.
+        ended: Those of them whose processes have ended.
+        ahead: Those of them that went on without the meeting.
+        over: Whether the time to wait is over.
+        rank: The rank that waits.
+        limit_s: Seconds that it was willing to wait.
+        hint: Ends the text where no process has ended.
+
+    Returns:
+        "met" where nobody is missing, "ended", "moved on" or "late" where those that are missing will not come, each
+        with the text for errors; None while they still may.
+    """
+    if not missing:
+        return "met", ""
+    # An end explains the most: those that moved on, or are late, may be so because of it
+    if ended:
+        outcome: Outcome = "ended"
+        # A process that ended after a collective of it had failed is a victim; another one is the cause
+        causes = [r for r in ended if (pulse := missing[r]) is not None and not pulse.failed]
+        how = f"{causes} are gone" if causes else f"{list(ended)} have given up"
+        text = f"rank(s) {how}, while rank {rank} waited"
+    elif ahead:
+        outcome = "moved on"
+        text = f"rank(s) {list(ahead)} went on without this call, while rank {rank} waited"
+    elif over:
+        outcome = "late"
+        text = f"rank {rank} waited {limit_s:g} s for rank(s) {list(missing)}"
+    else:
+        return None
+    text += "".join(f"; rank {r} {_doing(pulse)}" for r, pulse in missing.items() if pulse)
+    return outcome, text if ended else text + hint
+
+
 def explained(account: Account, ranks: Sequence[int], *, late: bool) -> str:
-    """What an error says of the others; `ranks` are the group's, by their numbers in it. late: that time was up."""
+    """Describe the other ranks of a group for an error.
+
+    Args:
+        account: What is known of them, by their numbers among all processes.
+        ranks: The group's ranks among all processes; the text has their numbers in the group.
+        late: Whether the collective failed because time was up.
+    """
     number = {r: i for i, r in enumerate(ranks)}
 
     def named(some: Sequence[int]) -> list[int]:
         return sorted(number[r] for r in some)
 
+    # Ranks at one place stand together, the largest crowd first: the odd ones then come last
     def places(some: Sequence[int]) -> list[tuple[list[int], str]]:
         by_place: dict[str, list[int]] = {}
         for r in some:
@@ -357,17 +467,19 @@ def explained(account: Account, ranks: Sequence[int], *, late: bool) -> str:
         if some:
             last = ", ".join(f"{there} {at}" for there, at in places(some))
             parts.append(f"rank(s) {named(some)} {how} (last heard of: {last})")
+    # Those that gave up did so because of the absent ones, or because of the same time limit
     if account.gave_up and not absent and not late:
         parts.append(f"rank(s) {named(account.gave_up)} have given up")
     present = places([r for r in ranks if r not in absent])
     text = "; ".join([*parts, *(f"rank(s) {there} {at}" for there, at in present)])
+    # With everybody there, but at several places, ranks do not run the same program
     if len(present) > 1 and not absent:
         text += ". Did a rank skip or repeat a step, a pass or a layer?"
     return text
 
 
 def crossed(others: Mapping[int, Pulse], rank: int) -> str:
-    """What an error says where `others` wait for this rank in calls of the user's, while it waits for them."""
+    """Describe for an error that `others` wait for `rank` in calls of the user's, while it waits for them."""
     calls = ", ".join(sorted({pulse.blocked for pulse in others.values()}))
     return (
         f"rank(s) {sorted(others)} wait for rank {rank} in {calls}, while it waits for them. Every rank must run every "
@@ -377,13 +489,14 @@ def crossed(others: Mapping[int, Pulse], rank: int) -> str:
 
 
 class Lost(RuntimeError):
-    """A meeting did not come about. ended: because a process has ended, and not for the time it took."""
+    """A meeting that did not come about. `ended`: because a process has ended, not because time was up."""
 
     def __init__(self, text: str, *, ended: bool) -> None:
         super().__init__(text)
         self.ended = ended
 
 
+# The order in which a pulse's values are written and read
 _PULSE = tuple(field.name for field in fields(Pulse))
 
 
@@ -403,35 +516,40 @@ def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
         try:
             here.beat()
             if here.rank != KEEPER:
-                here.pulse(KEEPER)  # once it is gone, nobody can be asked where it was
+                # Remember where the keeper is: once it is gone, so may be the store that knows
+                here.pulse(KEEPER)
         except Exception:  # the store is gone, and with it whoever could read this
             return
+        # No strong reference while the thread sleeps, or the object would never be collected
         del here
     here = presence()
     if here is not None and str(here.where).startswith(LEFT):
-        here._say()
+        here._announce()
 
 
 def _stat(process: int) -> list[str] | None:
-    """What the system tells of a process, its state first; empty where it does not tell, None if it has ended."""
+    """The system's fields of a process, its state first; empty where there are none to read, None if it has ended."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None if Path("/proc/self/stat").exists() else []
     except OSError:
         return []
+    # The name before the last bracket may hold blanks and brackets itself
     return text.rpartition(")")[2].split()
 
 
 def _started(process: int) -> int:
-    """When a process has started, in the machine's ticks; 0 where the system does not tell, -1 if it has ended."""
+    """When a process started, in the machine's ticks; 0 where the system has no record, -1 if it has ended."""
     fields = _stat(process)
     if not fields:
         return -1 if fields is None else 0
+    # Z, X: it has ended, but its parent has not collected it. Field 22 of `man 5 proc_pid_stat` is the start.
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 
 def _runs(process: int, started: int) -> bool:
+    # No permission to signal a process is a sign that it is there, of another user
     with suppress(PermissionError):
         try:
             os.kill(process, 0)
@@ -445,7 +563,8 @@ _all: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    """A thread that comes back from a library while the interpreter goes down aborts the process."""
+    """End all pulses: a thread that comes back from a library while the interpreter goes down aborts the process."""
+    # Where an error ended the program, the last pulse says so, and other ranks can name it
     error = getattr(sys, "last_value", None)
     with uninterrupted():
         for presence in list(_all):

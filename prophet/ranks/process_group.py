@@ -46,8 +46,10 @@ from prophet.ranks.watch import Watch
 from prophet.ranks.works import abort, all_made, at_once, beside, coming, gathered_at_once, in_turns, is_short, nothing
 
 T = TypeVar("T")
-LOOK_S = 1.2  # after which a rank that waits looks whether the others can come; a little more than a pulse
-_TAGS = 1 << 20  # tags of single messages come again after so many all-to-alls
+# After so long a rank that waits asks whether the others can come; a little more than a pulse
+LOOK_S = 1.2
+# Tags of single messages repeat after so many all-to-alls
+_TAGS = 1 << 20
 
 
 # --- a process group ---
@@ -72,17 +74,23 @@ class _At(NamedTuple):
 class ProcessGroupCollective(Collective):
     """Ranks are processes of a `torch.distributed` group (gloo or NCCL).
 
-    Two communicators over the same ranks are created with `timeout_s` of their own, so a long limit on the user's
-    group does not make a lost peer wait. Creation is collective over the members of `group`.
+    Two communicators over the same ranks are created with the time limit `timeout_s`, so a long limit on the user's
+    group does not delay the news of a lost peer. Creation is collective over the members of `group`. Waits on the host
+    return in short turns, so that Ctrl-C is seen.
 
-    receive_first: an all-to-all of tensors on the host posts all receives before it sends anything. In gloo's own, a
-    rank that comes late has its data to a peer on the way before it says that it is ready for the peer's, which then
-    waits on the same connection: the two directions of a link take turns. None: where gloo connects several hosts.
-    Within one host, where bytes are copied and not sent, gloo's own is the faster one.
+    Args:
+        group: The members; None for all processes.
+        timeout_s: Seconds that one wait may take.
+        receive_first: Whether an all-to-all of tensors on the host posts all receives before it sends anything. None:
+            where gloo connects several hosts. Within one host, where bytes are copied and not sent, gloo's own
+            all-to-all is faster.
+        channels: Groups for "tokens" and "weights", of the members of `group` in its order, instead of new ones.
 
-    channels: groups for the two, of the members of `group` in its order, instead of new ones.
+    Attributes:
+        watch: Reports failures of other ranks during waits; None where nobody does.
 
-    On the host waits come back in short turns, so that Ctrl-C is seen. watch: who hears of failures in between.
+    Raises:
+        RuntimeError: Where torch.distributed is not initialised.
     """
 
     watch: Watch | None = None
@@ -108,6 +116,7 @@ class ProcessGroupCollective(Collective):
         options: dict[str, Any] = {"timeout": limit, "use_local_synchronization": local}
         made = channels or all_made([lambda: dist.new_group(ranks, **options)] * 2)
         self._groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
+        # Weak, or `_shared` below would keep alive the group that its entry hangs on
         self._base, self._ranks = weakref.ref(base), ranks
         self._presence = presence()
         self._presence.counters[self._groups["tokens"].group_name] = self.frames
@@ -115,14 +124,17 @@ class ProcessGroupCollective(Collective):
         self._receive_first = receive_first
         if receive_first is None:
             level = dist.get_debug_level()  # type: ignore[attr-defined]
-            counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # compares ranks' numbers of messages
+            # At DETAIL torch compares the ranks' message counts, which differ where some rows are empty
+            counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
             over_gloo = "cpu:gloo" in str(dist.get_backend_config(self._groups["tokens"]))
             self._receive_first = not counted and over_gloo and self._on_several_hosts()
-        self._threads: dict[Channel, tuple[Waiter, Waiter]] = {}  # post and wait, from the first all-to-all on
+        # For posting and for waiting; made by the first all-to-all
+        self._threads: dict[Channel, tuple[Waiter, Waiter]] = {}
         self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
         self._single: Waiter | None = None
 
     def _on_several_hosts(self) -> bool:
+        """Whether the ranks are on more than one host; collective unless all places are known."""
         places = known_places.get(dist.group.WORLD)
         if places is None:
             found = self.all_gather(torch.tensor([place()], device="cpu"), op=Operation("where ranks are"))
@@ -132,7 +144,17 @@ class ProcessGroupCollective(Collective):
         return len({places[r] for r in self._ranks}) > 1
 
     def guard(self, call: Callable[[], T], op: Operation, peers: Sequence[int] = ()) -> T:
-        """Run `call`, turning the backend's failures into errors that name rank, layer and operation."""
+        """Run `call`, turning the backend's failures into errors that name rank, layer and operation.
+
+        Args:
+            call: Issues an operation, or waits for one.
+            op: The operation, for errors and for other ranks that ask where this one is.
+            peers: The ranks that take part where those are not all; they go into the error.
+
+        Raises:
+            CollectiveError: When `call` fails, or an earlier operation did.
+        """
+        # After a failure the ranks' messages no longer match: another operation could receive the wrong one
         if self._broken is not None:
             raise CollectiveError(self.rank, op, f"an earlier operation failed ({self._broken})") from self._broken
         here = self._presence
@@ -150,15 +172,18 @@ class ProcessGroupCollective(Collective):
         return result
 
     def _failure(self, text: str, op: Operation) -> CollectiveError:
-        """What the backend's error means."""
+        """Turn the text of a backend's error into an error of this library."""
+        # torch and gloo raise plain RuntimeErrors: their text is all there is to go by
         first = text.splitlines()[0]
         late = "timed out" in text.lower() or "timeout" in text.lower()
-        if not late and not any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe")):
+        if not late and not any(part in text for part in ("closed by peer", "reset by peer", "Broken pipe")):
             return CollectiveError(self.rank, op, first)
         reason = f"no answer within {self.timeout_s:g} s" if late else "a connection was closed"
-        if self.watch is not None:  # it knows more, and asks in another thread
+        # The watch knows more, and asks in another thread
+        if self.watch is not None:
             return (CollectiveTimeout if late else PeerLost)(self.rank, op, f"{reason} ({first})")
         account = self._presence.account(self._ranks)
+        # Time that was up because a process has ended is a lost peer; a closed connection is one in any case
         kind = CollectiveTimeout if late and not account.gone else PeerLost
         return kind(self.rank, op, f"{reason}; {explained(account, self._ranks, late=late)} ({first})")
 
@@ -170,6 +195,8 @@ class ProcessGroupCollective(Collective):
             return Done(x)
         source = x.contiguous()
         out = x.new_empty((sum(recv_rows), *x.shape[1:]))
+        # In gloo's own all-to-all a rank that comes late has its data to a peer on the way before it announces that it
+        # is ready for the peer's. The peer's then wait on the same connection: the directions of a link take turns.
         if self._receive_first and x.device.type == "cpu":
             return self.guard(lambda: self._post(source.detach(), out, send_rows, recv_rows, channel, op), op)
         work = self.guard(
@@ -194,27 +221,28 @@ class ProcessGroupCollective(Collective):
     def _post(
         self, source: Tensor, out: Tensor, send_rows: Rows, recv_rows: Rows, channel: Channel, op: Operation
     ) -> Pending:
-        """An all-to-all of single messages, receives before sends; another peer comes first on every rank.
-
-        Sending writes to sockets what they take, and so has a thread of its own beside the one that waits. Receives are
-        posted at once, so that peers need not wait until that thread gets the interpreter.
-        """
+        """Start an all-to-all of single messages, receives before sends."""
         group, rank = self._groups[channel], self.rank
         if channel not in self._threads:
             self._threads[channel] = Waiter(f"gloo posts {channel}"), Waiter(f"gloo waits for {channel}")
         poster, waiter = self._threads[channel]
         self._posted[channel] += 1
-        tag = self._posted[channel] % _TAGS + 1  # `exchange` has 0
+        # Tags keep one all-to-all's messages apart from the next; 0 is that of `exchange`
+        tag = self._posted[channel] % _TAGS + 1
         sent, received = source.split(list(send_rows)), out.split(list(recv_rows))
+        # Each rank begins with another peer, or all would send to rank 0 first
         peers = [(rank + i) % self.size for i in range(1, self.size)]
+        # Posted here and not in the thread, so that peers need not wait until that gets the interpreter
         coming = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers if recv_rows[p]]
 
         def post() -> list[Any]:
             going = [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers if send_rows[p]]
-            with torch.inference_mode(out.is_inference()), torch.no_grad():  # modes belong to a thread
+            # Modes belong to a thread: the caller's do not hold here
+            with torch.inference_mode(out.is_inference()), torch.no_grad():
                 received[rank].copy_(sent[rank])
             return going
 
+        # A send blocks while sockets take bytes: a thread beside the one that waits keeps both directions busy
         posted = poster.submit(post)
 
         def finish() -> Tensor:
@@ -266,6 +294,7 @@ class ProcessGroupCollective(Collective):
             def turn() -> None:
                 nonlocal before
                 here = self._presence.stuck(self._ranks, group.group_name)
+                # Twice in a row, in the same call and with a new pulse: the first time it may only have passed through
                 again = [r for r, p in here.items() if r in before and before[r].blocked == p.blocked]
                 if here and len(again) == len(here) and all(p.count > before[r].count for r, p in here.items()):
                     text = crossed({self._ranks.index(r): p for r, p in here.items()}, self.rank)
@@ -280,6 +309,7 @@ class ProcessGroupCollective(Collective):
 
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         group = self._groups[channel]
+        # Receives first, as in `all_to_all`: a peer's data need not wait behind this rank's
         ops = [dist.P2POp(dist.irecv, t, self._ranks[p], group=group) for p, t in recvs]
         ops += [dist.P2POp(dist.isend, t, self._ranks[p], group=group) for p, t in sends]
         if not ops:
@@ -291,7 +321,11 @@ class ProcessGroupCollective(Collective):
         return coming(works, torch.empty(0), keep, lambda works: self.guard(lambda: wait(works), op, known))
 
     def watched(self, stages_of: Callable[[int], Sequence[int]]) -> Watch:
-        """From now on waits hear of failures of these ranks; each of them calls this. stages_of: see `Watch`."""
+        """Watch these ranks for failures during all waits from now on; each of them calls this.
+
+        Args:
+            stages_of: See `Watch`.
+        """
         self.watch = Watch(self._presence, self._ranks, self._groups["tokens"].group_name, stages_of)
         return self.watch
 
@@ -299,8 +333,8 @@ class ProcessGroupCollective(Collective):
         roll_call(op, self._ranks, patience_s=self.timeout_s)
 
     def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
-        said = meet(op, "failed" if failed else "", ranks=self._ranks, timeout_s=self.timeout_s)
-        return [rank for rank, words in enumerate(said) if words]
+        texts = meet(op, "failed" if failed else "", ranks=self._ranks, timeout_s=self.timeout_s)
+        return [rank for rank, text in enumerate(texts) if text]
 
     def settle(self, name: str, word: str) -> str:
         return self._presence.settle(f"prophet decision {name}", word)
@@ -312,7 +346,7 @@ class ProcessGroupCollective(Collective):
         return collective_for(base, timeout_s=timeout_s)
 
     def abort(self) -> None:
-        """Let whatever waits for this collective fail at once, in any thread; it cannot be used afterwards."""
+        """Make every wait for this collective fail at once, in any thread; it cannot be used afterwards."""
         self._broken = CollectiveError(self.rank, Operation("abort"), "the collective was given up")
         for group in dict.fromkeys(self._groups.values()):
             abort(group)
@@ -332,19 +366,22 @@ class ProcessGroupCollective(Collective):
 # --- who is there ---
 
 
-_present: list[Presence] = []  # this process, at most once: among those of the process group that there is now
+# At most one: this process among those of the present process group
+_present: list[Presence] = []
 
 
 def presence() -> Presence:
-    """This process among all of the process group."""
+    """Return this process's presence among all of the process group; made at the first call."""
     store = dist.distributed_c10d._get_default_store()
-    kept = weakref.ref(store)  # it may keep a port open, which belongs to the group
+    # Weak: the store may keep a port open, which has to close with the group
+    kept = weakref.ref(store)
 
     def find_store() -> Any:
         in_use = dist.is_initialized() and dist.distributed_c10d._get_default_store() is kept()
         return kept() if in_use else None
 
     if not _present or _present[0].find_store() is not store:
+        # A new process group has a new store, in which the old pulse means nothing
         for before in _present:
             before.close()
         _present[:] = [Presence(find_store, dist.get_rank(), machine())]
@@ -353,7 +390,7 @@ def presence() -> Presence:
 
 
 def _find_blocked() -> tuple[str, list[int]]:
-    """The call of the user's in which this process waits for others, and for which of all processes."""
+    """Find the call of the user's in which this process waits for others, and for which of all processes."""
     found = blocked()
     if found is None:
         return "", []
@@ -365,7 +402,7 @@ def _find_blocked() -> tuple[str, list[int]]:
 
 @contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """This process does something that others may have to wait for: no limit ends their wait while it is at it."""
+    """Report that this process is at work on `what`: no limit ends the wait of others while the context lasts."""
     here = presence() if processes() > 1 else None
     if here is not None:
         here.begin(what)
@@ -378,40 +415,60 @@ def at_work(what: str) -> Iterator[None]:
 
 def meet(
     op: Operation,
-    words: str = "",
+    text: str = "",
     *,
     ranks: Sequence[int] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     hint: str = "",
 ) -> list[str]:
-    """All processes' words, or those of `ranks`, once all of them have called this.
+    """Exchange texts between processes, once all of them have called this; collective.
 
     Nothing is sent between ranks: they leave notes in the process group's store, so a call that fails breaks no
-    communicator. Raises `PeerLost` soon on all that wait where one that is missing has ended; `CollectiveTimeout` after
-    `timeout_s` in which none that is missing was `at_work`. hint: ends that message.
+    communicator.
+
+    Args:
+        op: Names the meeting in errors; the same on all ranks.
+        text: This process's text for the others.
+        ranks: Those that take part; None for all processes.
+        timeout_s: Seconds to wait for ranks that are not `at_work`.
+        hint: Ends the message where ranks do not come although they live.
+
+    Returns:
+        All texts, in the order of the ranks.
+
+    Raises:
+        PeerLost: Soon, on all that wait, where a rank that is missing has ended.
+        CollectiveTimeout: After `timeout_s` in which no rank that is missing was `at_work`, or soon where one has gone
+            on without the meeting.
     """
     if processes() == 1:
-        return [words]
+        return [text]
     members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     here = presence()
     here.where = f"in {op}"
     try:
-        said = here.meet(str(op), members, words, limit_s=timeout_s, hint=hint)
+        texts = here.meet(str(op), members, text, limit_s=timeout_s, hint=hint)
     except Lost as lost:
         kind = PeerLost if lost.ended else CollectiveTimeout
         raise kind(dist.get_rank(), op, str(lost)) from None
     here.where = f"after {op}"
-    return said
+    return texts
 
 
 def roll_call(op: Operation, ranks: Sequence[int] | None = None, *, patience_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Return once all `ranks` (None: all processes) have called this; see `meet`.
 
     A rank that goes on instead is noticed with the next message that it begins, as in its next forward pass. Where it
-    begins none, the first of the ranks waits `ROLL_CALL_S`, since `if rank == 0:` is how one rank comes to be alone.
-    The others wait for the first for `patience_s`: it may be writing a file before.
+    begins none, the first of the ranks waits `ROLL_CALL_S`, the others `patience_s`.
+
+    Args:
+        op: Names the call in errors.
+        ranks: Those that take part; None for all processes.
+        patience_s: Seconds that ranks wait for the first one.
     """
     first = ranks[0] if ranks is not None else 0
+    # `if rank == 0:` is how one rank comes to be alone, so the first gives up soon. The others are patient: the first
+    # may be writing a file before.
     limit_s = ROLL_CALL_S if process_rank() == first else patience_s
     hint = "; every rank must call it, not one under `if rank == 0:`"
     meet(op, ranks=ranks, timeout_s=limit_s, hint=hint)
@@ -421,12 +478,13 @@ ROLL_CALL_S = 4.0
 
 
 def cut_like(whole: Tensor, own: Tensor) -> Tensor:
-    """`whole`, which every rank has, as what `own` is: cut over ranks where that is a DTensor. Nothing is sent."""
+    """Cut `whole`, which every rank has, over ranks as `own` is where that is a DTensor. Nothing is sent."""
     if not hasattr(own, "full_tensor") or hasattr(whole, "full_tensor"):
         return whole
     from torch.distributed.tensor import distribute_tensor
 
     like: Any = own
+    # No source rank: every rank has the whole tensor and takes its part of it
     return distribute_tensor(whole.to(own.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -434,16 +492,22 @@ def cut_like(whole: Tensor, own: Tensor) -> Tensor:
 
 
 def processes() -> int:
-    """How many processes `torch.distributed` knows of; 1 where it is not initialised."""
+    """Count the processes of `torch.distributed`; 1 where it is not initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
-    """The (EP, expert-data-parallel) collectives of this process; collective over all processes.
+    """Make the (EP, expert-data-parallel) collectives of this process; collective over all processes.
 
     Consecutive processes form an EP group: process r is rank r mod P of group r // P, and shares its experts with the
-    processes of the same rank in the other groups. Raises ValueError where the processes do not divide into groups of
-    `ep_size`.
+    processes of the same rank in the other groups.
+
+    Args:
+        ep_size: P, the ranks of an EP group.
+        timeout_s: Seconds that one wait may take.
+
+    Raises:
+        ValueError: Where the processes do not divide into groups of `ep_size`.
     """
     world = processes()
     if ep_size < 1 or world % ep_size:
@@ -455,7 +519,7 @@ def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tupl
     along = [list(range(start, start + ep_size)) for start in range(0, world, ep_size)]
     across = [list(range(start, world, ep_size)) for start in range(ep_size)]
     for ranks_of_groups in (along, across):
-        # every process makes every group, in the same order
+        # torch names groups by how many were made, so every process makes every group, in the same order
         limit = timedelta(seconds=timeout_s)
         groups = [(ranks, dist.new_group(ranks, timeout=limit)) for ranks in ranks_of_groups]
         mine += [collective_for(group, timeout_s=timeout_s) for ranks, group in groups if rank in ranks]
@@ -463,7 +527,7 @@ def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tupl
 
 
 def process_rank() -> int:
-    """This process among all that `torch.distributed` knows of; 0 where it is not initialised."""
+    """Return this process's rank among all of `torch.distributed`; 0 where it is not initialised."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -472,16 +536,25 @@ _shared: weakref.WeakKeyDictionary[Any, dict[float, ProcessGroupCollective]] = w
 
 
 def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Collective:
-    """The collective for `group`.
+    """Return the collective for `group`; collective over its members at the first call.
 
-    A `Collective` is returned as it is. None means all processes, or a single rank where `torch.distributed` is not
-    initialised. Calls with the same group and time limit share one pair of communicators, for the life of the group.
+    Calls with the same group and time limit share one pair of communicators, for the life of the group.
+
+    Args:
+        group: A process group. A `Collective` is returned as it is. None means all processes, or a single rank where
+            `torch.distributed` is not initialised.
+        timeout_s: Seconds that one wait may take.
+
+    Raises:
+        TypeError: For a group of another type.
+        ValueError: Where this process is not a member.
     """
     if isinstance(group, Collective):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return ThreadWorld(1).collective(0)
-    if group is not None and not isinstance(group, dist.ProcessGroup | int):  # a number where new_group left us out
+    # `new_group` returns a number to processes that it leaves out; the next check refuses it with a better text
+    if group is not None and not isinstance(group, dist.ProcessGroup | int):
         raise TypeError(f"group must be a process group, a Collective or None, got {type(group).__name__}")
     base = group if group is not None else dist.group.WORLD
     if dist.get_rank(base) < 0:
@@ -490,6 +563,7 @@ def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: f
         return ThreadWorld(1).collective(0)
     known = _shared.setdefault(base, {})
     found = known.get(timeout_s)
+    # Without groups it was closed by its user, and the next one needs new communicators
     if found is None or not found._groups:
         found = known[timeout_s] = ProcessGroupCollective(base, timeout_s=timeout_s)
     return found

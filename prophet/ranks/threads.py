@@ -28,14 +28,16 @@ from prophet.ranks.collective import (
 from prophet.ranks.operation import Operation
 
 T = TypeVar("T")
-Key = tuple[Channel, int, int, int]  # channel, number of the operation on it, source, destination
+# Channel, number of the operation on it, source, destination
+Key = tuple[Channel, int, int, int]
 
 
 class ThreadWorld:
-    """R ranks in one process.
+    """R ranks in one process. If one of them fails, the others are woken.
 
-    `run(fn)` calls `fn(collective)` on R threads and returns their results by rank. If one raises, the others are
-    woken and the first error is raised.
+    Args:
+        size: R, the number of ranks.
+        timeout_s: Seconds that one wait may take.
     """
 
     def __init__(self, size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -45,15 +47,23 @@ class ThreadWorld:
         self.timeout_s = timeout_s
         self._mail: dict[Key, tuple[Operation, bool, Tensor]] = {}
         self._lock = threading.Lock()
-        self._awaited: dict[Key, threading.Condition] = {}  # a rank wakes for what it waits for alone
+        # A condition per key: with one for all, every message would wake every rank
+        self._awaited: dict[Key, threading.Condition] = {}
         self._failure: BaseException | None = None
 
     def collective(self, rank: int) -> ThreadCollective:
-        """The collective of one rank."""
+        """Make the collective of one rank."""
         return ThreadCollective(self, rank)
 
     def run(self, fn: Callable[[ThreadCollective], T]) -> list[T]:
-        """Run `fn` on all ranks at once; their results by rank. Raises what the first rank to fail raised."""
+        """Call `fn(collective)` on R threads at once.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            BaseException: The error of the first rank that failed.
+        """
         results: dict[int, T] = {}
 
         def body(rank: int) -> None:
@@ -74,12 +84,21 @@ class ThreadWorld:
     def abort(self, error: BaseException) -> None:
         """Wake every waiting rank: `error` happened on one of them."""
         with self._lock:
+            # The first error is the cause; later ones are those of ranks that it has woken
             self._failure = self._failure or error
             for arrived in self._awaited.values():
                 arrived.notify_all()
 
     def put(self, key: Key, op: Operation, x: Tensor, *, message: bool = False) -> None:
-        """Leave a copy of `x`. message: one that says itself what it is about."""
+        """Leave a copy of `x` for the rank that `key` names.
+
+        Args:
+            key: Channel, number of the operation, source and destination.
+            op: The operation that the sender is in.
+            x: The tensor.
+            message: Whether it contains the operation that it belongs to, as messages of integers do.
+        """
+        # Copied, since the sender may write to it before the receiver comes
         copy = x.detach().clone()
         with self._lock:
             self._mail[key] = (op, message, copy)
@@ -87,14 +106,23 @@ class ThreadWorld:
                 self._awaited.pop(key).notify_all()
 
     def has(self, keys: Sequence[Key]) -> bool:
-        """Whether all this was put, or will never be."""
+        """Whether all of `keys` have been put, or never will be because a rank has failed."""
         with self._lock:
             return self._failure is not None or all(key in self._mail for key in keys)
 
     def take(self, key: Key, op: Operation, timeout_s: float, *, message: bool = False) -> Tensor:
-        """Wait for what was put under `key`; CollectiveError where its sender is in another operation, or gone.
+        """Wait for the tensor under `key`.
 
-        message: whatever message comes will do.
+        Args:
+            key: Channel, number of the operation, source and destination.
+            op: The operation that the receiver is in.
+            timeout_s: Seconds to wait.
+            message: Accept a message of any operation; whoever reads it compares operations.
+
+        Raises:
+            PeerLost: When another rank has failed.
+            CollectiveTimeout: When the time is up.
+            CollectiveError: When the sender is in another operation.
         """
         _, _, source, rank = key
         deadline = time.monotonic() + timeout_s
@@ -122,6 +150,7 @@ class ThreadCollective(Collective):
         self._exchanged: dict[tuple[Channel, int, int], int] = {}
 
     def _renewed(self, timeout_s: float) -> Collective:
+        # In place: a second object would number its operations from the start and take old messages for new ones
         self.timeout_s = timeout_s
         return self
 
@@ -129,7 +158,7 @@ class ThreadCollective(Collective):
         return self._world.take(key, op, self.timeout_s, message=message)
 
     def _send(self, pieces: Sequence[Tensor], op: Operation, channel: Channel, *, message: bool = False) -> list[Key]:
-        """Put one piece for every rank; where those for this rank will be."""
+        """Put one piece for every rank; the keys of those for this rank."""
         self._issued[channel] += 1
         for d, piece in enumerate(pieces):
             self._world.put((channel, self._issued[channel], self.rank, d), op, piece, message=message)
@@ -146,6 +175,7 @@ class ThreadCollective(Collective):
         def collect() -> Tensor:
             pieces = [self._take(key, op) for key in keys]
             for s, piece in enumerate(pieces):
+                # A process group would hang or end here: threads can name the rank
                 if piece.shape[0] != recv_rows[s]:
                     reason = f"rank {s} sent {piece.shape[0]} rows, expected {recv_rows[s]}"
                     raise CollectiveError(self.rank, op, reason)
@@ -166,7 +196,7 @@ class ThreadCollective(Collective):
         return torch.stack([self._take(key, op, message=True) for key in keys])
 
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
-        # Numbers below zero keep point-to-point messages apart from the collectives'.
+        # Numbers below zero keep point-to-point messages apart from the collectives'
         def number(source: int, target: int) -> int:
             key = (channel, source, target)
             self._exchanged[key] = self._exchanged.get(key, 0) + 1

@@ -1,4 +1,4 @@
-"""Threads that call one thing after the other: for transfers that cannot say by themselves whether they have ended."""
+"""Threads that run calls one after the other: for transfers that cannot report whether they have ended."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# Ctrl-C is seen after so long at most: Python runs its handler only between two instructions of the main thread
 TURN_S = 0.1
-LEAVE_S = 4.0  # at the end of the program, for all threads together
+# At the end of the program, for all threads together
+LEAVE_S = 4.0
 _Items = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
@@ -27,27 +29,32 @@ def _serve(items: _Items) -> None:
                 future.set_result(call())
             except Exception as error:
                 future.set_exception(error)
-        del item, future, call  # what was called is not kept until the next one comes
+        # The thread blocks in `get` now: without this it would keep the tensors of the last call alive
+        del item, future, call
 
 
 class Waiter:
-    """A thread that calls what it is given, in that order. The calls have time limits themselves.
+    """A thread that runs the calls it is given, in their order. The calls have time limits themselves.
 
-    The thread ends with `close`, or with this object. At the end of the program it may finish what it is at, for
+    The thread ends with `close`, or with this object. At the end of the program it may finish its present call, for
     `LEAVE_S`: a thread that comes back from a library while the interpreter goes down aborts the process.
     """
 
     def __init__(self, name: str) -> None:
         self._items: _Items = queue.SimpleQueue()
-        # daemon: what a lost peer still owes must not keep the program from ending
+        # daemon: a message that a lost peer never sends must not keep the program from ending
         self.thread = threading.Thread(target=_serve, args=(self._items,), name=name, daemon=True)
-        # before the start: Ctrl-C in the middle of it must not leave a thread that nobody ends
+        # Before the start: Ctrl-C in the middle of it must not leave a thread that nobody ends
         self._end = weakref.finalize(self, self._items.put, None)
         _waiters.add(self)
         self.thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """What becomes of `call`, which can be cancelled until its turn comes; RuntimeError after `close`."""
+        """Queue `call`; the future can be cancelled until its turn comes.
+
+        Raises:
+            RuntimeError: After `close`.
+        """
         if not self._end.alive:
             raise RuntimeError(f"{self.thread.name}: the thread was ended")
         future: Future[T] = Future()
@@ -55,21 +62,27 @@ class Waiter:
         return future
 
     def close(self, wait_s: float = 0.0) -> None:
-        """End the thread once it has called what it was given so far; waits for that, at most `wait_s`."""
+        """End the thread once it has run the calls queued so far; waits for that, at most `wait_s`."""
         self._end()
         if wait_s and self.thread.ident is not None:
             self.thread.join(wait_s)
 
 
 def joined(done: Future[T], turn: Callable[[], None] = lambda: None) -> T:
-    """What becomes of `done`, waited for in short turns: Ctrl-C is seen in between, and `turn` called, which may raise.
+    """Wait for `done` in short turns, so that Ctrl-C is seen in between.
 
-    What was waited for goes on then, in its thread.
+    Args:
+        done: The future of a call that another thread runs.
+        turn: Called between turns. It may raise; the call then goes on in its thread.
+
+    Returns:
+        The result of the call, or its error, raised.
     """
     while True:
         try:
             return done.result(timeout=TURN_S)
         except TimeoutError:
+            # The call itself may have raised a TimeoutError, which is its result then
             if done.done():
                 return done.result()
         stay()
@@ -81,17 +94,19 @@ _leaving = threading.Event()
 
 
 def stay() -> None:
-    """What a wait calls between its turns. RuntimeError at the end of the program, except in its main thread."""
+    """Called by a wait between its turns; RuntimeError at the end of the program, except in its main thread."""
+    # `_leave` waits for these threads; the main thread may still wait for something in an exit handler itself
     if _leaving.is_set() and threading.current_thread() is not threading.main_thread():
         raise RuntimeError("the program ends")
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, the main thread does not hear Ctrl-C: for what must be done to its end, and has a time limit.
+    """Ignore Ctrl-C while the context lasts: for work that must be completed, and has a time limit.
 
     Launchers send it again to processes that are ending already.
     """
+    # Python lets only the main thread set handlers, and only that one gets KeyboardInterrupt
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -99,7 +114,8 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is not None:  # None: not set from Python, so it cannot be put back
+        # None: not set from Python, so it cannot be put back
+        if before is not None:
             signal.signal(signal.SIGINT, before)
 
 
@@ -108,6 +124,7 @@ def _leave() -> None:
     with uninterrupted():
         _leaving.set()
         waiters = list(_waiters)
+        # First told to end all together, then waited for one by one within one limit
         for waiter in waiters:
             waiter.close()
         deadline = time.monotonic() + LEAVE_S

@@ -1,8 +1,8 @@
-"""Waits that hear what has become of the other ranks: who failed first, who has ended, who gives no sign of life.
+"""Waits that end when another rank fails: who failed first, who has ended, who gives no sign of life.
 
-The first rank to fail tells all of them, through the store that they met in. Beside a wait that takes long a rank asks
-there, in a thread of its own: a store may not answer either. So ranks that wait for one another in a row all hear of
-the one at its end, and Ctrl-C is seen, for the thread that waits comes back in short turns.
+The first rank to fail reports it to all of them, through the store that they met in. During a long wait a rank asks
+there, in another thread: a store may not answer either. So ranks that wait for one another in a row all learn of the
+one at its end, and Ctrl-C is seen, for the thread that waits comes back in short turns.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from prophet.ranks.presence import LEFT, LEFT_AFTER, PULSE_S, Presence, Pulse
 from prophet.ranks.waiting import TURN_S, Waiter, joined
 
 T = TypeVar("T")
-LOOK_S = 0.5  # between two looks at the store; a wait that is shorter asks for nothing
+# Between two queries of the store; a shorter wait makes none
+LOOK_S = 0.5
+# Two pulses that did not come, and some time for the second one
 SILENT_S = 2.5 * PULSE_S
-ASK_S = 1.0  # how long the store may take to answer
+# How long the store may take to answer
+ASK_S = 1.0
 
 
 def _to_json(failure: StageFailed) -> str:
@@ -30,10 +33,13 @@ def _to_json(failure: StageFailed) -> str:
 
 
 class Watch:
-    """What the ranks of one group hear of each other's failures.
+    """Failures of the ranks of one group, as this rank learns of them.
 
-    ranks: the group's, by their numbers among all processes; errors use their numbers in the group. name: the group's,
-    equal on all of them. stages_of: the stages that a rank runs now.
+    Args:
+        presence: This process among all of them.
+        ranks: The group's ranks among all processes; errors use their numbers in the group.
+        name: The group's name, equal on all ranks.
+        stages_of: Returns the stages that a rank of the group runs now.
     """
 
     def __init__(
@@ -44,24 +50,32 @@ class Watch:
         self.stages_of = stages_of
         self._key = f"prophet first failure of {name}"
         self._asker = Waiter(f"asks for news of {name}")
-        self._last_pulses: dict[int, tuple[Pulse, float]] = {}  # a rank's last pulse, and since when it is that one
+        # A rank's last pulse, and when it was first seen
+        self._last_pulses: dict[int, tuple[Pulse, float]] = {}
+        # Ranks whose processes were found gone by the last query
         self._ended: set[int] = set()
-        self._looked = -math.inf  # when the store has answered last
+        # When the store answered last
+        self._looked = -math.inf
         self._store_is_gone = False
         self._acquainted: Future[StageFailed | None] | None = None
 
     # --- waits ---
 
     def begin(self) -> None:
-        """Learn beside what follows which processes the ranks are, to know of their end even without the store."""
+        """Read in the background which processes the ranks are, to notice their end even without the store."""
         if self._acquainted is None or (self._acquainted.done() and len(self._last_pulses) < len(self.ranks) - 1):
             self._acquainted = self._asker.submit(self._look)
 
     def turns(self, limit_s: float) -> Callable[[], None]:
-        """What a wait calls between its turns: it raises `StageFailed` once a failure is heard of.
+        """Make the function that a wait calls between its turns.
 
-        Raises TimeoutError after `limit_s`.
+        Args:
+            limit_s: Seconds that the wait may take.
+
+        Returns:
+            A function that raises `StageFailed` once a failure is known, and TimeoutError after `limit_s`.
         """
+        # All ranks share one store: with many of them each asks less often
         every_s = max(LOOK_S, len(self.ranks) / 200)
         began = time.monotonic()
         next_look = began + every_s
@@ -70,6 +84,7 @@ class Watch:
         def turn() -> None:
             nonlocal next_look, news
             now = time.monotonic()
+            # Never waited for: where the store does not answer, this wait still ends by its own limit
             if news is not None and news.done():
                 failure, news = news.result(), None
                 if failure is not None:
@@ -84,19 +99,20 @@ class Watch:
     # --- news ---
 
     def _look(self) -> StageFailed | None:
-        """The first failure, if there was one by now. A process that was found gone in two looks counts as one."""
+        """Find the first failure, None where there was none so far; a process gone in two queries counts as one."""
         known = self._ask_store()
         if known is not None:
             return known
         for number, (pulse, _) in sorted(self._last_pulses.items()):
             if pulse.at.startswith(LEFT_AFTER):
                 return self._first(self._lost(number, pulse.at.removeprefix(LEFT_AFTER)))
+        # Twice: a rank that has just ended may have reported its failure after the store was asked
         ended = {n for n, (p, _) in self._last_pulses.items() if p.at != LEFT and self.presence.has_ended(p)}
         gone, self._ended = ended & self._ended, ended
         return self._first(self._lost(min(gone), "its process has ended")) if gone else None
 
     def _ask_store(self) -> StageFailed | None:
-        """What was told first; hears the ranks' pulses, too."""
+        """Read the failure that was reported first, and the ranks' pulses."""
         if self._store_is_gone:
             return None
         try:
@@ -111,7 +127,8 @@ class Watch:
                 ):
                     self._last_pulses[number] = pulse, now
             self._looked = now
-        except RuntimeError:  # the process that keeps it may be the one that is gone
+        # The process that keeps the store may be the one that is gone
+        except RuntimeError:
             self._store_is_gone = True
         return None
 
@@ -132,23 +149,30 @@ class Watch:
         return failure
 
     def report(self, failure: StageFailed) -> StageFailed:
-        """Tell all ranks of `failure`, unless another one came first; which of them did."""
+        """Report `failure` to all ranks, unless another one came first; the one that did."""
+        # Where the store does not answer in time, the other ranks find out by their own means
         return self._asked(lambda: self._first(failure)) or failure
 
     def explain(self, fallback: StageFailed, patience_s: float) -> StageFailed:
-        """Why a wait of this rank has failed, as it tells all ranks: the first failure that it hears of.
+        """Find out why a wait of this rank has failed, and report it to all ranks.
 
-        That was told by a rank, or is that of a process that was killed or stopped, that gives no sign of life, or that
-        has ended by itself. Where nothing of the kind is heard of within `patience_s`, it is `fallback`.
+        The cause is a failure that a rank has reported, or a process that was killed or stopped, that gives no sign of
+        life, or that has ended by itself.
+
+        Args:
+            fallback: The failure where no other cause is found.
+            patience_s: Seconds to look for one.
         """
         deadline = time.monotonic() + patience_s
         while True:
+            # Pulses count only where the store has answered since: old ones would make all ranks look silent
             asked = time.monotonic()
             found = self._asked(self._look)
             if found is not None:
                 return found
             now = time.monotonic()
             known = self._last_pulses.items() if self._looked >= asked else ()
+            # The surest first: a stopped process is silent, too
             for cause, ranks in (
                 (
                     "its process is stopped",
@@ -164,11 +188,11 @@ class Watch:
             time.sleep(TURN_S)
 
     def places(self) -> str:
-        """Where the other ranks were when they were last heard of."""
+        """Describe where the other ranks were by their last pulses."""
         return "; ".join(f"rank {n} {pulse.at}" for n, (pulse, _) in sorted(self._last_pulses.items()) if pulse.at)
 
     def _asked(self, call: Callable[[], T]) -> T | None:
-        """What the store says; None where it does not answer in time."""
+        """Run a query of the store in its thread; None where it does not answer in time."""
         deadline = time.monotonic() + ASK_S
 
         def turn() -> None:
@@ -180,4 +204,5 @@ class Watch:
         return None
 
     def close(self) -> None:
+        """End the thread that asks the store."""
         self._asker.close()

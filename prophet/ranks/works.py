@@ -1,4 +1,4 @@
-"""How torch's works are waited for, so that Ctrl-C is seen in between, and how groups are made and given up."""
+"""Waits for torch's works, with Ctrl-C seen in between; making and giving up groups."""
 
 from __future__ import annotations
 
@@ -18,45 +18,59 @@ from prophet.ranks.operation import Operation
 from prophet.ranks.waiting import TURN_S, Waiter, joined, stay
 
 T = TypeVar("T")
-_NEVER_SENT = 1 << 30  # a tag
-_AT_ONCE = _NEVER_SENT - 1  # the tag of what `gathered_at_once` sends
+# A tag that no message has, so that a receive with it never ends
+_NEVER_SENT = 1 << 30
+# The tag of the messages of `gathered_at_once`
+_AT_ONCE = _NEVER_SENT - 1
 _FEW_RANKS, SHORT_BYTES, _NAME_BYTES = 32, 1 << 12, 8
 
 
 def nothing() -> None:
-    """What a wait calls in between where nobody is to be heard."""
+    """Do nothing: for waits between whose turns nothing is to be checked."""
 
 
 def in_turns(work: Any, turn: Callable[[], None] = nothing, turn_s: float = TURN_S) -> None:
-    """Wait for a collective on the host; its group's limit ends that. turn: called in between, and may raise."""
+    """Wait for a collective on the host in short turns; the time limit of its group ends the wait.
+
+    Args:
+        work: torch's handle of the collective.
+        turn: Called between turns, and may raise.
+        turn_s: Seconds of a turn.
+    """
     while True:
         try:
             work.wait(timedelta(seconds=turn_s))
             return
         except RuntimeError:
+            # A wait whose turn is over raises the same type as one that has failed; only a failed work has completed
             if work.is_completed():
                 break
         stay()
         turn()
+    # Raises what the work failed with
     work.wait()
 
 
 def beside(works: Sequence[Any], waiter: Waiter, turn: Callable[[], None] = nothing) -> None:
-    """Wait for single messages on the host: in a thread, as gloo closes connections where a wait is cut short.
+    """Wait for point-to-point messages on the host in the thread of `waiter`.
 
-    The thread takes all of them in turn: to and from it costs more than a short message does.
+    Args:
+        works: torch's handles of the messages.
+        waiter: The thread that waits: gloo closes connections where a wait is cut short, so turns cannot.
+        turn: Called between turns, and may raise.
     """
+    # One call for all of them: a change of threads costs more than a short message does
     joined(waiter.submit(lambda: at_once(works)), turn)
 
 
 def at_once(works: Sequence[Any]) -> None:
-    """Wait on a device that works behind the host's back."""
+    """Wait for works on an accelerator: its stream waits, not the host."""
     for work in works:
         work.wait()
 
 
 def is_short(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether `gathered_at_once` takes it; the same on all ranks."""
+    """Whether `gathered_at_once` can gather `x`; the same on all ranks."""
     few = 0 < x.numel() * x.element_size() <= SHORT_BYTES and group.size() <= _FEW_RANKS
     return few and x.device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
 
@@ -64,14 +78,27 @@ def is_short(x: Tensor, group: dist.ProcessGroup) -> bool:
 def gathered_at_once(
     x: Tensor, group: dist.ProcessGroup, op: Operation, wait: Callable[[Sequence[Any]], None]
 ) -> Tensor:
-    """All ranks' short `x`, [R, *x.shape]. Raises `OutOfStep` where ranks have sent another shape, or in another `op`.
+    """Gather a short tensor, sent from each rank to all others; collective.
 
-    gloo's all-gather passes everything around a ring, so what is short waits for R - 1 ranks in a row. Among few ranks
-    it goes from each to all others; no link carries more bytes for that. Every message has one length, as gloo ends a
-    process that gets more than it asked for; its tag keeps it apart from all others.
+    gloo's all-gather passes everything around a ring, so a short message waits for R - 1 ranks in a row. Among few
+    ranks each sends to all others; no link carries more bytes for that.
+
+    Args:
+        x: This rank's tensor, of one shape and dtype on all ranks; see `is_short`.
+        group: The ranks that take part.
+        op: Names the exchange in errors.
+        wait: Waits for works of messages.
+
+    Returns:
+        All ranks' tensors by rank, [R, *x.shape].
+
+    Raises:
+        OutOfStep: Where ranks have sent another shape or dtype, or are in another operation.
     """
+    # A digest of all that has to agree; it fits where the names and shapes do not
     about = hashlib.blake2b(f"{op.name} {x.dtype} {tuple(x.shape)}".encode(), digest_size=_NAME_BYTES).digest()
     end = _NAME_BYTES + x.numel() * x.element_size()
+    # One length whatever is sent, since gloo ends a process that gets more than it asked for
     mine = torch.zeros(_NAME_BYTES + SHORT_BYTES, dtype=torch.uint8)
     mine[:_NAME_BYTES] = torch.frombuffer(bytearray(about), dtype=torch.uint8)
     mine[_NAME_BYTES:end] = x.reshape(-1).view(torch.uint8)
@@ -86,8 +113,16 @@ def gathered_at_once(
 
 
 def coming(works: Sequence[Any], result: Tensor, keep: Any, wait: Callable[[Sequence[Any]], None]) -> Pending:
-    """torch's own `works` under way. keep: inputs, which stay alive until the transfer is over."""
+    """Wrap torch's `works` as a `Pending`.
 
+    Args:
+        works: The handles.
+        result: The tensor that they fill.
+        keep: Inputs, which stay alive until the transfer is over.
+        wait: Waits for works.
+    """
+
+    # A default argument holds the inputs: `Coming` drops this function once the result is there
     def finish(keep: Any = keep) -> Tensor:
         wait(works)
         return result
@@ -99,12 +134,13 @@ def coming(works: Sequence[Any], result: Tensor, keep: Any, wait: Callable[[Sequ
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Let whatever waits for this group in this process fail at once, in any thread; peers' waits may fail, too."""
+    """Make every wait for this group in this process fail at once, in any thread; peers' waits may fail, too."""
     if "cpu:gloo" not in str(dist.get_backend_config(group)):
         with suppress(RuntimeError):
             group.abort()
         return
-    # gloo has no way to give up a wait; but where one takes too long, it closes all connections that are waited for
+    # gloo has no way to give up a wait, but one that takes too long closes all connections that are waited for. So
+    # wait for a message from every peer that nobody sends, for a millisecond.
     works: list[Any] = []
     for peer in set(range(group.size())) - {group.rank()}:
         with suppress(RuntimeError):
@@ -115,10 +151,10 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def all_made(makes: Sequence[Callable[[], T]]) -> list[T]:
-    """The groups that these make. Where one fails the others are tried, too, and then its failure is raised.
+    """Make groups. Where one fails the others are made as well, and then the first failure is raised.
 
-    torch names groups by how many a process has tried to make. One that tried fewer would meet others under the names
-    of other groups from then on, without an error.
+    torch names groups by how many a process has tried to make. A process that tried fewer would meet the others under
+    the names of other groups from then on, without an error.
     """
     made: list[T] = []
     failed: list[Exception] = []

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from prophet.ranks import presence as module
-from prophet.ranks.presence import Lost, Presence, _started, explained
+from prophet.ranks.presence import Lost, Presence, Pulse, _started, explained, verdict
 
 MACHINE = 7
 PATIENT_S = 20.0
@@ -99,6 +99,32 @@ def test_one_that_has_gone_on_is_not_waited_for(there: Callable[..., Presence]) 
     ) as caught:
         here.meet("test", [0, 1], "", limit_s=PATIENT_S, hint="; hint")
     assert not caught.value.ended
+
+
+ALONE = "while rank 0 waited; rank 1 was there"
+
+
+@pytest.mark.parametrize(
+    ("missing", "ended", "ahead", "over", "expected"),
+    [
+        ([], [], [], True, ("met", "")),
+        ([1], [], [], False, None),
+        ([1], [], [], True, ("late", "rank 0 waited 5 s for rank(s) [1]; rank 1 was there; hint")),
+        ([1], [], [1], False, ("moved on", f"rank(s) [1] went on without this call, {ALONE}; hint")),
+        ([1], [1], [1], True, ("ended", f"rank(s) [1] are gone, {ALONE}")),
+        ([1, 3], [1, 3], [], False, ("ended", f"rank(s) [1] are gone, {ALONE}; rank 3 was there")),
+        ([3], [3], [], False, ("ended", "rank(s) [3] have given up, while rank 0 waited; rank 3 was there")),
+    ],
+)
+def test_a_verdict(
+    missing: list[int], ended: list[int], ahead: list[int], over: bool, expected: tuple[str, str] | None
+) -> None:
+    """Rank 3 has given up before it ended."""
+    numbers: dict[str, Any] = {"count": 1, "machine": MACHINE, "process": 1, "started": 1}
+    pulse = Pulse(**numbers, at="there", work="", failed=False, begun={}, blocked="", by=[], accounted=False)
+    pulses = {r: replace(pulse, failed=r == 3) for r in missing}
+    found = verdict(pulses, ended=ended, ahead=ahead, over=over, rank=0, limit_s=5.0, hint="; hint")
+    assert found == expected
 
 
 def test_work_is_waited_for_as_long_as_it_takes(there: Callable[..., Presence]) -> None:
