@@ -36,7 +36,6 @@ TO_DO = {
     "prophet/experts",
     "prophet/files.py",
     "prophet/kernels",
-    "prophet/layer",
     "prophet/machine",
     "prophet/monitor",
     "prophet/planner",
