@@ -33,7 +33,6 @@ TO_DO = {
     "prophet/doctor",
     "prophet/engine",
     "prophet/errors.py",
-    "prophet/experts",
     "prophet/files.py",
     "prophet/kernels",
     "prophet/machine",
