@@ -40,7 +40,6 @@ TO_DO = {
     "prophet/planner",
     "prophet/ranks",
     "prophet/report",
-    "prophet/scheduler",
     "prophet/spec",
     "prophet/state",
     "prophet/terminal.py",
