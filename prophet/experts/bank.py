@@ -24,11 +24,12 @@ from prophet.kernels.choice import Impl
 from prophet.spec import LayerShape
 
 _T = TypeVar("_T", bound=Tensor)
+# kept per wrapper, and asked in every forward pass: a model may have thousands of parameters
 _averaged: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 
 def _averaged_by(wrapper: nn.Module) -> frozenset[int]:
-    """Identities of the parameters that a DistributedDataParallel averages; it decides on them when it is made."""
+    """Return ids of the parameters that a DistributedDataParallel averages; it decides on them when it is made."""
     found = _averaged.get(wrapper)
     if found is None:
         found = _averaged[wrapper] = frozenset(map(id, getattr(wrapper, "_module_parameters", ())))
@@ -39,8 +40,11 @@ def _averaged_by(wrapper: nn.Module) -> frozenset[int]:
 class Entry:
     """One expert's share of one of a bank's parameters, as a checkpoint has it.
 
-    expert: its number among all. pattern: the share's name in the bank's state dict, with a star for the number.
-    parameter: the name of what holds it. index: where it is in there.
+    Attributes:
+        expert: Its number among all.
+        pattern: The share's name in the bank's state dict, with a star for the number.
+        parameter: The name of what holds it.
+        index: Where it is in there.
     """
 
     expert: int
@@ -54,15 +58,24 @@ class Entry:
         return self.pattern.replace("*", str(self.expert), 1)
 
     def of(self, value: Tensor) -> Tensor:
-        """The share of `value`, the parameter or an optimizer's state of its shape: a view."""
+        """Return the share of `value`, the parameter or an optimizer's state of its shape: a view."""
         return value[self.index]
 
 
 class Bank(nn.Module):
     """The m experts that live on this rank, `first_expert` and those that follow it, of `total_experts`.
 
-    dim: D, of the rows. dim_out: O, of the answers. grad_scale: factor on the gradients of home experts, once per
-    backward pass; 1 / ep_size makes sums over the ranks of a group means.
+    Args:
+        experts: m, how many live here.
+        first_expert: Number among all of the first of them.
+        total_experts: E; None where all live here.
+        ep_size: Ranks that share the experts.
+
+    Attributes:
+        dim: D, of the rows.
+        dim_out: O, of the answers.
+        grad_scale: Factor on the gradients of home experts, once per backward pass; 1 / ep_size makes sums over the
+            ranks of a group means.
     """
 
     dim: int
@@ -81,88 +94,121 @@ class Bank(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters; of the first where they have several."""
+        """Dtype of the parameters; of the first where they have several."""
         return self._any().dtype
 
     @abstractmethod
     def row_dtype(self, x: Tensor) -> torch.dtype:
-        """In which precision the rows of `x` travel to the experts."""
+        """Return the precision in which the rows of `x` travel to the experts."""
 
     @property
     def device(self) -> torch.device:
+        """Device of the parameters."""
         return self._any().device
 
     @abstractmethod
     def run(
         self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
     ) -> Tensor:
-        """Answers [B, O] to `rows` [B, D], in groups of these sizes: the m home experts', then the replicas'."""
+        """Compute the experts' answers.
+
+        Args:
+            rows: Rows [B, D], in groups: the m home experts', then the replicas'.
+            sizes: Rows of every group.
+            replicas: What this rank holds of other ranks' experts.
+            impl: Which kernels run, see `prophet.kernels.choice`.
+
+        Returns:
+            Answers [B, O], in the order of the rows.
+        """
 
     @abstractmethod
     def shape(self) -> LayerShape:
-        """The sizes the performance model needs, at the parameters' precision."""
+        """Return the sizes that the performance model needs, at the parameters' precision."""
 
     @abstractmethod
     def signature(self) -> str:
-        """What must be equal on all ranks, as text."""
+        """Return, as text, what must be equal on all ranks."""
 
     def version(self) -> int:
-        """Grows with every change of the parameters in place."""
+        """Return a number that grows with every change of the parameters in place."""
         return sum(p._version for p in self.parameters())
 
     # --- an expert as a flat vector, what Trans and Agg move ---
 
     @property
     def expert_numel(self) -> int:
-        """P: parameters of one expert."""
+        """P: elements of one expert's flat vector of parameters."""
         return sum(n for n, _ in self._sizes())
 
     @property
     def flat_dtype(self) -> torch.dtype:
-        """Of the vector of parameters."""
+        """Dtype of the flat vector of parameters."""
         return self.dtype
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Of the vector of gradients."""
+        """Dtype of the flat vector of gradients."""
         return self.dtype
 
     @property
     def grad_numel(self) -> int:
-        """G: those of them that train."""
+        """G: elements of one expert's flat vector of gradients, those of parameters that train."""
         return sum(n for n, requires_grad in self._sizes() if requires_grad)
 
     @abstractmethod
     def _sizes(self) -> list[tuple[int, bool]]:
-        """Elements of each of an expert's parameters, in the order of its flat vector, and whether it trains."""
+        """Return, in the order of the flat vector, each parameter's elements and whether it trains."""
 
     def requires_grad(self) -> list[bool]:
-        """Which parameters of an expert train in one of the home experts at least; empty where they are stacked."""
+        """Return which parameters of an expert train in any of the home experts; empty where they are stacked."""
         return []
 
     def settle(self, requires_grad: Sequence[bool]) -> None:
-        """Of what replicas have gradients: what `requires_grad` on one rank at least."""
+        """Fix which parameters have gradients in replicas.
+
+        Args:
+            requires_grad: By parameter, whether it trains in any expert of any rank.
+        """
 
     def structure_digest(self) -> int:
-        """What must be equal on all ranks for a replica to compute as its expert does; 56 bits."""
+        """Return 56 bits that must be equal on all ranks for a replica to compute as its expert does."""
         return 0
 
     @abstractmethod
     def replica(self, expert: int, pool: ReplicaPool) -> Replica:
-        """A replica of `expert`, which lives elsewhere, in the pool's memory; its parameters are still to come."""
+        """Return a replica of `expert`, which lives elsewhere, in the pool's memory; its values are still to come."""
 
     @abstractmethod
     def flat_views(self, local: int, start: int, stop: int) -> list[Tensor]:
-        """Elements start..stop of the P parameters of home expert `local`: a view of every parameter in it."""
+        """Return views of a stretch of a home expert's flat vector of parameters, one for every parameter in it.
+
+        Args:
+            local: Place of the expert among those at home.
+            start: First of the P elements.
+            stop: End of the stretch.
+        """
 
     @abstractmethod
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
-        """Add `piece`, elements start..stop of G gradients, not scaled, to the gradients of home expert `local`."""
+        """Add to a stretch of a home expert's gradients.
+
+        Args:
+            local: Place of the expert among those at home.
+            start: First of the G elements.
+            stop: End of the stretch.
+            piece: What is added, [stop - start], not yet multiplied by `grad_scale`.
+        """
 
     def share_over(self, rank: int, ranks: int) -> None:
-        """Be the experts of one of so many ranks, whose parameters are put in place by the caller.
+        """Become the experts of one of so many ranks; the caller puts their parameters in place.
 
-        Raises ValueError for experts that cannot be shared anew.
+        Args:
+            rank: This rank's place among them.
+            ranks: How many share the experts.
+
+        Raises:
+            ValueError: The experts cannot be shared anew.
         """
         if (rank * self.experts, ranks) != (self.first_expert, self.ep_size):
             raise ValueError(f"{type(self).__name__}: experts that are modules stay on their ranks")
@@ -171,11 +217,11 @@ class Bank(nn.Module):
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
-        """What a checkpoint holds of the home experts, by expert."""
+        """Yield what a checkpoint holds of the home experts, by expert."""
 
     @abstractmethod
     def all_keys(self) -> set[str]:
-        """The keys of the entries of all E experts."""
+        """Return the keys of the entries of all E experts."""
 
     # --- what is checked ---
 
@@ -190,7 +236,8 @@ class Bank(nn.Module):
                 "ignored_params={p for _, p in prophet.parallel.expert_parameters(model)}, and write new values of an "
                 "expert into the parameters that it has"
             )
-        wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # the one whose forward pass this is
+        # the one whose forward pass this is
+        wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if self.ep_size > 1 and wrapper is not None and id(p) in _averaged_by(wrapper):
             raise ValueError(
                 "DistributedDataParallel averages the experts' parameters, which are others on every rank: call "
@@ -199,13 +246,13 @@ class Bank(nn.Module):
             )
 
     def _any(self) -> Tensor:
-        """One of the parameters, by which to know what all have in common."""
+        """Return one of the parameters, by which to know what all have in common."""
         return next(self.parameters())
 
     # --- marks ---
 
     def _mark(self) -> None:
-        """Mark the parameters with what DeepSpeed reads: an expert's gradient, and of which group of ranks."""
+        """Mark the parameters as an expert's by attributes that DeepSpeed reads: what they are, and of which group."""
         for p in self.parameters():
             p.allreduce = False  # type: ignore[attr-defined]
             p.group_name = f"ep_size_{self.ep_size}"  # type: ignore[attr-defined]
@@ -213,18 +260,24 @@ class Bank(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark()  # moving off the meta device makes new parameters
+        # moving off the meta device makes new parameters, without marks
+        self._mark()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark()  # a copied parameter has lost its attributes
+        # a copied parameter has lost its attributes
+        self._mark()
 
 
 def overlaps(parts: Sequence[_T], start: int, stop: int, *, shares: int = 1) -> Iterator[tuple[_T, int, int]]:
-    """Those of `parts`, laid end to end, that are in elements start..stop, and from where to where.
+    """Yield those parts that meet a stretch of elements, and from where to where in each.
 
-    shares: how many experts each of the parts is of, in equal shares; the elements are one expert's.
+    Args:
+        parts: Tensors laid end to end.
+        start: First element of the stretch.
+        stop: End of the stretch.
+        shares: How many experts each of the parts is of, in equal shares; the elements are one expert's.
     """
     base = 0
     for part in parts:
@@ -236,8 +289,9 @@ def overlaps(parts: Sequence[_T], start: int, stop: int, *, shares: int = 1) -> 
 
 
 def gradient_of(p: nn.Parameter) -> Tensor:
-    """The gradient of `p`, contiguous; zeros where it had none."""
+    """Return the gradient of `p`, contiguous; zeros where it had none."""
     if p.grad is None:
+        # flat views of it are written to, which a parameter's own strides may not allow
         p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
     elif not p.grad.is_contiguous():
         p.grad = p.grad.contiguous()

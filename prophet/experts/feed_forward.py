@@ -35,12 +35,26 @@ _FIELDS = {"w_in": "w_in", "bias_in": "b_in", "w_out": "w_out", "bias_out": "b_o
 class FeedForwardBank(Bank):
     """The m experts that live on this rank, as stacked parameters.
 
-    w_in: [m, H, D] (gated: [m, 2H, D], gate rows first), w_out: [m, O, H]; bias_in [m H] (gated: [m 2H]) and bias_out
-    [m O] as `bias` says. dim_out: O, None for D. Biases are flat, and called so, for rules that tell an optimizer's
-    groups by name or dimension.
+    Biases are flat, and called `bias`, for rules that tell an optimizer's groups by name or dimension. In a state dict
+    every expert has separate entries, `<name>.<global index>`, so that checkpoints do not depend on the number of
+    ranks.
 
-    `first_expert` is the global index of the first of them; `total_experts` is E. In a state dict every expert has
-    entries of its own, `<name>.<global index>`, so that checkpoints do not depend on the number of ranks.
+    Args:
+        dim: D, of the rows.
+        hidden: H, the inner size.
+        experts: m, how many live here.
+        first_expert: Global index of the first of them.
+        total_experts: E; None where all live here.
+        ep_size: Ranks that share the experts.
+        activation: A name from `prophet.spec.ACTIVATIONS`, or one with a limit.
+        bias: Which matrices have biases, see `prophet.spec.has_biases`.
+        dim_out: O, of the answers; None for D.
+
+    Attributes:
+        w_in: [m, H, D]; gated: [m, 2H, D], gate rows first.
+        w_out: [m, O, H].
+        bias_in: [m H], or [m 2H] where gated; None without.
+        bias_out: [m O]; None without.
     """
 
     bias_in: nn.Parameter | None
@@ -63,7 +77,8 @@ class FeedForwardBank(Bank):
         b_in, b_out = has_biases(bias)
         self.dim, self.dim_out, self.hidden = dim, dim if dim_out is None else dim_out, hidden
         parts = parts_of(activation)
-        self.activation = activation_named(parts)  # one spelling, as ranks compare signatures
+        # one spelling, as ranks compare signatures
+        self.activation = activation_named(parts)
         rows = 2 * hidden if parts.gated else hidden
         self.w_in = nn.Parameter(torch.empty(experts, rows, dim))
         self.w_out = nn.Parameter(torch.empty(experts, self.dim_out, hidden))
@@ -82,9 +97,21 @@ class FeedForwardBank(Bank):
         total_experts: int | None = None,
         ep_size: int = 1,
     ) -> FeedForwardBank:
-        """A bank of copies of the `weights` of single experts, on their device and of their dtype."""
+        """Make a bank of copies of single experts' weights, on their device and of their dtype.
+
+        Args:
+            weights: Of the m experts that live here.
+            activation: A name from `prophet.spec.ACTIVATIONS`, or one with a limit.
+            first_expert: Global index of the first of them.
+            total_experts: E; None where all live here.
+            ep_size: Ranks that share the experts.
+
+        Raises:
+            ValueError: Weights have shapes that do not fit the activation.
+        """
         first = weights[0]
         dim_out, hidden = first.w_out.shape
+        # its parameters are replaced below: drawing values for them would take time and memory, and move the generator
         with torch.device("meta"):
             bank = cls(
                 first.w_in.shape[1],
@@ -102,17 +129,20 @@ class FeedForwardBank(Bank):
             value = value.flatten() if p.dim() == 1 else value
             if value.shape != p.shape:
                 raise ValueError(f"{name}: expected {list(p.shape)} for {activation} experts, got {list(value.shape)}")
+            # torch refuses an integer parameter that requires a gradient
             setattr(bank, name, nn.Parameter(value, requires_grad=value.is_floating_point()))
         bank._mark()
         return bank
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform in ±1/sqrt(fan in), as `nn.Linear`; expert e gets the same values at any number of ranks."""
+        """Draw uniformly in ±1/sqrt(fan in), as `nn.Linear`; expert e gets the same values at any number of ranks."""
         if self.w_in.is_meta:
             return
         seed = int(torch.randint(0, 1 << 62, ()).item())
         for local in range(self.experts):
+            # a generator per expert, on the CPU: values depend on neither the ranks nor the device (the factor: see
+            # `build`)
             generator = torch.Generator(device="cpu").manual_seed(
                 (seed + 0x9E3779B97F4A7C15 * (self.first_expert + local + 1)) % (1 << 63)
             )
@@ -122,30 +152,30 @@ class FeedForwardBank(Bank):
                 own.copy_(draw)
 
     def check_parameters(self) -> None:
-        """As of any bank; and all parameters must be of one dtype."""
+        """Raise ValueError as any bank does, and where parameters have several dtypes."""
         super().check_parameters()
         if any(q.dtype != self.w_in.dtype for _, q in self._stacked()):
             found = ", ".join(f"{name} {q.dtype}" for name, q in self._stacked())
             raise ValueError(f"the experts' parameters must have one dtype, got {found}")
 
     def _stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The stacked parameters in the order in which an expert's flat vector lists them."""
+        """Yield the stacked parameters in the order in which an expert's flat vector lists them."""
         for name in _FIELDS:
             p = getattr(self, name)
             if p is not None:
                 yield name, p
 
     def _of(self, p: Tensor, local: int) -> Tensor:
-        """The share of home expert `local` of a stacked parameter, or of its gradient: a view."""
+        """Return the share of home expert `local` of a stacked parameter, or of its gradient: a view."""
         return p[local] if p.dim() > 1 else p.view(self.experts, -1)[local]
 
     def weights(self) -> ExpertWeights:
-        """The home experts' parameters as they are: stacked, their gradients unscaled."""
+        """Return the home experts' parameters as they are: stacked, their gradients unscaled."""
         biases = (None if b is None else b.view(self.experts, -1) for b in (self.bias_in, self.bias_out))
         return ExpertWeights(self.w_in, self.w_out, *biases)
 
     def shape(self) -> LayerShape:
-        """The sizes the performance model needs, at the parameters' precision."""
+        """Return the sizes that the performance model needs, at the parameters' precision."""
         size = self.w_in.element_size()
         return LayerShape.feed_forward(
             dim=self.dim,
@@ -159,6 +189,7 @@ class FeedForwardBank(Bank):
         )
 
     def signature(self) -> str:
+        # a replica trains what its home trains: ranks that froze something else would send gradients of another length
         frozen = [name for name, p in self._stacked() if not p.requires_grad]
         return (
             f"dim={self.dim} hidden={self.hidden} dim_out={self.dim_out} activation={self.activation} "
@@ -166,7 +197,7 @@ class FeedForwardBank(Bank):
         )
 
     def row_dtype(self, x: Tensor) -> torch.dtype:
-        """That of the products: the parameters', or autocast's."""
+        """Return the precision of the products: the parameters', or autocast's."""
         device = x.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.dtype
 
@@ -176,6 +207,7 @@ class FeedForwardBank(Bank):
         grads = []
         for replica in replicas:
             replica.collect_grads()
+            # kernels add to these views of the vector that Agg sends home
             grads.append(_filled({name: leaf.grad for name, leaf in replica.leaves.items()}))
         return grouped_ffn(
             rows,
@@ -194,7 +226,7 @@ class FeedForwardBank(Bank):
         return [(p.numel() // self.experts, p.requires_grad) for _, p in self._stacked()]
 
     def _like(self) -> dict[str, Tensor]:
-        """One expert's parameters by name, to be looked at only."""
+        """Return one expert's parameters by name, for their shapes, dtypes and `requires_grad` only."""
         return {_FIELDS[name]: self._of(p.detach(), 0).requires_grad_(p.requires_grad) for name, p in self._stacked()}
 
     def replica(self, expert: int, pool: ReplicaPool) -> Replica:
@@ -208,6 +240,7 @@ class FeedForwardBank(Bank):
 
     @torch.no_grad()
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
+        # `piece` lists gradients of trained parameters only, while `overlaps` counts their elements alike
         offset = 0
         trained = [p for _, p in self._stacked() if p.requires_grad]
         for p, a, b in overlaps(trained, start, stop, shares=self.experts):
@@ -217,6 +250,7 @@ class FeedForwardBank(Bank):
 
     def share_over(self, rank: int, ranks: int) -> None:
         self.experts = check_experts_per_rank(self.total_experts, ranks)
+        # the mean is over the ranks of the new group from now on
         self.first_expert, self.ep_size, self.grad_scale = rank * self.experts, ranks, 1.0 / ranks
         self._mark()
 
@@ -234,7 +268,7 @@ class FeedForwardBank(Bank):
         return {pattern.replace("*", str(e), 1) for pattern in patterns for e in range(self.total_experts)}
 
     def expert_weights(self, local: int) -> ExpertWeights:
-        """The parameters of home expert `local`, as views."""
+        """Return the parameters of home expert `local`, as views."""
         return _filled({_FIELDS[name]: self._of(p.detach(), local) for name, p in self._stacked()})
 
     @torch.no_grad()
@@ -244,13 +278,14 @@ class FeedForwardBank(Bank):
             self._of(p, local).copy_(getattr(weights, _FIELDS[name]))
 
     def as_entries(self, local: int, weights: ExpertWeights) -> dict[str, Tensor]:
-        """`weights` under the keys that the state dict has for home expert `local`."""
+        """Return `weights` under the keys that the state dict has for home expert `local`."""
         number = self.first_expert + local
         return {f"{name}.{number}": getattr(weights, _FIELDS[name]) for name, _ in self._stacked()}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for entry in self.entries():
             value = entry.of(self.get_parameter(entry.parameter))
+            # views: a state dict shares memory with the module, as torch's does
             destination[prefix + entry.key] = value if keep_vars else value.detach()
 
     def _load_from_state_dict(
@@ -277,10 +312,11 @@ class FeedForwardBank(Bank):
                 with torch.no_grad():
                     own.copy_(value)
         if strict:
+            # a checkpoint holds all E experts: those of other ranks are no surprise
             expected = {prefix + key for key in self.all_keys()}
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
 
 
 def _filled(parts: Mapping[str, Tensor | None]) -> ExpertWeights:
-    """Weights of which some may be missing; those of gradients are, too, where nothing is trained."""
+    """Return weights of which some may be missing, as gradients are where nothing is trained."""
     return ExpertWeights(*(parts.get(name) for name in ExpertWeights._fields))  # type: ignore[arg-type]

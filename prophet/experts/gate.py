@@ -1,6 +1,6 @@
 """The router: which experts a token goes to, and with which weight.
 
-Shape legend: N tokens on this rank, D model dim, E experts, K top-k, R ranks.
+Shape legend, also of suffixes of names: N tokens on this rank, D model dim, E experts, K top-k, R ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ Score = Literal["softmax", "sigmoid"]
 class GateConfig:
     """How the gate scores, selects and (if asked to) balances.
 
-    score: "softmax" over experts, or an independent "sigmoid" per expert.
-    normalize: divide the K selected scores by their sum.
-    scale: factor on the resulting weights.
-    aux_loss: "switch" (Fedus et al. 2021, Eq. 4, over all K choices) or "gshard" (Lepikhin et al. 2020, over first
-        choices), with weight `aux_loss_weight`; counts are those of all ranks.
-    z_loss_weight: weight of the mean squared log-sum-exp of the logits (Zoph et al. 2022, Eq. 5).
-    bias_update_rate: step of the loss-free balancing bias (Wang et al. 2024), which shifts the selection only and
-        never the weights; 0 turns it off.
-    capacity_factor: at most ceil(factor * N * K / E) tokens of this rank per expert, first choices first, then by
-        position; the rest are dropped and counted. None drops nothing.
+    Attributes:
+        score: "softmax" over experts, or an independent "sigmoid" per expert.
+        normalize: Divide the K selected scores by their sum.
+        scale: Factor on the resulting weights.
+        aux_loss: "switch" (Fedus et al. 2021, Eq. 4, over all K choices) or "gshard" (Lepikhin et al. 2020, over first
+            choices); counts are those of all ranks.
+        aux_loss_weight: Weight of `aux_loss`.
+        z_loss_weight: Weight of the mean squared log-sum-exp of the logits (Zoph et al. 2022, Eq. 5).
+        bias_update_rate: Step of the loss-free balancing bias (Wang et al. 2024), which shifts the selection only and
+            never the weights; 0 turns it off.
+        capacity_factor: At most ceil(factor * N * K / E) tokens of this rank per expert, first choices first, then by
+            position; the rest are dropped and counted. None drops nothing.
     """
 
     score: Score = "softmax"
@@ -59,10 +61,15 @@ class GateConfig:
 class Routing:
     """One rank's routing decisions.
 
-    ids: [N, K] expert of every choice. weights: [N, K], zero where dropped. kept: [N, K] booleans, or None where
-    nothing can be dropped. logits: [N, E], or [0, E] where the model's own router keeps them. finite: scalar boolean,
-    False if any logit is NaN or infinite. counted: the ids that were counted when they were chosen, and the choices of
-    each expert, [E] int64; it does not count for other `ids`.
+    Attributes:
+        ids: Expert of every choice, [N, K].
+        weights: [N, K], zero where dropped.
+        kept: Which choices are sent, [N, K] booleans; None where nothing can be dropped.
+        logits: [N, E], or [0, E] where the model's own router keeps them.
+        finite: Scalar boolean, False if any logit is NaN or infinite.
+        score: What turns logits into scores, see `GateConfig`.
+        counted: The ids that were counted when they were chosen, and the choices of each expert, [E] int64; it does not
+            count for other `ids`.
     """
 
     ids: Tensor
@@ -75,7 +82,7 @@ class Routing:
 
     @property
     def probs(self) -> Tensor:
-        """Scores as shares of one, [N, E]; computed when asked for: auxiliary losses alone need them."""
+        """Scores as shares of one, [N, E]; computed when asked for, since auxiliary losses alone need them."""
         if self.score == "softmax":
             return self.logits.softmax(dim=-1)
         scores = self.logits.sigmoid()
@@ -83,9 +90,18 @@ class Routing:
 
     @classmethod
     def given(cls, ids: Tensor, weights: Tensor, num_experts: int, kept: Tensor | None = None) -> Routing:
-        """Decisions that were made elsewhere: `ids` [N, K] integers and `weights` [N, K]; see the class for `kept`.
+        """Take decisions that were made elsewhere.
 
-        Choices of experts that do not exist count as not finite, so that all ranks hear of them.
+        Choices of experts that do not exist count as not finite, so that all ranks learn of them.
+
+        Args:
+            ids: Expert of every choice, [N, K] integers.
+            weights: Weights of the choices, [N, K].
+            num_experts: E.
+            kept: Which choices are sent, [N, K] booleans; None for all.
+
+        Raises:
+            ValueError: Shapes differ.
         """
         if ids.ndim != 2 or ids.shape != weights.shape or (kept is not None and kept.shape != ids.shape):
             shapes = [list(t.shape) for t in (ids, weights, kept) if t is not None]
@@ -95,24 +111,26 @@ class Routing:
         none = weights.new_empty((0, num_experts))
         if kept is not None:
             weights = weights * kept
+        # clamped, so that counting them cannot fail on this rank alone: `finite` carries the error to all ranks
         return cls(ids.clamp(0, num_experts - 1), weights, kept, none, all_finite(weights) & exist)
 
     def counts(self) -> Tensor:
-        """Choices that are dispatched to each expert, [E] int64."""
+        """Return the choices that are dispatched to each expert, [E] int64."""
         return self.choice_counts() if self.kept is None else tally(self.ids, self.logits.shape[1], self.kept)
 
     def choice_counts(self) -> Tensor:
-        """Choices of each expert before any drop, [E] int64."""
+        """Return the choices of each expert before any drop, [E] int64."""
+        # by identity: `replace` may have put other ids beside the old counts
         if self.counted is not None and self.counted[0] is self.ids:
             return self.counted[1]
         return tally(self.ids, self.logits.shape[1])
 
     def first_choice_counts(self) -> Tensor:
-        """First choices of each expert before any drop, [E] int64."""
+        """Return the first choices of each expert before any drop, [E] int64."""
         return tally(self.ids[:, 0], self.logits.shape[1])
 
     def dropped(self) -> Tensor:
-        """Choices dropped for lack of capacity, scalar int64."""
+        """Return the choices dropped for lack of capacity, scalar int64."""
         if self.kept is None:
             return torch.zeros((), dtype=torch.int64, device=self.ids.device)
         return (~self.kept).sum()
@@ -126,20 +144,38 @@ class Router(nn.Module):
     def __init__(self, config: GateConfig | None = None) -> None:
         super().__init__()
         self.config = config or GateConfig()
+        # a buffer, so that it moves with the module and is saved once a gate sets it
         self.register_buffer("bias", None)
 
     def losses(self, routing: Routing, counts: Tensor, tokens: int, ranks: int) -> dict[str, Tensor]:
-        """Auxiliary losses of this rank by name; see `Gate.losses`."""
+        """Return the auxiliary losses of this rank by name; none, since the model's own router has its own.
+
+        Args:
+            routing: What was decided.
+            counts: Choices of all ranks, [E].
+            tokens: Tokens of all ranks.
+            ranks: How many ranks have each other tokens of these.
+        """
         return {}
 
     def update_bias(self, counts: Tensor) -> None:
-        """A step has ended; `counts` [E] choices of all ranks."""
+        """Take in the choices [E] of all ranks in the step that has ended."""
 
 
 class Gate(Router):
-    """Scores E experts for every token and selects K of them; computed in float32 at least, whatever autocast says.
+    """Scores E experts for every token and selects K of them.
 
-    impl: which implementation of the op `prophet.kernels.route` runs.
+    Computed in float32 at least, whatever autocast says.
+
+    Args:
+        dim: D, of a token.
+        num_experts: E.
+        top_k: K, how many experts a token visits.
+        config: How to score and select; None for the defaults.
+        impl: Which implementation of the op `prophet.kernels.route` runs.
+
+    Raises:
+        ValueError: K is not between 1 and E.
     """
 
     def __init__(
@@ -165,11 +201,12 @@ class Gate(Router):
     def forward(self, x: Tensor) -> Routing:
         """Route `x` [N, D]."""
         config = self.config
+        # as Switch Transformers' router: in half precision, rounding would decide between near scores
         with torch.autocast(x.device.type, enabled=False):
             precise = torch.promote_types(x.dtype, torch.float32)
-            logits = F.linear(x.to(precise), self.weight.to(precise))
-            ids, weights, chosen = route(
-                logits,
+            logits_NE = F.linear(x.to(precise), self.weight.to(precise))
+            ids_NK, weights_NK, counts_E = route(
+                logits_NE,
                 self.top_k,
                 score=config.score,
                 normalize=config.normalize,
@@ -177,56 +214,71 @@ class Gate(Router):
                 bias=None if self.bias is None else self.bias.to(precise),
                 impl=self.impl,
             )
-            kept = None
+            kept_NK = None
             if config.capacity_factor is not None:
-                kept = within_capacity(ids, self.num_experts, config.capacity_factor)
-                weights = weights * kept
-        return Routing(ids, weights, kept, logits, all_finite(logits), config.score, (ids, chosen))
+                kept_NK = within_capacity(ids_NK, self.num_experts, config.capacity_factor)
+                weights_NK = weights_NK * kept_NK
+        return Routing(ids_NK, weights_NK, kept_NK, logits_NE, all_finite(logits_NE), config.score, (ids_NK, counts_E))
 
     def losses(self, routing: Routing, counts: Tensor, tokens: int, ranks: int) -> dict[str, Tensor]:
-        """Auxiliary losses of this rank, weighted; their mean over ranks is the loss of the whole batch.
+        """Return the auxiliary losses of this rank, weighted; their mean over ranks is the loss of the whole batch.
 
-        counts: [E] choices over all ranks before any drop ("switch": of all K choices, "gshard": first choices).
-        tokens: tokens on all ranks.
+        Args:
+            routing: What this rank's gate has decided.
+            counts: Choices [E] over all ranks before any drop ("switch": of all K choices, "gshard": first choices).
+            tokens: Tokens on all ranks.
+            ranks: How many ranks the tokens are spread over.
         """
-        share = ranks / max(tokens, 1)  # a rank's sum times this averages, over ranks, to the mean over tokens
+        # a rank's sum times this averages, over ranks, to the mean over tokens
+        share = ranks / max(tokens, 1)
         found: dict[str, Tensor] = {}
         if self.config.aux_loss != "none":
-            probs = routing.probs
-            fraction = counts.to(probs.dtype) / counts.sum().clamp_min(1)
-            mean_prob = probs.sum(dim=0) * share
-            found["aux"] = self.config.aux_loss_weight * self.num_experts * (fraction * mean_prob).sum()
+            probs_NE = routing.probs
+            fraction_E = counts.to(probs_NE.dtype) / counts.sum().clamp_min(1)
+            mean_prob_E = probs_NE.sum(dim=0) * share
+            # Fedus et al. 2021, Eq. 4: alpha · E · sum over experts of f_e · P_e; the gradient flows through P alone
+            found["aux"] = self.config.aux_loss_weight * self.num_experts * (fraction_E * mean_prob_E).sum()
         if self.config.z_loss_weight > 0:
+            # Zoph et al. 2022, Eq. 5
             found["z"] = self.config.z_loss_weight * routing.logits.logsumexp(dim=-1).square().sum() * share
         return found
 
     @torch.no_grad()
     def update_bias(self, counts: Tensor) -> None:
-        """Raise the bias of experts below the mean load and lower it above; `counts` [E] of all ranks, one step."""
+        """Raise the bias of experts below the mean load and lower it above; `counts` [E] are of all ranks, one step."""
         if self.bias is None:
             return
         load = counts.to(self.bias, non_blocking=True)
+        # Wang et al. 2024, Algorithm 1: by the sign of the error, so the step does not depend on the batch size
         self.bias += self.config.bias_update_rate * torch.sign(load.mean() - load)
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Whether nothing in `x` is NaN or infinite, a scalar boolean; in one pass, as extremes keep what is not finite."""
+    """Return whether nothing in `x` is NaN or infinite, a scalar boolean on its device."""
     if x.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=x.device)
+    # one pass over `x`: extremes keep what is not finite
     return torch.isfinite(torch.stack(torch.aminmax(x.detach()))).all()
 
 
 def within_capacity(ids: Tensor, num_experts: int, factor: float) -> Tensor:
-    """Which of the choices `ids` [N, K] fit the capacity ceil(factor * N * K / E): [N, K] booleans.
+    """Return which choices fit the capacity ceil(factor * N * K / E), [N, K] booleans.
 
     First choices are served before second ones; among equals the earlier token is served first.
+
+    Args:
+        ids: Expert of every choice, [N, K].
+        num_experts: E.
+        factor: Capacity over the mean load of an expert.
     """
     n, k = ids.shape
     capacity = math.ceil(factor * n * k / num_experts)
+    # all first choices, then all second ones: a stable sort keeps that order within each expert
     by_choice = ids.t().reshape(-1)
     order = by_choice.argsort(stable=True)
     counts = tally(by_choice, num_experts)
     starts = counts.cumsum(0) - counts
     position = torch.empty_like(by_choice)
+    # rank of each choice among its expert's: its place in the sort less where the expert's run starts
     position[order] = torch.arange(n * k, device=ids.device) - starts[by_choice[order]]
     return (position < capacity).view(k, n).t().contiguous()

@@ -16,10 +16,11 @@ KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` and the modules in it run without their hooks; afterwards they have them as before.
+    """Run `module` and the modules in it without their hooks inside the context; afterwards they have them as before.
 
-    Hooks that set what the module computes with stay: torch's own, as of `weight_norm` and pruning, and functions that
-    have a part of the module in their closure, since a copy's hook would go on reading that part of the original.
+    Hooks that set what the module computes with stay. These are torch's own, as of `weight_norm` and pruning, and
+    functions that have a part of the module in their closure: a copy's hook would go on reading that part of the
+    original.
     """
     kept = []
     own = {id(one) for part in module.modules() for one in (part, *part._parameters.values())}
@@ -33,18 +34,21 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for part, kind, hooks in kept:  # the same objects: handles know them
+        # the same objects are put back: handles that remove a hook know them
+        for part, kind, hooks in kept:
             part.__dict__[kind] = hooks
 
 
 def _computes(hook: Any, own: set[int]) -> bool:
     held: list[Any] = []
+    # a partial hides the function, and may hold a part of the module itself
     while isinstance(hook, functools.partial):
         held += [*hook.args, *hook.keywords.values()]
         hook = hook.func
     if str(getattr(hook, "__module__", "")).startswith("torch.") or isinstance(hook, BasePruningMethod):
         return True
     cells = getattr(hook, "__closure__", None) or ()
-    held += [cell.cell_contents for cell in cells if cell != types.CellType()]  # one that is not set yet
+    # a variable that is not set yet has an empty cell
+    held += [cell.cell_contents for cell in cells if cell != types.CellType()]
     held += [*(getattr(hook, "__defaults__", None) or ()), *(getattr(hook, "__kwdefaults__", None) or {}).values()]
     return any(id(one) in own for one in held)

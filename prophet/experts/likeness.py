@@ -19,8 +19,10 @@ from prophet.experts.elsewhere import Elsewhere
 class Part:
     """One parameter of an expert.
 
-    name: the first by which the module lists it. places: (submodule, attribute) of every name; several where a
-    parameter is used in several places.
+    Attributes:
+        name: The first by which the module lists it.
+        shape, dtype, requires_grad: The parameter's.
+        places: (submodule, attribute) of every name; several where a parameter is used in several places.
     """
 
     name: str
@@ -30,13 +32,18 @@ class Part:
     places: tuple[tuple[str, str], ...]
 
     def numel(self) -> int:
+        """Return how many elements the parameter has."""
         return math.prod(self.shape)
 
 
 def parts_of(expert: nn.Module) -> list[Part]:
-    """The expert's parameters, those of the widest dtype first: laid end to end, each is aligned as its dtype asks."""
+    """Return the expert's parameters, those of the widest dtype first.
+
+    Laid end to end in this order, each is aligned as its dtype asks.
+    """
     places: dict[int, list[tuple[str, str]]] = {}
     params: dict[int, tuple[str, nn.Parameter]] = {}
+    # all names of a shared parameter: a replica has to set every attribute through which it is read
     for name, p in expert.named_parameters(remove_duplicate=False):
         where, _, attribute = name.rpartition(".")
         places.setdefault(id(p), []).append((where, attribute))
@@ -54,13 +61,17 @@ def strip(expert: nn.Module) -> None:
                 continue
             if id(p) not in known:
                 known[id(p)] = Elsewhere.like(p)
-            setattr(module, name, known[id(p)])  # modules may watch what is set, as torch's recurrent ones do
+            # by setattr, since modules may watch what is set, as torch's recurrent ones do
+            setattr(module, name, known[id(p)])
 
 
 def check_alike(experts: Mapping[int, nn.Module], home: Iterable[int] = (), *, tensors: bool = True) -> None:
     """Raise ValueError unless all experts have parameters of the same names, shapes and dtypes.
 
-    home: numbers that must be among them. tensors: also refuse parameters and modules that cannot have a replica.
+    Args:
+        experts: Expert modules by number.
+        home: Numbers that must be among them.
+        tensors: Also refuse parameters and modules that cannot have a replica.
     """
     lost = [e for e in home if e not in experts]
     if lost or not experts:
@@ -75,6 +86,7 @@ def check_alike(experts: Mapping[int, nn.Module], home: Iterable[int] = (), *, t
             has, lacks = (first, e) if name in wanted else (e, first)
             raise ValueError(f"expert {has} has a parameter {name}, expert {lacks} has none: expected alike experts")
         for name, part in found.items():
+            # `requires_grad` is left out: experts may be frozen one by one, and replicas follow
             for what in ("shape", "dtype", "places"):
                 ours, theirs = getattr(wanted[name], what), getattr(part, what)
                 if ours != theirs:
@@ -98,6 +110,7 @@ def _check_replicable(number: int, expert: nn.Module) -> None:
         where = f"{who}: parameter {name}"
         if isinstance(p, Elsewhere):
             continue
+        # the flat vector takes views of a parameter's elements, which other layouts do not give
         if not p.is_floating_point() or p.is_sparse or type(p.data) is not Tensor:
             kind = type(p.data).__name__ if type(p.data) is not Tensor else str(p.dtype)
             raise ValueError(f"{where} is {kind}: expected plain floating-point tensors, not quantised or sharded ones")
@@ -105,8 +118,9 @@ def _check_replicable(number: int, expert: nn.Module) -> None:
 
 
 def check_no_hooks(who: str, params: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError for hooks of the user's on an expert's parameters; DeepSpeed's know of replicas."""
+    """Raise ValueError for hooks of the user's on an expert's parameters; DeepSpeed's are allowed for."""
     for name, p in params.items():
+        # a replica's gradient is added at home by Agg, past autograd, so no hook would run for it
         hooks = [*(p._backward_hooks or {}).values(), *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks):
             raise ValueError(

@@ -16,8 +16,16 @@ from prophet.spec import Activation
 class LoraMatrix(nn.Module):
     """x·(W + scaling·B·A)ᵀ + b (Hu et al. 2021, Eq. 3), or x·Wᵀ + b where there is no adapter.
 
-    weight: [O, I], or [I, O] where `transposed`. lora_A: [R, I]. lora_B: [O, R]. adapted: False leaves the adapter out
-    of the product for a while.
+    Args:
+        weight: W, [O, I], or [I, O] where `transposed`.
+        bias: b, [O]; None without.
+        lora_A: A, [R, I]; None without an adapter.
+        lora_B: B, [O, R]; None without an adapter.
+        scaling: Factor on the adapter, alpha / R in the paper.
+        transposed: Whether `weight` is stored as [I, O].
+
+    Attributes:
+        adapted: False leaves the adapter out of the product for a while.
     """
 
     def __init__(
@@ -37,7 +45,7 @@ class LoraMatrix(nn.Module):
         self.adapted = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [n, I]; returns [n, O]."""
+        """Return the product [n, O] for rows `x` [n, I]."""
         weight = self.weight.t() if self.transposed else self.weight
         if self.lora_A is not None and self.lora_B is not None and self.adapted:
             # as PEFT's wrapper: the sum is rounded once, in the matrix's precision, also under autocast
@@ -48,7 +56,14 @@ class LoraMatrix(nn.Module):
 
 
 class LoraExpert(nn.Module):
-    """down(act(gate_up(x))): a feed-forward network of two matrices. interleaved: gate and `up` take turns."""
+    """down(act(gate_up(x))): a feed-forward network of two matrices.
+
+    Args:
+        gate_up: First matrix, of the gate and of `up` where the activation is gated.
+        down: Second matrix.
+        activation: A name from `prophet.spec.ACTIVATIONS`.
+        interleaved: Whether rows of the gate and of `up` take turns in `gate_up`.
+    """
 
     def __init__(
         self, gate_up: LoraMatrix, down: LoraMatrix, activation: Activation, *, interleaved: bool = False
@@ -59,9 +74,10 @@ class LoraExpert(nn.Module):
         self.interleaved = interleaved
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [n, D]; returns [n, D]."""
+        """Return answers [n, D] to rows `x` [n, D]."""
         h = self.gate_up(x)
         if self.interleaved:
+            # GPT-OSS stores them so; `activate` takes the gate's columns first, then those of `up`
             h = torch.cat((h[:, 0::2], h[:, 1::2]), dim=1)
         y: Tensor = self.down(activate(h, self.activation))
         return y

@@ -1,15 +1,15 @@
 """A bank of anybody's experts: modules that are called, each once with all its rows.
 
-Home experts are registered under their number among all, so that their parameters have the same names on every rank.
-Of each other expert a rank keeps a skeleton: the module without its parameters. A replica is the expert's own skeleton
-with leaf views of the flat vector as parameters. `torch.func.functional_call` would not do: an expert that checkpoints
+Home experts are registered under their number among all, so that their parameters have the same names on every rank. Of
+each other expert a rank keeps a skeleton: the module without its parameters. A replica is the expert's skeleton with
+leaf views of the flat vector as parameters. `torch.func.functional_call` would not do: an expert that checkpoints
 itself would compute again, in the backward pass, with parameters that have been put back.
 
 Experts that are known to be plain feed-forward networks run on the grouped kernels instead, for as long as their
 modules are what they were when the bank was made. One that was given a hook or another activation is called.
 
 Shape legend: m experts of this rank, E experts, P parameters of one expert, G those of them that train, B rows, D model
-dim.
+dim, O output dim.
 """
 
 from __future__ import annotations
@@ -44,15 +44,22 @@ from prophet.spec import LayerShape, bias_of
 
 @dataclass(slots=True)
 class _ModuleReplica(Replica):
-    """module: computes with the leaves, once they were put into it, until `vanish`."""
+    """A replica that computes by calling a module.
+
+    Attributes:
+        module: The expert's skeleton; it has the leaves as parameters from `enter` until `vanish`.
+        entered: Whether it has them now.
+    """
 
     module: nn.Module
     entered: bool = False
 
     def enter(self, parts: Sequence[Part]) -> nn.Module:
-        """The module, with a leaf for each of `parts` as its parameters."""
+        """Return the module, with a leaf for each of `parts` as its parameters."""
+        # only when it is called: on the kernels the leaves are the stacked fields
         if not self.entered:
             self.entered = True
+            # a later training pass may use the same leaves
             with torch.inference_mode(False):
                 self.leaves = leaves_in(
                     self.params, self.grads, {p.name: (p.shape, p.dtype, p.requires_grad) for p in parts}
@@ -70,16 +77,27 @@ class _ModuleReplica(Replica):
 class ModulesBank(Bank):
     """The user's own expert modules.
 
-    experts: all E by number, or fewer: the home experts must be among them; the first of these is copied for those
-    that are not. Home experts stay the objects that they are; the others lose their parameters. first_expert, held: the
-    home experts' numbers. dim: D of the rows. sample: rows [n, D] on which to try an expert, of the kind that it will
-    get; by default random ones of its parameters' dtype. network: what every expert computes, where that is known; impl
-    of `run` has a meaning then alone.
-
     An expert without rows is not called, and its gradient stays None where no rank had rows for it; it becomes zero for
-    those in `called`. Dropout draws from the rank's generator. Raises ValueError, everything unchanged, for experts
-    that differ in names, shapes or dtypes, and for those whose replicas would compute something else; see
-    docs/experts.md.
+    those in `called`. Dropout draws from the rank's generator.
+
+    Args:
+        experts: All E by number, or fewer: the home experts must be among them, and the first of these is copied for
+            those that are not. Home experts stay the objects that they are; the others lose their parameters.
+        dim: D, of the rows.
+        first_expert: Number of the first home expert.
+        held: m, how many are at home here; None for E / ep_size.
+        total_experts: E; None for as many as are given.
+        ep_size: Ranks that share the experts.
+        sample: Rows [n, D] on which to try an expert, of the kind that it will get; None for random ones of its
+            parameters' dtype.
+        network: What every expert computes, where that is known; `impl` of `run` has a meaning then alone.
+
+    Attributes:
+        called: Numbers of experts that count as called in this pass, with rows or without.
+
+    Raises:
+        ValueError: Experts differ in names, shapes or dtypes, or replicas of them would compute something else (see
+            docs/experts.md). Everything is unchanged then.
     """
 
     def __init__(
@@ -98,8 +116,10 @@ class ModulesBank(Bank):
         total = len(given) if total_experts is None else total_experts
         m = total // ep_size if held is None else held
         home = range(first_expert, first_expert + m)
+        # before anything is registered or stripped, so that a refusal leaves the user's modules as they were
         check_alike(given, home)
         first = given[first_expert]
+        # a known network needs no trial: its answers and costs follow from its sizes
         if network is not None:
             dim_out, flops_per_row = first.get_parameter(network.names.w_out).shape[0], 0.0
         else:
@@ -108,7 +128,8 @@ class ModulesBank(Bank):
         super().__init__(m, first_expert=first_expert, total_experts=total, ep_size=ep_size)
         self.dim, self.dim_out, self._flops_per_row = dim, dim_out, flops_per_row
         self.network = network
-        self.called: Container[int] = ()  # numbers of experts that count as called in this pass, rows or not
+        # numbers of experts that count as called in this pass, rows or not
+        self.called: Container[int] = ()
         skeletons: dict[int, nn.Module] = {}
         for e in range(total):
             if e in home:
@@ -116,7 +137,8 @@ class ModulesBank(Bank):
             else:
                 skeletons[e] = given[e] if e in given else copy_of(first)
         self._answer_dtypes: dict[tuple[Any, ...], torch.dtype] = {}
-        self._parts: list[Part] = []  # one expert's parameters in the flat vector's order
+        # one expert's parameters in the flat vector's order
+        self._parts: list[Part] = []
         self.take_skeletons(skeletons)
         self._mark()
 
@@ -129,18 +151,18 @@ class ModulesBank(Bank):
         self._as_made, self._on_kernels = True, self.network is not None
 
     def home_experts(self) -> list[nn.Module]:
-        """The m modules that live here, in order."""
+        """Return the m modules that live here, in order."""
         return list(self._modules.values())  # type: ignore[arg-type]
 
     def all_experts(self) -> list[nn.Module]:
-        """E modules by number; those of experts that live elsewhere have no values."""
+        """Return E modules by number; those of experts that live elsewhere have no values."""
         found = {**self._skeletons, **dict(enumerate(self.home_experts(), self.first_expert))}
         return [found[e] for e in range(self.total_experts)]
 
     # --- computing ---
 
     def row_dtype(self, x: Tensor) -> torch.dtype:
-        """The given one, as an expert casts by itself; on kernels that of the products."""
+        """Return the dtype of `x`, as an expert casts by itself; on kernels the precision of the products."""
         if not self._on_kernels:
             return x.dtype
         device = x.device.type
@@ -156,7 +178,9 @@ class ModulesBank(Bank):
             idle: list[nn.Parameter] = []
         else:
             out, idle = self._run_one_by_one(rows, sizes, replicas)
-        if torch.is_grad_enabled() and not out.requires_grad:  # every rank's backward pass has the same collectives
+        # every rank's backward pass must have the same collectives, so the answers must depend on something in every
+        # case
+        if torch.is_grad_enabled() and not out.requires_grad:
             if rows.requires_grad:
                 out = torch.cat([out, rows[:0, :1].to(out.dtype).expand(-1, self.dim_out)])
             elif self.grad_numel:
@@ -165,9 +189,11 @@ class ModulesBank(Bank):
 
     def _run_on_kernels(self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica], impl: Impl) -> Tensor:
         assert self.network is not None
+        # as if called one by one: the stacked product would give experts without rows a gradient of zeros
         called = [bool(n) or e in self.called for e, n in zip(self._home(), sizes, strict=False)]
         fields = {field: self._field(field) for field in self.network.names.by_field()}
         home = {field: stacked(parameters, called) for field, parameters in fields.items()}
+        # gate and `up` in another order are copied for the kernels, so their gradients cannot be added in place
         in_order = self.network.names.rows == RowOrder()
         leaves = [self.network.weights(replica.leaves) for replica in replicas]
         grads = [self.network.weights({n: p.grad for n, p in r.leaves.items()}) for r in replicas] if in_order else ()
@@ -182,25 +208,26 @@ class ModulesBank(Bank):
             impl=impl,
         )
         matrices = [fields[field] for field in ("w_in", "w_out")]
+        # what was used, so that a change in place before the backward pass is torch's usual error
         return unchanged_until_backward(
             out, [p for m in matrices for e, n in zip(m, sizes, strict=False) if n for p in e]
         )
 
     def _is_as_made(self, replica: Replica) -> bool:
-        """Whether kernels may take it, as they do its expert at home."""
+        """Return whether kernels may take a replica, as they do its expert at home."""
         assert isinstance(replica, _ModuleReplica)
         return not replica.entered and self._structures[replica.expert].unchanged()
 
     def _run_one_by_one(
         self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica]
     ) -> tuple[Tensor, list[nn.Parameter]]:
-        """The answers, and what the home experts train with that were called without rows."""
+        """Return the answers, and what trains in home experts that count as called without rows."""
         answers: list[Tensor] = []
         idle: list[nn.Parameter] = []
         parts = rows.split(list(sizes))
         for expert, module, part in zip(self._home(), self.home_experts(), parts, strict=False):
             if part.shape[0]:
-                # the gradients of its parameters alone are to be scaled
+                # scaled back and forth, so that the gradients of its parameters alone are scaled
                 answer = self._answer(expert, module, scale_gradient(part, 1 / self.grad_scale))
                 answers.append(scale_gradient(answer, self.grad_scale))
             elif expert in self.called:
@@ -209,12 +236,13 @@ class ModulesBank(Bank):
             if part.shape[0]:
                 module = replica.enter(self._parts)  # type: ignore[attr-defined]
                 answers.append(self._answer(replica.expert, module, part))
+        # no expert had rows: the result still needs the dtype that answers have on other ranks
         if not answers:
             answers.append(rows.new_zeros((0, self.dim_out), dtype=self.answer_dtype(rows)))
         return torch.cat(answers), idle
 
     def _home(self) -> range:
-        """The home experts' numbers."""
+        """Return the home experts' numbers."""
         return range(self.first_expert, self.first_expert + self.experts)
 
     def _answer(self, expert: int, module: nn.Module, rows: Tensor) -> Tensor:
@@ -228,12 +256,13 @@ class ModulesBank(Bank):
         return found
 
     def answer_dtype(self, rows: Tensor) -> torch.dtype:
-        """Of answers to such rows; an expert is asked once, where this rank has none to ask with."""
+        """Return the dtype of answers to such rows; an expert is asked once, where this rank has none to ask with."""
         device = rows.device
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         key = (rows.dtype, autocast)
         if key not in self._answer_dtypes:
             devices = [device] if device.type == "cuda" else []
+            # asking must not move the generators, nor call a user's hooks
             with torch.no_grad(), torch.random.fork_rng(devices=devices), without_hooks(self.home_experts()[0]):
                 answer = self.home_experts()[0](rows.new_zeros((1, self.dim)))
             self._answer_dtypes[key] = answer.dtype
@@ -258,20 +287,23 @@ class ModulesBank(Bank):
             expert_bytes=self.expert_numel * self.flat_dtype.itemsize,
             expert_grad_bytes=self.grad_numel * self.grad_dtype.itemsize,
             token_bytes=(self.dim + self.dim_out) * size / 2,
+            # at least a product per parameter: the counter knows nothing of some operations
             forward_flops_per_token=max(self._flops_per_row, 2.0 * params),
         )
 
     def signature(self) -> str:
         one = [f"{p.name} {list(p.shape)} {p.dtype}" for p in self._parts]
+        # compared over ranks with the layer's signature: all have to change alike
         changed = "" if self._as_made else f" changed after it was made, to {self.structure_digest():x}"
         return (
             f"dim={self.dim} dim_out={self.dim_out} {type(self.home_experts()[0]).__name__} {'; '.join(one)}{changed}"
         )
 
     def structure_digest(self) -> int:
-        """Of what makes all E experts compute as they do, as this rank has them, and of what trains; 56 bits.
+        """Return 56 bits of what makes all E experts compute as they do, as this rank has them, and of what trains.
 
-        Must be equal on all ranks where there are replicas. Experts elsewhere are looked at where a home one changed.
+        Must be equal on all ranks where there are replicas. Experts elsewhere are looked at only where a home one
+        changed.
         """
         changed = () if self._as_made else self._structures.values()
         return digest(changed, [part.requires_grad for part in self._parts])
@@ -280,13 +312,13 @@ class ModulesBank(Bank):
 
     @property
     def flat_dtype(self) -> torch.dtype:
-        """The parameters', or bytes where they have several."""
+        """Dtype of the parameters, or bytes where they have several."""
         found = {p.dtype for p in self._parts}
         return found.pop() if len(found) == 1 else torch.uint8
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """That of the parameters that train; the one that holds all where they have several."""
+        """Dtype of the parameters that train; the one that holds all where they have several."""
         found = self.dtype
         for at, dtype in enumerate(p.dtype for p in self._parts if p.requires_grad):
             found = torch.promote_types(found, dtype) if at else dtype
@@ -304,6 +336,7 @@ class ModulesBank(Bank):
         self._follow_frozen()
         params, grads = pool.take(self.expert_numel, self.flat_dtype, self.device, self.grad_numel, self.grad_dtype)
         module = self._skeletons[expert]
+        # modes set on single modules, as a frozen dropout, hold for replicas as well
         for own, other in zip(self.home_experts()[0].modules(), module.modules(), strict=False):
             other.training = own.training
         if not self._on_kernels:
@@ -313,7 +346,7 @@ class ModulesBank(Bank):
         return _ModuleReplica(expert, params, grads, leaves_in(params, grads, self._fields()), module)
 
     def _fields(self) -> dict[str, tuple[list[int], torch.dtype, bool]]:
-        """Shape, dtype of the kernels' tensors by field, and whether they train; in the flat vector's order."""
+        """Return shape, dtype and whether it trains of the kernels' tensors by field, in the flat vector's order."""
         assert self.network is not None
         parts = {part.name: part for part in self._parts}
         found = {}
@@ -323,7 +356,7 @@ class ModulesBank(Bank):
         return found
 
     def _of(self, local: int) -> list[tuple[Part, nn.Parameter]]:
-        """The parameters of home expert `local` in the flat vector's order."""
+        """Return the parameters of home expert `local` in the flat vector's order."""
         module = self.home_experts()[local]
         return [(part, module.get_parameter(part.name)) for part in self._parts]
 
@@ -337,7 +370,8 @@ class ModulesBank(Bank):
         offset = 0
         trained = [p for part, p in self._of(local) if part.requires_grad]
         for p, a, b in overlaps(trained, start, stop):
-            if p.requires_grad:  # its replicas train as long as any expert's does
+            # its replicas train as long as any expert's does, and what is frozen here is left alone
+            if p.requires_grad:
                 gradient_of(p).view(-1)[a:b].add_(piece[offset : offset + b - a], alpha=self.grad_scale)
             offset += b - a
 
@@ -363,13 +397,13 @@ class ModulesBank(Bank):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Nothing of its own; entries of experts that live elsewhere are passed over."""
+        """Load nothing itself, as home experts load as modules; entries of experts elsewhere are no surprise."""
         own = tuple(f"{prefix}{e}." for e in range(self.first_expert, self.first_expert + self.experts))
         if any(p.is_meta for p in self.parameters()):
             error_msgs.append(f"{prefix}*: the experts are on the meta device; call to_empty(device=...) first")
         if strict:
             expected = {prefix + key for key in self.all_keys()}
-            # home experts speak for themselves
+            # home experts report their unexpected keys themselves
             unexpected_keys += [
                 k for k in state_dict if k.startswith(prefix) and not k.startswith(own) and k not in expected
             ]
@@ -377,7 +411,10 @@ class ModulesBank(Bank):
     # --- what is checked, and marks ---
 
     def check_parameters(self) -> None:
-        """As of any bank; and parameters must be those that replicas have, but for their values and what is frozen."""
+        """Raise ValueError as any bank does, and unless replicas can have the same parameters as the experts.
+
+        Their values and what is frozen may differ.
+        """
         super().check_parameters()
         kinds = []
         for number, expert in zip(self._home(), self.home_experts(), strict=True):
@@ -399,7 +436,8 @@ class ModulesBank(Bank):
         if self.ep_size > 1 and not alike:
             check_alike(dict(zip(self._home(), self.home_experts(), strict=True)), tensors=False)
         self._as_made = all(self._structures[e].unchanged() for e in self._home())
-        watched = _has_any_global_hook()  # which are called with every module
+        # hooks on all modules expect every one to be called, which kernels do not
+        watched = _has_any_global_hook()
         self._on_kernels = self.network is not None and self._as_made and alike and not watched
         self._follow_frozen()
 
@@ -415,7 +453,7 @@ class ModulesBank(Bank):
         self._parts = [replace(part, requires_grad=on) for part, on in zip(self._parts, requires_grad, strict=True)]
 
     def _follow_frozen(self) -> None:
-        """Somebody may have frozen or thawed something. What trains in one expert trains in all replicas.
+        """Take note of what somebody may have frozen or thawed. What trains in one expert trains in all replicas.
 
         Once it does it goes on: other ranks cannot see which experts are frozen here, and gradients of one length are
         exchanged. At home those of frozen parameters are left out.
@@ -427,17 +465,18 @@ class ModulesBank(Bank):
             self.settle(requires_grad)
 
     def _held(self, part: Part) -> list[nn.Parameter]:
-        """The home experts' parameters of this name that are still there, by expert."""
+        """Return the home experts' parameters of this name that are still there, by expert."""
         where, attribute = part.places[0]
         found = (_parameter_at(home, where, attribute) for home in self.home_experts())
         return [p for p in found if p is not None]
 
     def _remember(self) -> None:
-        """What the parameters are like now, and lay them where the kernels take them from."""
+        """Take the parameters as they are now, and lay them where the kernels take them from."""
         parts = parts_of(self.home_experts()[0])
         there = [{name for name, _ in home.named_parameters()} for home in self.home_experts()]
         if self._parts and any(names != {part.name for part in self._parts} for names in there):
-            return  # somebody has changed the modules: `check_parameters` says what comes of it
+            # somebody has changed the modules: `check_parameters` reports what comes of it
+            return
         self._parts = parts
         if self.network is not None:
             order = {name: at for at, name in enumerate(self.network.names.all())}
@@ -447,11 +486,11 @@ class ModulesBank(Bank):
         self._follow_frozen()
 
     def adopt(self) -> None:
-        """The home experts' parameters are others now, of the same shapes: `load_state_dict` has put them there."""
+        """Take over the home experts' parameters, which `load_state_dict` has replaced by others of the same shapes."""
         self._mark()
 
     def _field(self, field: str) -> list[list[nn.Parameter]]:
-        """The home experts' parameters of one of the kernels' fields, by expert."""
+        """Return the home experts' parameters of one of the kernels' fields, by expert."""
         assert self.network is not None
         names = self.network.names.by_field()[field]
         places = [name.rpartition(".") for name in names]
@@ -464,11 +503,13 @@ class ModulesBank(Bank):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
+        # skeletons are no submodules, or their stand-ins would be in the state dict: they follow by hand
         for skeleton in self._skeletons.values():
             skeleton.train(mode)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # looked at before: afterwards every buffer is another tensor, and every expert would count as changed
         as_made = [e for e, structure in self._structures.items() if structure.unchanged()]
         super()._apply(fn, recurse)
         for skeleton in self._skeletons.values():
@@ -478,13 +519,15 @@ class ModulesBank(Bank):
                     if buffer is not None:
                         module._buffers[name] = fn(buffer)
         every = self.all_experts()
-        self._structures |= {e: Structure(every[e]) for e in as_made}  # buffers are other tensors now
+        # buffers are other tensors now
+        self._structures |= {e: Structure(every[e]) for e in as_made}
         return self
 
     def let_go(self) -> dict[int, nn.Module]:
-        """All experts by number, no longer this bank's: those that are not at home here have no values."""
+        """Return all experts by number, no longer this bank's; those that are not at home here have no values."""
         for p in self.parameters():
-            if p.untyped_storage().nbytes() > p.nbytes:  # savers of files take what shares memory for one tensor
+            # savers of files take tensors that share memory for one
+            if p.untyped_storage().nbytes() > p.nbytes:
                 p.data = p.data.clone()
             for name in ("allreduce", "group_name", "prophet_expert"):
                 vars(p).pop(name, None)
@@ -492,7 +535,7 @@ class ModulesBank(Bank):
 
 
 def _parameter_at(expert: nn.Module, where: str, attribute: str) -> nn.Parameter | None:
-    """What `expert` holds there, if it still does."""
+    """Return what `expert` holds there, if it still does."""
     module: nn.Module | None = expert
     for name in where.split(".") if where else ():
         module = None if module is None else module._modules.get(name)

@@ -23,19 +23,26 @@ from prophet.spec import Activation
 class RowOrder:
     """How one matrix or bias of a gated expert holds the rows of its gate and of `up`.
 
-    up_first: those of `up` come first. interleaved: they take turns, row by row.
+    Attributes:
+        up_first: Those of `up` come first.
+        interleaved: They take turns, row by row.
     """
 
     up_first: bool = False
     interleaved: bool = False
 
     def gate_first(self, rows: Tensor, dim: int = 0) -> Tensor:
-        """All rows of the gate, then all of `up`: the library's order. rows: [2H, ...], or with 2H at `dim`."""
+        """Return all rows of the gate, then all of `up`: the library's order.
+
+        Args:
+            rows: [2H, ...], or with 2H at `dim`.
+            dim: Where the rows are.
+        """
         gate, up = rows.unflatten(dim, (-1, 2)).unbind(dim + 1) if self.interleaved else rows.chunk(2, dim)
         return torch.cat((up, gate) if self.up_first else (gate, up), dim)
 
     def back(self, rows: Tensor) -> Tensor:
-        """The inverse."""
+        """Return the rows [2H, ...] in the module's order; the inverse of `gate_first`."""
         gate, up = rows.chunk(2)
         parts = (up, gate) if self.up_first else (gate, up)
         return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
@@ -45,8 +52,12 @@ class RowOrder:
 class FfnNames:
     """Where a feed-forward module keeps its parameters, as names relative to it.
 
-    w_in: one name, or two for a gated module, the gate's first. Biases are None where the module has none. rows: where
-    one matrix holds gate and `up`, in which order.
+    Attributes:
+        w_in: One name, or two for a gated module, the gate's first.
+        w_out: Name of the second matrix.
+        b_in: As `w_in`; None where the module has no such bias.
+        b_out: None where the module has no such bias.
+        rows: Where one matrix holds gate and `up`, in which order.
     """
 
     w_in: tuple[str, ...]
@@ -56,17 +67,17 @@ class FfnNames:
     rows: RowOrder = RowOrder()
 
     def all(self) -> tuple[str, ...]:
-        """Every name."""
+        """Return every name, in the order of a flat vector."""
         return tuple(name for names in self.by_field().values() for name in names)
 
     def by_field(self) -> dict[str, tuple[str, ...]]:
-        """The names of each field of `ExpertWeights` that the module has, in the order of a flat vector."""
+        """Return the names of each field of `ExpertWeights` that the module has, in the order of a flat vector."""
         found = {"w_in": self.w_in, "b_in": self.b_in or (), "w_out": (self.w_out,)}
         found["b_out"] = () if self.b_out is None else (self.b_out,)
         return {field: names for field, names in found.items() if names}
 
     def unpack(self, state: Mapping[str, Tensor], prefix: str) -> ExpertWeights:
-        """The parameters under `prefix`, in the library's layout."""
+        """Return the parameters under `prefix`, in the library's layout."""
 
         def joined(names: tuple[str, ...]) -> Tensor:
             parts = [state[prefix + name] for name in names]
@@ -82,13 +93,14 @@ class FfnNames:
         )
 
     def pack(self, weights: ExpertWeights, prefix: str) -> dict[str, Tensor]:
-        """The inverse of `unpack`."""
+        """Return the parameters by name under `prefix`, in the module's layout; the inverse of `unpack`."""
 
         def separate(rows: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
             if len(names) == 1 and self.rows != RowOrder():
                 return (self.rows.back(rows),)
             return rows.chunk(len(names))
 
+        # in the order of `all`, with which they are zipped
         parts = [*separate(weights.w_in, self.w_in)]
         if self.b_in is not None and weights.b_in is not None:
             parts += separate(weights.b_in, self.b_in)
@@ -106,8 +118,14 @@ class Network:
     activation: Activation
 
     def weights(self, fields: Mapping[str, Tensor | None], dim: int = 0) -> ExpertWeights:
-        """What kernels take, from the fields as the modules order their rows; dim: of the rows."""
+        """Return what kernels take, from the fields as the modules order their rows.
+
+        Args:
+            fields: Tensors by field of `ExpertWeights`.
+            dim: Where the rows are in `w_in` and `b_in`.
+        """
         found = dict(fields)
+        # the library's own order costs no copy
         if self.names.rows != RowOrder():
             for field in ("w_in", "b_in"):
                 rows = found.get(field)
@@ -118,34 +136,44 @@ class Network:
 
 @torch.no_grad()
 def lay_out(experts: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Lay one field's parameters one behind the other, expert by expert; they stay the objects that they are."""
+    """Lay one field's parameters end to end in one storage, expert by expert; they stay the same objects."""
     every = [p for parts in experts for p in parts]
+    # stacked without a copy only if all are of one kind; others are copied in every pass
     if any(p.is_meta for p in every) or _as_one(experts) is not None:
         return
     if len({(p.dtype, p.device, p.shape) for p in every}) > 1:
         return
+    # one copy now saves one in every pass
     whole = torch.cat([p.detach() for p in every])
     for p, view in zip(every, whole.split(every[0].shape[0]), strict=True):
+        # by `.data`: optimizers and users hold the parameter objects
         p.data = view
 
 
 def _as_one(experts: Sequence[Sequence[nn.Parameter]]) -> Tensor | None:
-    """All parameters of one field as one tensor [m, U, ...] over their storage; None where they do not lie so."""
+    """Return one field's parameters as one tensor [m, U, ...] over their storage; None where they do not lie so."""
     every = [p for parts in experts for p in parts]
     first = every[0]
     at, step = first.data_ptr(), first.numel() * first.element_size()
     if any(p.data_ptr() != at + i * step or not p.is_contiguous() for i, p in enumerate(every)):
         return None
     storage = first.untyped_storage()
+    # separate storages may be neighbours by chance, and a view must not reach over the end of one
     if at + len(every) * step > storage.data_ptr() + storage.nbytes():
-        return None  # neighbours by chance
+        return None
     shape = (len(experts), len(experts[0]) * first.shape[0], *first.shape[1:])
     strides = [shape[1] * (first.numel() // first.shape[0]), *first.stride()]
-    return first.data.as_strided(shape, strides)  # not a view: versions are each parameter's own
+    # from `.data` and not a view: each parameter keeps its version counter, by which autograd sees changes
+    return first.data.as_strided(shape, strides)
 
 
 def stacked(experts: Sequence[Sequence[nn.Parameter]], called: Sequence[bool]) -> Tensor:
-    """One field of all m experts, [m, U, ...]; its gradient goes to the parameters of those that were called."""
+    """Return one field of all m experts, [m, U, ...], differentiably.
+
+    Args:
+        experts: The field's parameters, by expert.
+        called: By expert, whether its parameters get a gradient.
+    """
     every = [p for parts in experts for p in parts]
     found: Tensor = _Stacked.apply(experts, called, *every)  # type: ignore[no-untyped-call]
     return found
@@ -156,6 +184,7 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, experts: Sequence[Sequence[nn.Parameter]], called: Sequence[bool], *every: Tensor) -> Tensor:
+        # `every` are inputs beside `experts`, since autograd sees tensors in a list only if they are arguments
         ctx.called, ctx.parts = called, len(experts[0])
         one = _as_one(experts)
         if one is not None:
@@ -166,12 +195,13 @@ class _Stacked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[2:]
         parts = grads[0].reshape(len(needs), -1, *grads[0].shape[2:]).unbind(0)
+        # None, and not zeros, for experts that were not called: Adam skips a parameter without a gradient
         wanted = [needed and ctx.called[at // ctx.parts] for at, needed in enumerate(needs)]
         return None, None, *(part if want else None for part, want in zip(parts, wanted, strict=True))
 
 
 def unchanged_until_backward(out: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """`out`, whose backward pass raises torch's error where one of `params` was changed in place meanwhile.
+    """Return `out`; its backward pass raises torch's error where one of `params` was changed in place meanwhile.
 
     The kernels read them through another tensor, of which torch does not know that it is the same.
     """
@@ -182,7 +212,7 @@ def unchanged_until_backward(out: Tensor, params: Sequence[Tensor]) -> Tensor:
 
 
 class _Unchanged(torch.autograd.Function):
-    """Its first input; the others are saved, and compared when they are unpacked."""
+    """Identity of its first input; the others are saved, and compared when they are unpacked."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *params: Tensor) -> Tensor:
@@ -191,11 +221,12 @@ class _Unchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # reading `saved_tensors` is what compares the versions
         return grads[0], *(None for _ in ctx.saved_tensors)
 
 
 def with_zeros(out: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """`out`; the gradients of `params`, which it does not depend on, become zero and not None."""
+    """Return `out`; the gradients of `params`, which it does not depend on, become zero and not None."""
     if not params or not torch.is_grad_enabled():
         return out
     found: Tensor = _WithZeros.apply(out, *params)  # type: ignore[no-untyped-call]
@@ -203,7 +234,7 @@ def with_zeros(out: Tensor, params: Sequence[Tensor]) -> Tensor:
 
 
 class _WithZeros(torch.autograd.Function):
-    """The first input as it is; the gradient of all others is zero."""
+    """Identity of its first input; the gradient of all others is zero."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *params: Tensor) -> Tensor:
@@ -216,7 +247,7 @@ class _WithZeros(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """`x`, whose gradient is multiplied by `factor`."""
+    """Return `x`, whose gradient is multiplied by `factor`."""
     if factor == 1.0 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     found: Tensor = _Scaled.apply(x, factor)  # type: ignore[no-untyped-call]

@@ -19,8 +19,11 @@ from prophet.errors import ReplicaMemoryError
 class Replica:
     """One expert's parameters on a rank that is not its home, for one step.
 
-    params [P] and grads [G] are flat. `leaves` are views of `params` by the parameters' names, in their order; the
-    gradients of those that train accumulate into `grads`.
+    Attributes:
+        expert: Its number among all.
+        params: Flat parameters [P].
+        grads: Flat gradients [G] of those that train, which accumulate here.
+        leaves: Views of `params` by the parameters' names, in their order.
     """
 
     expert: int
@@ -30,25 +33,34 @@ class Replica:
 
     @classmethod
     def build(cls, expert: int, like: Mapping[str, Tensor], params: Tensor, grads: Tensor) -> Replica:
-        """A replica of `expert` whose leaves have the shapes of `like` and train where those do."""
+        """Make a replica whose leaves have the shapes of `like` and train where those do.
+
+        Args:
+            expert: Its number among all.
+            like: One expert's parameters by name, in the order of the flat vector.
+            params: Flat parameters [P].
+            grads: Flat gradients [G].
+        """
         shapes = {name: (p.shape, p.dtype, p.requires_grad) for name, p in like.items()}
         return cls(expert, params, grads, leaves_in(params, grads, shapes))
 
     def vanish(self) -> None:
-        """The step is over, and `params` and `grads` are about to be others'."""
+        """Let go of `params` and `grads`, which are about to be others': the step is over."""
 
     def collect_grads(self) -> None:
-        """Make sure `grads` holds what autograd accumulated, also where it replaced `.grad` by a new tensor."""
+        """Make sure that `grads` holds what autograd accumulated, also where it replaced `.grad` by a new tensor."""
         base = 0
         for leaf in self.leaves.values():
             if not leaf.requires_grad:
                 continue
             n = leaf.numel()
             view = self.grads[base : base + n]
-            if view.dtype != leaf.dtype:  # of several dtypes the sums run in the widest
+            # `grads` of several dtypes is in the widest, and autograd takes a `.grad` of the leaf's only: summed here
+            if view.dtype != leaf.dtype:
                 if leaf.grad is not None:
                     view.add_(leaf.grad.reshape(-1))
                     leaf.grad = None
+            # autograd, or a hook of the user's, may have put another tensor in place of the view
             elif leaf.grad is not None and leaf.grad.data_ptr() != view.data_ptr():
                 view.copy_(leaf.grad.reshape(-1))
                 leaf.grad = view.view(leaf.shape)
@@ -58,20 +70,26 @@ class Replica:
 def leaves_in(
     params: Tensor, grads: Tensor, shapes: Mapping[str, tuple[Sequence[int], torch.dtype, bool]]
 ) -> dict[str, Tensor]:
-    """Views of flat `params` [P] by name, one behind the other; their gradients accumulate into `grads` [G].
+    """Return views of flat parameters by name, one behind the other, as leaves of autograd.
 
-    shapes: of each, its shape, its dtype, and whether it trains. A gradient of another dtype than `grads` is kept
-    apart.
+    A gradient of another dtype than `grads` is kept apart, until `Replica.collect_grads`.
+
+    Args:
+        params: Flat parameters [P].
+        grads: Flat gradients [G], into which the leaves' gradients accumulate.
+        shapes: By name, in order: shape, dtype, and whether the parameter trains.
     """
     leaves: dict[str, Tensor] = {}
     base = grad_base = 0
     for name, (shape, dtype, requires_grad) in shapes.items():
         n = math.prod(shape)
+        # `params` is in bytes where the parameters have several dtypes
         size = n * dtype.itemsize // params.dtype.itemsize
         leaf = nn.Parameter(params[base : base + size].view(dtype).view(shape), requires_grad)
         base += size
         if requires_grad:
             if dtype == grads.dtype:
+                # autograd adds in place to a gradient that is there: what Agg sends is summed without a copy
                 leaf.grad = grads[grad_base : grad_base + n].view(shape)
             grad_base += n
         leaves[name] = leaf
@@ -81,7 +99,14 @@ def leaves_in(
 class ReplicaPool:
     """Memory for replicas, shared by all layers of a model and bounded in bytes.
 
-    Buffers are kept for reuse; `in_use_bytes` counts those lent out, `held_bytes` all that were ever allocated.
+    Buffers are kept for reuse.
+
+    Args:
+        budget_bytes: Most bytes in use at a time; None for no limit.
+
+    Attributes:
+        in_use_bytes: Bytes lent out.
+        held_bytes: Bytes of all buffers, lent out or kept.
     """
 
     def __init__(self, budget_bytes: int | None = None) -> None:
@@ -100,13 +125,22 @@ class ReplicaPool:
         grad_numel: int | None = None,
         grad_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Lend a flat buffer of `numel` parameters, and a zeroed one of as many gradients, or of `grad_numel`.
+        """Lend a flat buffer of parameters, with undefined values, and a zeroed one of gradients.
 
-        Gradients have the parameters' dtype, or `grad_dtype`.
+        Args:
+            numel: Elements of parameters.
+            dtype: Of the parameters.
+            device: Of both.
+            grad_numel: Elements of gradients; None for as many.
+            grad_dtype: Of the gradients; None for the parameters'.
+
+        Raises:
+            ReplicaMemoryError: The budget does not allow it.
         """
         kind = (numel, dtype, numel if grad_numel is None else grad_numel, grad_dtype or dtype, device)
         free = self._free.setdefault(kind, [])
         size = _pair_bytes(kind)
+        # before a kept buffer is lent as well: the budget bounds what is in use
         self._check_budget(size)
         if free:
             params, grads, zeroed = free.pop()
@@ -122,12 +156,13 @@ class ReplicaPool:
 
     def release(self, params: Tensor) -> None:
         """Free a lent parameter buffer's memory; the tensor and its views stay, empty until `restore`."""
+        # through the storage: leaves and saved tensors of the graph are views of it, and stay valid objects
         params.untyped_storage().resize_(0)
         self.in_use_bytes -= params.nbytes
         self.held_bytes -= params.nbytes
 
     def restore(self, params: Tensor) -> None:
-        """Give a released parameter buffer its memory back; what is in it is undefined."""
+        """Give a released parameter buffer its memory back; its values are undefined."""
         self._check_budget(params.nbytes)
         self._make_room(params.nbytes)
         params.untyped_storage().resize_(params.nbytes)
@@ -135,7 +170,13 @@ class ReplicaPool:
         self.held_bytes += params.nbytes
 
     def give(self, params: Tensor, grads: Tensor, *, zeroed: bool = False) -> None:
-        """Take buffers back; `zeroed` says that every gradient is zero, and saves doing so when they are lent again."""
+        """Take buffers back.
+
+        Args:
+            params: What `take` has lent, or `release` has emptied.
+            grads: What `take` has lent with it.
+            zeroed: Whether every gradient is zero, which saves zeroing when they are lent again.
+        """
         if params.numel() and not params.untyped_storage().size():
             # the parameters are gone already, and half a pair is of no use
             self.in_use_bytes -= grads.nbytes
@@ -161,7 +202,8 @@ class ReplicaPool:
                 self.held_bytes -= _pair_bytes(kind)
 
 
-_Kind = tuple[int, torch.dtype, int, torch.dtype, torch.device]  # of parameters, and of gradients: how many, and what
+# of parameters, and of gradients: how many, and of which dtype; then the device
+_Kind = tuple[int, torch.dtype, int, torch.dtype, torch.device]
 
 
 def _pair_bytes(kind: _Kind) -> int:

@@ -1,7 +1,7 @@
 """What makes a module compute as it does, beside the values of its parameters: has somebody changed it since?
 
-People replace an activation, put hooks on a module or give it a mask. A look compares objects by identity, which costs
-a few microseconds per module; only where something has changed is anything read.
+People replace an activation, put hooks on a module or give it a mask. A comparison by identity costs a few microseconds
+per module; only where something has changed is anything read.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from torch import nn
 
 from prophet.experts.hooks import KINDS
 
-# in which mode a module is, and what it holds, is looked at otherwise, or does not matter
+# a module's mode does not matter, and what it holds is looked at in another place
 _BESIDE = {"training", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", *KINDS}
-_MARKS = ("_", "ds_")  # names that tools give to what they put on modules
+# names that tools give to what they put on modules
+_MARKS = ("_", "ds_")
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
-_DEPTH = 3  # of values inside values
+# of values inside values: bounds the text, and cycles
+_DEPTH = 3
 
 
 class Structure:
-    """That of one expert at this moment.
+    """What one expert's modules are at this moment.
 
-    Seen are classes and their forward methods, submodules, names of parameters, buffers, hooks, and attributes: their
-    objects, and what is in lists and dictionaries. What an object of another class holds is not seen, nor a new
-    attribute whose name is private.
+    Compared are classes and their forward methods, submodules, names of parameters, buffers, hooks, and attributes:
+    their objects, and what is in lists and dictionaries. What an object of another class holds is not compared, nor a
+    new attribute whose name is private.
+
+    Args:
+        expert: The module; it is kept, and looked at again later.
     """
 
     def __init__(self, expert: nn.Module) -> None:
@@ -37,12 +42,13 @@ class Structure:
         self._seen = self._now()
 
     def unchanged(self) -> bool:
-        """Whether the expert is what it was."""
+        """Return whether the expert is what it was."""
         now = self._now()
         return len(now) == len(self._seen) and all(map(_same, now, self._seen))
 
     def _now(self) -> list[Any]:
-        """The objects themselves: an id may be another's once an object is gone."""
+        """Return all that is compared, as objects."""
+        # the objects themselves and not ids: an id may be another's once its object is gone
         found: list[Any] = []
         ahead = [("", self._expert)]
         for name, module in ahead:
@@ -56,6 +62,7 @@ class Structure:
                 elif isinstance(value, list | tuple):
                     found += [len(value), *value]
             found += own["_buffers"].values()
+            # whether there are any: handles change the dictionaries in place, and `text` tells which they are
             found += [bool(own[hooks]) for hooks in KINDS]
             for key, child in own["_modules"].items():
                 found += [key, child]
@@ -68,15 +75,15 @@ class Structure:
         return [k for k in vars(module) if k not in _BESIDE and (k in known or not k.startswith(_MARKS))]
 
     def text(self) -> str:
-        """All of it, and the hooks, as they are now; the same in every process."""
+        """Return all of it, and the hooks, as they are now; the same text in every process."""
         lines = []
         for name, module in self._expert.named_modules():
             own = vars(module)
-            said = {k: _said(own[k], _DEPTH) for k in sorted(self._settings(name, module))}
-            hooks = {k: [_said(hook, _DEPTH) for hook in own[k].values()] for k in KINDS}
+            settings = {k: _text(own[k], _DEPTH) for k in sorted(self._settings(name, module))}
+            hooks = {k: [_text(hook, _DEPTH) for hook in own[k].values()] for k in KINDS}
             buffers = {k: b if b is None else (list(b.shape), str(b.dtype)) for k, b in own["_buffers"].items()}
-            kind, forward = _said(type(module), 0), _said(type(module).forward, _DEPTH)
-            lines.append(f"{name} {kind} {forward} {said} {hooks} {buffers} {list(own['_parameters'])}")
+            kind, forward = _text(type(module), 0), _text(type(module).forward, _DEPTH)
+            lines.append(f"{name} {kind} {forward} {settings} {hooks} {buffers} {list(own['_parameters'])}")
         return "\n".join(lines)
 
 
@@ -84,29 +91,30 @@ def _same(now: Any, before: Any) -> bool:
     return now is before or (isinstance(now, _VALUES) and type(now) is type(before) and now == before)
 
 
-def _said(value: Any, depth: int) -> str:
-    """A value, a function with what it computes by, or the class of anything else."""
+def _text(value: Any, depth: int) -> str:
+    """Describe a value, a function with what it computes by, or the class of anything else."""
     if isinstance(value, _VALUES):
         return repr(value)
     if depth and isinstance(value, functools.partial):
-        return f"partial {[_said(v, depth - 1) for v in (value.func, *value.args, *sorted(value.keywords.items()))]}"
+        return f"partial {[_text(v, depth - 1) for v in (value.func, *value.args, *sorted(value.keywords.items()))]}"
     if depth and isinstance(value, list | tuple):
-        return str([_said(v, depth - 1) for v in value])
+        return str([_text(v, depth - 1) for v in value])
     if depth and isinstance(value, dict):
-        return str({str(k): _said(v, depth - 1) for k, v in value.items()})
+        return str({str(k): _text(v, depth - 1) for k, v in value.items()})
+    # a lambda's name says nothing: its code, names, constants and closure do, and are alike in every process
     code = getattr(value, "__code__", None)
     named = value if hasattr(value, "__qualname__") else type(value)
-    said = f"{named.__module__}.{named.__qualname__}"
+    text = f"{named.__module__}.{named.__qualname__}"
     if depth and code is not None:
         cells = [cell for cell in getattr(value, "__closure__", None) or () if cell != types.CellType()]
         held = [cell.cell_contents for cell in cells] + [*(getattr(value, "__defaults__", None) or ())]
-        said += f" {code.co_code.hex()} {code.co_names} {[c for c in code.co_consts if isinstance(c, _VALUES)]}"
-        said += f" {[_said(v, depth - 1) for v in held]}"
-    return said
+        text += f" {code.co_code.hex()} {code.co_names} {[c for c in code.co_consts if isinstance(c, _VALUES)]}"
+        text += f" {[_text(v, depth - 1) for v in held]}"
+    return text
 
 
 def digest(structures: Iterable[Structure], requires_grad: Iterable[bool]) -> int:
-    """56 bits of what experts are like now, in order, and of which of their parameters train."""
+    """Return 56 bits of what experts are like now, in order, and of which of their parameters train."""
     found = hashlib.blake2b(bytes(requires_grad), digest_size=7)
     for one in structures:
         found.update(one.text().encode())

@@ -15,17 +15,28 @@ from torch import Tensor, nn
 from prophet.experts.hooks import without_hooks
 from prophet.experts.likeness import parts_of, strip
 
+# rows of a trial: few, as only equality is asked
 _ROWS = 3
+# any, but the same on all ranks: what is refused is refused on all of them
 _SEED = 20
-_NEAR = 1e-3  # of the largest element: other weights are further off, another order of sums is nearer
+# of the largest element: other weights are further off, another order of sums is nearer
+_NEAR = 1e-3
 
 
 class Trial:
     """Tries `expert` on rows [n, D]; raises ValueError, naming what is wrong, where its replica would differ.
 
-    dim_out: D of its answers. flops_per_row: operations of a forward pass as the performance model counts them, a third
-    of those counted forward and backward; 0 where the counter knows none of them, as those of recurrent layers. The
-    expert, its gradients and the random generators are left as they are, and its hooks are not called.
+    The expert, its gradients and the random generators are left as they are, and its hooks are not called.
+
+    Args:
+        expert: The module to try.
+        dim: D, of the rows.
+        sample: Rows to try it on; None for random ones of a dtype that it takes.
+
+    Attributes:
+        dim_out: Size of its answers.
+        flops_per_row: Operations of a forward pass as the performance model counts them, a third of those counted
+            forward and backward. 0 where the counter knows none of them, as those of recurrent layers.
     """
 
     def __init__(self, expert: nn.Module, dim: int, sample: Tensor | None = None) -> None:
@@ -46,7 +57,7 @@ class Trial:
                     p.grad = grad
 
     def _accepted(self, dim: int, like: Tensor) -> Tensor:
-        """Random rows of the first of the parameters' dtypes that the expert takes."""
+        """Return random rows of the first of the parameters' dtypes that the expert takes."""
         rows = torch.empty((_ROWS, dim), dtype=torch.float64, device=like.device)
         if not like.is_meta:
             rows.normal_(generator=torch.Generator(like.device).manual_seed(_SEED))
@@ -63,12 +74,15 @@ class Trial:
         raise first or ValueError(f"{self._who} has no parameters")
 
     def _try(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode  # takes a second, of those who have modules only
+        # imported here: it takes a second, of those who have modules only
+        from torch.utils.flop_counter import FlopCounterMode
 
+        # copies: buffers, modes and gradients of the user's expert must not change
         home, replica = copy_of(self._expert).train(), copy_of(self._expert).train()
         generator = torch.Generator(self._sample.device).manual_seed(_SEED)
         with torch.no_grad():
             for p in home.parameters():
+                # drawn anew: zeros, as of a LoRA factor, would hide what depends on them
                 bound = p.shape[-1] ** -0.5 if p.dim() else 1.0
                 p.uniform_(-bound, bound, generator=generator)
         before = {name: b.clone() for name, b in home.named_buffers()}
@@ -77,7 +91,7 @@ class Trial:
             self._run(home)
         for p in home.parameters():
             p.grad = None
-        # once more: counting takes some operations apart, and in bfloat16 each part rounds
+        # once more without the counter, which takes some operations apart: in bfloat16 each part rounds
         expected, grads = self._run(home)
         self.dim_out = expected.shape[1]
         self.flops_per_row = counter.get_total_flops() / (3.0 * self._sample.shape[0])
@@ -89,6 +103,7 @@ class Trial:
                 )
         strip(replica)
         leaves: dict[str, nn.Parameter] = {}
+        # as a replica: the copy stripped, then new leaves set by attribute, as `modules` does
         values = dict(home.named_parameters())
         for part in parts_of(home):
             leaf = leaves[part.name] = nn.Parameter(values[part.name].detach().clone(), part.requires_grad)
@@ -96,7 +111,8 @@ class Trial:
                 setattr(replica.get_submodule(where), attribute, leaf)
         got, found = self._run(replica)
         unused = [name for name, grad in grads.items() if grad is None and values[name].requires_grad]
-        used = self._used(unused)  # a closure keeps the parameters of the expert itself
+        # a copy's closure still reads the original's parameters, so those are asked for gradients as well
+        used = self._used(unused)
         for name in grads:
             if (grads[name] is None) != (found[name] is None) or name in used:
                 raise ValueError(
@@ -113,7 +129,7 @@ class Trial:
                 )
 
     def _used(self, names: list[str]) -> set[str]:
-        """Those of the expert's own parameters `names` that get a gradient from the expert itself."""
+        """Return those of the expert's parameters `names` that get a gradient from the expert itself."""
         if not names:
             return set()
         modes = {m: m.training for m in self._expert.modules()}
@@ -132,10 +148,11 @@ class Trial:
                         b.copy_(buffers[name])
 
     def _run(self, expert: nn.Module) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """Answer and gradients, from one random state."""
+        """Return answer and gradients, from one random state."""
         with torch.enable_grad():
             _seed(self._sample.device)
             answer = self._answer(expert)
+            # unequal weights: a plain sum would give norms and softmax a gradient of zero
             weights = torch.linspace(-1.0, 1.0, answer.numel(), device=answer.device, dtype=answer.dtype)
             if answer.requires_grad:
                 (answer * weights.view_as(answer)).sum().backward()
@@ -161,7 +178,7 @@ def _who(expert: nn.Module) -> str:
 
 
 def copy_of(expert: nn.Module) -> nn.Module:
-    """A copy of the expert, of its own parameters and buffers; raises ValueError where there cannot be one."""
+    """Return a copy of the expert with copied parameters and buffers; ValueError where there cannot be one."""
     try:
         return copy.deepcopy(expert)
     except (RuntimeError, TypeError, AttributeError) as error:

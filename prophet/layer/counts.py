@@ -4,11 +4,12 @@ It comes before the all-to-alls, whose lengths it decides, so a rank that is els
 that receives more than was announced may end the process. `prophet.ranks.messages` compares where the ranks are, by
 layer and number of the forward pass; a `Row` has the rest.
 
-Every rank plans and splits by itself from the same integers. Where one comes to another result, by its version, its
-configuration or a planner that is not deterministic, an error here says so, instead of a hang. Most of what is compared
-travels with the counts and costs no message. What cannot wait for counts has a comparison here too.
+Every rank plans and splits by itself from the same integers. A rank may come to another result, by its version, its
+configuration or a planner that is not deterministic. An error here then says so, instead of a hang. Most of what is
+compared travels with the counts and costs no message. What cannot wait for counts has a comparison here too.
 
-Shape legend: R ranks, E experts, L layers, W windows of a block.
+Shape legend: R ranks, E experts, L layers, W windows of a block, G numbers of a digest of gradients, X numbers of a
+digest of experts.
 """
 
 from __future__ import annotations
@@ -29,26 +30,36 @@ from prophet.ranks.operation import Operation
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, odd_ones_out
 
-# one integer of every rank
+# the fields that are one integer of every rank: columns of the table, where the others are slices
 _SINGLE = ("tokens", "step", "updates", "averaged", "placement", "split", "stale", "finite", "dropped", "structure")
-UNKNOWN = -1  # the digest of a placement that is still being planned
+# the digest of a placement that is still being planned
+UNKNOWN = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What a rank says beside its counts. Every field is as long on all ranks, and in every pass.
+    """What a rank sends beside its counts.
 
-    A field that only one of the layers says is empty in the others' rows.
+    Every field is as long on all ranks, and in every pass. A field that only one of the layers fills is empty in the
+    others' rows.
 
-    forward: how many passes the layer has run, this one included, but none that was recomputed. kind: what this one is
-    for, one of `prophet.ranks.messages.PASSES`. step: of training. updates: how often the optimizer has run. averaged:
-    whether DistributedDataParallel is going to average the gradients of this pass. placement, split: digests of the
-    placement in force and of the last split; structure: of what replicas compute. stale: whether home parameters have
-    changed since they were sent to replicas. window_us: [W] lengths of the block's windows. placements: [L] digests of
-    all layers' placements, with the first layer's counts; upcoming: [1] that of the first layer's next one or UNKNOWN,
-    with the last layer's. gradients: [G] int64 on the device, a digest of what the last optimizer step used, with the
-    first counts after it; zeros with others. experts: [X] int64 on the device, what `prophet.layer.expert_watch`
-    compares; in training passes of several ranks.
+    Attributes:
+        forward: How many passes the layer has run, this one included, but none that was recomputed.
+        kind: What this pass is for, one of `prophet.ranks.messages.PASSES`.
+        step: Number of the training step.
+        updates: How often the optimizer has run.
+        averaged: Whether DistributedDataParallel is going to average the gradients of this pass.
+        placement: Digest of the placement in force.
+        split: Digest of the last split.
+        structure: Digest of what replicas compute.
+        stale: Whether home parameters have changed since they were sent to replicas.
+        window_us: Lengths of the block's windows [W], in microseconds.
+        placements: Digests [L] of all layers' placements, with the first layer's counts.
+        upcoming: Digest [1] of the first layer's next placement, or UNKNOWN; with the last layer's counts.
+        gradients: Digest [G], int64 on the device, of what the last optimizer step used, with the first counts after
+            it; zeros with later ones.
+        experts: Digest [X], int64 on the device, that `prophet.layer.expert_watch` compares; in training passes of
+            several ranks.
     """
 
     forward: int = 0
@@ -69,13 +80,21 @@ class Row:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Counts:
-    """What all ranks have said, by rank.
+    """What all ranks have sent, by rank.
 
-    finite: [R] whether the gate's scores are. tokens: [R] routed. dropped: [R] choices dropped for lack of capacity.
-    step, updates, averaged, placement, split, structure, stale: [R]; window_us: [R, W]; placements: [R, L] or [R, 0];
-    upcoming: [R, 1] or [R, 0]; gradients: [R, G], experts: [R, X], or None: as in `Row`. load: [R, E] choices by
-    source rank and expert. extra: [R, E] choices before any drop, or with `first_choices` every token's first choice;
-    None where the load says both.
+    Attributes:
+        finite: Whether the gate's scores are finite, [R].
+        dropped: Choices dropped for lack of capacity, [R].
+        tokens: Tokens routed, [R].
+        step, updates, averaged, placement, split, structure, stale: As in `Row`, [R] each.
+        window_us: As in `Row`, [R, W].
+        placements: As in `Row`, [R, L] or [R, 0].
+        upcoming: As in `Row`, [R, 1] or [R, 0].
+        load: Choices by source rank and expert, [R, E].
+        extra: Choices before any drop, [R, E], or with `first_choices` every token's first choice; None where the load
+            says both.
+        gradients, experts: As in `Row`, [R, G] and [R, X], or None.
+        first_choices: What `extra` counts.
     """
 
     finite: IntArray
@@ -98,21 +117,27 @@ class Counts:
     first_choices: bool
 
     def judged(self) -> IntArray:
-        """[R, E] the choices that the auxiliary loss is about."""
+        """Return the choices that the auxiliary loss is about, [R, E]."""
         return self.load if self.extra is None else self.extra
 
     def undropped(self) -> IntArray:
-        """[R, E] choices before any drop, where the gate needs to know; the load elsewhere."""
+        """Return choices before any drop, [R, E], where the gate needs to know; the load in other cases."""
         return self.load if self.extra is None or self.first_choices else self.extra
 
     def check(self, rank: int, label: str) -> None:
-        """Raise `RoutingError` for scores that cannot be routed, `PlanMismatch` where ranks are about to differ.
+        """Raise the same error on all ranks unless they can go on together.
 
-        That is `OutOfStep` where they have not done the same so far.
+        Args:
+            rank: The rank that asks.
+            label: How messages call the layer.
 
-        rank: the one that asks. label: how messages call the layer.
+        Raises:
+            RoutingError: Scores cannot be routed.
+            OutOfStep: Ranks have not done the same so far.
+            PlanMismatch: Ranks are about to differ.
         """
         step = int(self.step[rank])
+        # every rank sees the same table, so all raise: none goes on alone into an all-to-all
         broken = np.flatnonzero(self.finite == 0).tolist()
         if broken:
             raise RoutingError(
@@ -120,6 +145,8 @@ class Counts:
                 f"or a router of the model's own chose experts that do not exist; expected finite scores"
             )
         where = f"{label}, step {step}"
+        # before placements and splits, which differ as well on a rank that is a step apart: the first error names the
+        # cause
         _check_in_step(where, "step", self.step)
         _check_in_step(where, "number of optimizer steps", self.updates)
         apart = odd_ones_out(self.averaged)
@@ -131,6 +158,8 @@ class Counts:
             )
         _check_equal(where, "placement", self.placement)
         _check_equal(where, "previous split", self.split)
+        # a replica computes by the receiving rank's modules: where these differ, its answers would be wrong without a
+        # sign
         changed = odd_ones_out(self.structure)
         if changed:
             raise PlanMismatch(
@@ -153,13 +182,26 @@ def exchange_counts(
     stopwatch: Stopwatch,
     place: int | None = None,
 ) -> Counts:
-    """Tell all ranks this one's `row` and counts, and hear theirs; collective.
+    """Exchange this rank's `row` and counts for those of all ranks; collective.
 
-    Raises `OutOfStep` on all ranks where one is in another layer or another pass. layer: its place in the order of
-    execution, None where nobody balances it; place: stands for it then. tokens: how many `routing` is of. extra,
-    first_choices: as of `Counts`, of this rank; alike on all ranks.
+    Args:
+        row: What this rank sends beside its counts.
+        routing: This rank's routing decisions, whose counts are sent.
+        tokens: How many tokens `routing` is of.
+        extra: This rank's row of `Counts.extra`, [E]; None on all ranks or on none.
+        first_choices: As in `Counts`; equal on all ranks.
+        collective: The ranks that share the layer's experts.
+        layer: The layer's place in the order of execution; None where nobody balances it.
+        stopwatch: Counts the time as "counts".
+        place: Stands for `layer` in the comparison of places where that is None.
+
+    Returns:
+        All ranks' numbers, on the host.
+
+    Raises:
+        OutOfStep: A rank is in another layer or another pass; on all ranks.
     """
-    said: dict[str, Sequence[int]] = {
+    fields: dict[str, Sequence[int]] = {
         "tokens": (tokens,),
         "step": (row.step,),
         "updates": (row.updates,),
@@ -172,34 +214,51 @@ def exchange_counts(
         "placements": row.placements,
         "upcoming": row.upcoming,
     }
-    # the device alone knows these
-    known = {"finite": routing.finite.long().view(1), "dropped": routing.dropped().view(1), "load": routing.counts()}
+    # the device alone knows these; they stay there until all ranks' numbers come to the host in one copy
+    on_device = {
+        "finite": routing.finite.long().view(1),
+        "dropped": routing.dropped().view(1),
+        "load": routing.counts(),
+    }
     if extra is not None:
-        known["extra"] = extra
+        on_device["extra"] = extra
     if row.gradients is not None:
-        known["gradients"] = row.gradients
+        on_device["gradients"] = row.gradients
     if row.experts is not None:
-        known["experts"] = row.experts
+        on_device["experts"] = row.experts
+    # the head of the message: `prophet.ranks.messages` compares it on all ranks before anything in the table is read
     collective.frames.forward, collective.frames.kind = row.forward, PASSES.index(row.kind)
-    numbers = [int(number) for values in said.values() for number in values]
+    numbers = [int(number) for values in fields.values() for number in values]
     op, device = Operation(COUNTS, layer), routing.ids.device
     with stopwatch("counts"):
-        table = gather_numbers(collective, numbers, tuple(known.values()), op=op, device=device, place=place)
-    widths = {name: len(values) for name, values in said.items()} | {n: t.numel() for n, t in known.items()}
+        table = gather_numbers(collective, numbers, tuple(on_device.values()), op=op, device=device, place=place)
+    # the table's columns lie in the order in which numbers and tensors were handed over
+    widths = {name: len(values) for name, values in fields.items()} | {n: t.numel() for n, t in on_device.items()}
     found: dict[str, Any] = {"extra": None, "gradients": None, "experts": None}
     start = 0
     for name, width in widths.items():
         found[name] = table[:, start] if name in _SINGLE else table[:, start : start + width]
         start += width
+    # the planner's core takes contiguous arrays, and a slice keeps the strides of the whole table
     found["load"] = np.ascontiguousarray(found["load"], dtype=np.int64)
     return Counts(**found, first_choices=first_choices)
 
 
 def compare_placements(digests: Sequence[int], step: int, collective: Collective, device: torch.device) -> None:
-    """Raise `PlanMismatch` unless all ranks are about to use the same placements, by their digests [L]; collective.
+    """Check that all ranks are about to use the same placements; collective.
 
     It has to happen before the first Trans, as what that brings is as long as the placements say. A rank that does not
-    begin a step is found out as well: it tells something else instead.
+    begin a step is found out as well: its message is another one.
+
+    Args:
+        digests: This rank's placements, one digest per layer, [L].
+        step: Number of the step that begins, for messages.
+        collective: The ranks that compare.
+        device: Where these exchange tensors.
+
+    Raises:
+        PlanMismatch: Placements differ.
+        OutOfStep: A rank is doing something else.
     """
     found = gather_numbers(collective, digests, op=Operation("comparison of placements"), device=device)
     check_placements(found, step)
@@ -207,12 +266,25 @@ def compare_placements(digests: Sequence[int], step: int, collective: Collective
 
 def check_placements(digests_RL: IntArray, step: int) -> None:
     """Raise `PlanMismatch` where ranks have different placements, by their digests [R, L]."""
+    # one check per layer, so that the error names the layer that was planned differently
     for layer, column in enumerate(digests_RL.T):
         _check_equal(f"MoE layer {layer}, step {step}", "placement", column)
 
 
 def compare_splits(digest: int, layer: int, step: int, collective: Collective, device: torch.device) -> None:
-    """Raise `PlanMismatch` unless all ranks split a layer's tokens the same way; collective."""
+    """Check that all ranks split a layer's tokens the same way; collective.
+
+    Args:
+        digest: Of this rank's split.
+        layer: The layer's place in the order of execution.
+        step: Number of the step, for messages.
+        collective: The ranks that compare.
+        device: Where these exchange tensors.
+
+    Raises:
+        PlanMismatch: Splits differ.
+        OutOfStep: A rank is doing something else.
+    """
     found = gather_numbers(collective, [digest], op=Operation("comparison of splits", layer), device=device)
     _check_equal(f"MoE layer {layer}, step {step}", "split", found[:, 0])
 

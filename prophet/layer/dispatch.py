@@ -1,6 +1,7 @@
 """Moving token rows between ranks, differentiably, and telling the runtime when a window begins.
 
-Shape legend: N tokens, K top-k, A choices sent by this rank, B rows received by it, R ranks, E experts, D model dim.
+Shape legend: N tokens, K top-k, A choices sent by this rank, B rows received by it, R ranks, E experts, D model dim (in
+`send_ED` destination ranks).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from prophet.kernels.split_apply import regroup
 from prophet.spec import Placement, Split
 
-Move = Callable[[Tensor, list[int], list[int], str], Tensor]  # rows, how many to and from each rank, name
+# moves rows, given how many go to and come from each rank, under a name for messages
+Move = Callable[[Tensor, list[int], list[int], str], Tensor]
 
 
 class _AllToAll(torch.autograd.Function):
@@ -27,27 +29,38 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, send_rows: list[int], recv_rows: list[int], name: str, move: Move) -> Tensor:
         ctx.route = (send_rows, recv_rows, name, move)
         out = move(x, send_rows, recv_rows, name)
+        # on a single rank `move` returns its input, and the output of a Function has to be another tensor
         return out.view_as(out) if out is x else out
 
     @staticmethod
-    @once_differentiable  # `_Edge` has refused a second derivative before
+    # `_Edge` has refused a second derivative before it comes here
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         send_rows, recv_rows, name, move = ctx.route
+        # a gradient may be expanded or strided, and collectives send memory as it lies
         back = move(grads[0].contiguous(), recv_rows, send_rows, f"{name} backward")
         return back, None, None, None, None
 
 
 def all_to_all(x: Tensor, send_rows: list[int], recv_rows: list[int], name: str, move: Move) -> Tensor:
-    """Send `send_rows[d]` consecutive rows of `x` [A, D] to each rank; returns [sum of recv_rows, D].
+    """Send consecutive rows to each rank, and receive theirs; collective, forward and backward.
 
-    name: of the exchange, for messages. move: does it, forward and backward.
+    Args:
+        x: Rows [A, D] in the order of the ranks that they go to.
+        send_rows: How many rows of `x` go to each rank, [R].
+        recv_rows: How many rows come from each rank, [R].
+        name: Name of the exchange, for messages.
+        move: Carries out the exchange in both passes.
+
+    Returns:
+        Rows [sum of recv_rows, D], by source rank.
     """
     out: Tensor = _AllToAll.apply(x, send_rows, recv_rows, name, move)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Edge(torch.autograd.Function):
-    """Identity that calls `on_backward` when its gradient passes; RuntimeError where that is to be differentiated."""
+    """Identity that calls `on_backward` when its gradient passes; it refuses to be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, on_backward: Callable[[], None]) -> Tensor:
@@ -60,7 +73,8 @@ class _Edge(torch.autograd.Function):
         # leave terms of the second derivative out, most of them without a word
         if torch.is_grad_enabled():
             raise RuntimeError(f"create_graph=True: {_ONCE}")
-        if not torch._C._has_storage(grads[0]):  # several gradients in one
+        # several gradients in one, which vmap wraps: a collective cannot send a tensor without storage
+        if not torch._C._has_storage(grads[0]):
             raise RuntimeError(f"is_grads_batched=True, which vectorize=True asks for: {_ONCE}")
         ctx.on_backward()
         return grads[0], None
@@ -73,14 +87,18 @@ _ONCE = (
 
 
 def check_plain_autograd(tensors: Iterable[Tensor] = ()) -> None:
-    """Raise RuntimeError inside a transform of `torch.func`, and where one of `tensors` has a forward-mode tangent.
+    """Raise RuntimeError inside a transform of `torch.func`, or for a tensor with a forward-mode tangent.
 
     Operators and collectives would see wrapped tensors, or lose the tangents without a word.
+
+    Args:
+        tensors: What is looked at for tangents.
     """
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"torch.func (grad, vjp, jvp, vmap, ...) cannot transform experts, which several ranks compute: {_ONCE}"
         )
+    # outside forward mode the level is -1: unpacking every parameter then would cost time for nothing
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(f"forward-mode derivatives (torch.autograd.forward_ad) do not pass experts: {_ONCE}")
 
@@ -88,7 +106,12 @@ def check_plain_autograd(tensors: Iterable[Tensor] = ()) -> None:
 def on_backward(x: Tensor, call: Callable[[], None] = lambda: None) -> Tensor:
     """Return `x`; `call()` runs when the backward pass has computed the gradient of the result, if it does.
 
-    RuntimeError in a backward pass under `create_graph`.
+    Args:
+        x: Tensor to pass on.
+        call: Runs at most once per backward pass.
+
+    Raises:
+        RuntimeError: In the backward pass, where that runs under `create_graph` or with batched gradients.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -100,9 +123,13 @@ def on_backward(x: Tensor, call: Callable[[], None] = lambda: None) -> Tensor:
 class Route:
     """One rank's share of a split, as row counts.
 
-    send_ED: [E, D] this rank's choices of expert e for rank d. groups: (expert, is home) in the order in which this
-    rank computes them, homes first. sizes: rows per group. recv_rows: [R] rows from every rank. to_groups: order that
-    turns received rows into groups, [B]; None where they arrive in groups, as on a single rank.
+    Attributes:
+        send_ED: This rank's choices of expert e for rank d, [E, D].
+        send_rows: Rows to every rank, [R].
+        recv_rows: Rows from every rank, [R].
+        sizes: Rows of every group, in the order in which this rank computes its experts, homes first.
+        to_groups: Order that turns received rows into groups, [B]; None where they arrive in groups, as on a single
+            rank.
     """
 
     send_ED: Tensor
@@ -113,28 +140,39 @@ class Route:
 
     @classmethod
     def build(cls, split: Split, placement: Placement, rank: int, first_home: int, homes: int) -> Route:
-        """Counts for `rank`, whose home experts are first_home .. first_home+homes-1, from a split all ranks share."""
+        """Build the route of `rank` from a split that all ranks share.
+
+        Args:
+            split: Where every rank's tokens go.
+            placement: Which experts each rank holds.
+            rank: The rank whose route it is.
+            first_home: The lowest of its home experts.
+            homes: How many home experts it has, all in a row.
+        """
         experts = [*range(first_home, first_home + homes), *placement.replicas_on(rank)]
-        send = split.tokens[rank]
-        recv = split.tokens[:, :, rank]  # [R, E]; rows arrive by source rank, then by expert
+        send_ED = split.tokens[rank]
+        # rows arrive by source rank, then by expert ascending, while they are computed homes first
+        recv_RE = split.tokens[:, :, rank]
         arrival = sorted(experts)
-        lengths = torch.from_numpy(recv[:, arrival].copy())
-        by_expert = regroup(lengths)  # rows by expert ascending, then by source
+        # copied since a split's arrays are read-only, and torch would write to them
+        lengths = torch.from_numpy(recv_RE[:, arrival].copy())
+        by_expert = regroup(lengths)
         totals = lengths.sum(dim=0).tolist()
         pieces = dict(zip(arrival, by_expert.split(totals), strict=True))
         order = torch.cat([pieces[e] for e in experts])
+        # an order that rises is the identity: reordering rows would only copy them
         grouped = bool((order[1:] > order[:-1]).all())
         sizes = [totals[arrival.index(e)] for e in experts]
         return cls(
-            send_ED=torch.from_numpy(send.copy()),
-            send_rows=send.sum(axis=0).tolist(),
-            recv_rows=recv.sum(axis=1).tolist(),
+            send_ED=torch.from_numpy(send_ED.copy()),
+            send_rows=send_ED.sum(axis=0).tolist(),
+            recv_rows=recv_RE.sum(axis=1).tolist(),
             sizes=sizes,
             to_groups=None if grouped else order,
         )
 
     def to(self, device: torch.device) -> Route:
-        """The same route with its index tensors on `device`."""
+        """Return the same route with its index tensors on `device`; row counts stay on the host."""
         if device.type == "cpu":
             return self
         to_groups = None if self.to_groups is None else self.to_groups.to(device, non_blocking=True)

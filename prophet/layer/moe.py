@@ -1,7 +1,7 @@
 """The drop-in Mixture-of-Experts layer.
 
-Shape legend: N tokens on this rank, K top-k, E experts, m experts per rank, R ranks, D model dim, O output
-dim, A choices sent, B rows received.
+Shape legend, also of suffixes of names (`tokens_ND`): N tokens on this rank, K top-k, E experts, m experts per rank, R
+ranks, D model dim, O output dim, A choices sent, B rows received.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from prophet.spec import Activation, Bias, IntArray, Split, check_experts_per_ra
 class LayerStats:
     """What one forward pass of a layer did, on all ranks.
 
-    load: [R, E] choices by source rank and expert. rank_load: [R] rows computed by every rank. dropped: choices dropped
-    for lack of capacity, on all ranks.
+    Attributes:
+        load: Choices by source rank and expert, [R, E].
+        rank_load: Rows computed by every rank, [R].
+        dropped: Choices dropped for lack of capacity, on all ranks together.
     """
 
     load: IntArray
@@ -48,7 +50,7 @@ class LayerStats:
 
     @property
     def max_mean(self) -> float:
-        """Largest rank load over the mean; 1.0 is perfect."""
+        """The largest rank load over the mean; 1.0 is perfect."""
         total = int(self.rank_load.sum())
         return float(self.rank_load.max()) * self.rank_load.size / total if total else 1.0
 
@@ -60,7 +62,11 @@ class LossBook:
     entries: list[tuple[int | None, str, Tensor]] = field(default_factory=list)
 
     def total(self) -> Tensor:
-        """Their sum, to be added to the loss; a zero where there are none."""
+        """Return the sum of the losses, to be added to the model's loss; a zero where there are none.
+
+        Raises:
+            RuntimeError: A loss has no graph, so adding it would train nothing.
+        """
         if not self.entries:
             return torch.zeros(())
         if torch.is_grad_enabled() and not all(loss.requires_grad for _, _, loss in self.entries):
@@ -74,21 +80,34 @@ class LossBook:
 class MoE(nn.Module):
     """Feed-forward layer of `num_experts` experts, of which every token visits `top_k`.
 
-    dim: of a token. hidden, activation, bias, dim_out: of feed-forward experts, their inner size, a name from
-    `prophet.spec.ACTIVATIONS` or one with a limit, such as "swiglu(limit=10)", whether they have biases ("in" or "out"
-    for one alone), and the size of their answers, None for `dim`. expert: instead of these, a function that makes one
-    expert, a module from rows [n, dim] to rows [n, any]; expert e starts alike at any number of ranks. gate: how tokens
-    are routed. group: the expert-parallel group; None means all processes, or a single rank where `torch.distributed`
-    is not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels run ("auto": Triton on a
-    GPU, library products elsewhere; "naive": their definitions).
-
     Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
-    other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
-    step fits both. On its own the layer is plain expert parallelism; `prophet.attach` balances it, and
-    keeps DDP away from the experts.
+    other parameters. Expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
+    step fits both. By itself the layer is plain expert parallelism; `prophet.attach` balances it, and keeps DDP away
+    from the experts.
+
+    Args:
+        dim: D, the size of a token.
+        hidden: Inner size of feed-forward experts; give this or `expert`.
+        num_experts: E, over all ranks; a multiple of their number.
+        top_k: K, how many experts a token visits.
+        expert: Makes one expert: a module from rows [n, dim] to rows [n, any]. Expert e starts alike at any number of
+            ranks.
+        activation: Of feed-forward experts: a name from `prophet.spec.ACTIVATIONS`, or one with a limit, such as
+            "swiglu(limit=10)".
+        bias: Whether feed-forward experts have biases; "in" or "out" for one alone.
+        dim_out: O, the size of feed-forward experts' answers; None for `dim`.
+        gate: How tokens are routed; None for the defaults of `GateConfig`.
+        group: The expert-parallel group, or a `prophet.comm.Collective`. None means all processes, or a single rank
+            where `torch.distributed` is not initialised.
+        timeout_s: Seconds to wait for other ranks before an error names them.
+        impl: Which kernels run: "auto" (Triton on a GPU, library products elsewhere) or "naive" (their definitions).
+
+    Raises:
+        ValueError: Arguments contradict each other, or E is no multiple of the number of ranks.
     """
 
-    initialised_here = True  # its experts have drawn their values, one by one
+    # its experts have drawn their values, one by one, so they differ until something mixes them
+    initialised_here = True
 
     def __init__(
         self,
@@ -117,7 +136,8 @@ class MoE(nn.Module):
             raise ValueError(f"dim and hidden must be positive, got {dim} and {hidden}")
         if dim_out is not None and dim_out < 1:
             raise ValueError(f"dim_out must be positive, got {dim_out}")
-        parts_of(activation)  # raises for what is none
+        # raises here for an unknown name, before anything is built or communicated
+        parts_of(activation)
         collective = collective_for(group, timeout_s=timeout_s)
         ranks = collective.size
         m = check_experts_per_rank(num_experts, ranks)
@@ -142,11 +162,14 @@ class MoE(nn.Module):
         self._assemble(router, experts, top_k, collective, impl)
 
     def _assemble(self, router: Router, experts: Bank, top_k: int, collective: Collective, impl: Impl) -> None:
-        """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
+        """Put the parts together; subclasses whose `__init__` does not make its parts call it with theirs."""
         self.collective = collective
-        self.replicas: Collective | None = None  # the ranks with the same experts; `ExpertReplicas` sets it
-        self.alike: Collective | None = None  # ranks that are given the same tokens: each takes a part to its experts
-        self.known_to_deepspeed = False  # `prophet_deepspeed` sets it
+        # the ranks with the same experts; `ExpertReplicas` sets it
+        self.replicas: Collective | None = None
+        # ranks that are given the same tokens: each takes a part of them to its experts
+        self.alike: Collective | None = None
+        # `prophet_deepspeed` sets it
+        self.known_to_deepspeed = False
         self.dim, self.dim_out = experts.dim, experts.dim_out
         self.num_experts, self.top_k = experts.total_experts, top_k
         self.impl: Impl = impl
@@ -154,38 +177,45 @@ class MoE(nn.Module):
         self.experts = experts
         self.expert_watch = ExpertWatch(experts, initialised_here=self.initialised_here)
         module: Any = self  # whose hooks torch has not annotated
+        # loaded experts may be equal on purpose: the watch has to start from them
         module.register_load_state_dict_post_hook(_loaded)
         self.stats: LayerStats | None = None
-        self._number: int | None = None  # among the group's layers that nobody balances, by their first runs
+        # place among the group's layers that nobody balances, by their first runs
+        self._number: int | None = None
         self._port: Port = self.plain_port()
         self._book: LossBook | None = None
         # called with this layer when its experts' backward pass begins, rows or not; the same on all ranks
         self.on_backward: Callable[[MoE], None] | None = None
 
     def keys_prefix(self, name: str) -> str:
-        """What the experts' keys in a state dict begin with; name: of this layer, with a dot, or nothing."""
+        """Return what the experts' keys in a state dict begin with; `name` is this layer's, with a dot, or nothing."""
         return f"{name}experts."
 
     def names_prefix(self, name: str) -> str:
-        """What the names of the experts' parameters begin with; name: of this layer, with a dot, or nothing."""
+        """Return what the experts' parameters' names begin with; `name` is this layer's, with a dot, or nothing."""
         return f"{name}experts."
 
     def regroup(self, group: Collective, replicas: Collective | None, alike: Collective | None = None) -> None:
-        """Share the experts over the ranks of another `group` from now on, `replicas` having the same ones.
+        """Share the experts over the ranks of another `group` from now on, between two steps.
 
-        Between two steps, by whoever exchanges the experts' parameters for those that this rank has then. Nobody may
-        balance the layer meanwhile. The ranks `alike` are given the same tokens: each takes a part of them, and the
-        mean of the experts' gradients over `group` and `replicas` is that of all tokens. They are neighbours in
-        `group` where its size is a multiple of theirs. Experts that are modules compute all tokens on each of them.
+        Whoever calls it exchanges the experts' parameters for those that this rank has then. Nobody may balance the
+        layer meanwhile. The mean of the experts' gradients over `group` and `replicas` is that of all tokens.
+
+        Args:
+            group: The ranks that share the experts from now on.
+            replicas: The ranks with the same experts as this one; None without any.
+            alike: The ranks that are given the same tokens, of which each takes a part. They are neighbours in `group`
+                where its size is a multiple of theirs. Experts that are modules compute all tokens on each of them.
         """
         self.experts.share_over(group.rank, group.size)
         self.collective, self.replicas = group, replicas
         self.alike = alike if isinstance(self.experts, FeedForwardBank) else None
         self._port, self._number = self.plain_port(), None
-        self.expert_watch.remember()  # gradients so far were those of other experts
+        # gradients so far were those of other experts
+        self.expert_watch.remember()
 
     def plain_port(self) -> Port:
-        """A port that balances nothing."""
+        """Return a port that balances nothing."""
         return PlainPort(self.collective.size, self.num_experts, self.expert_watch)
 
     def extra_repr(self) -> str:
@@ -196,11 +226,11 @@ class MoE(nn.Module):
 
     @property
     def label(self) -> str:
-        """How messages call this layer."""
+        """What messages call this layer."""
         return "MoE layer" if self._port.index is None else f"MoE layer {self._port.index}"
 
     def signature(self) -> str:
-        """What must be equal on all ranks for the layer to work, as text."""
+        """Return, as text, what must be equal on all ranks for the layer to work."""
         return f"num_experts={self.num_experts} top_k={self.top_k} {self.experts.signature()} gate={self.gate.config}"
 
     def check(self) -> None:
@@ -208,7 +238,7 @@ class MoE(nn.Module):
         self.experts.check_parameters()
 
     def set_deepspeed_parallelism(self, *_: object) -> None:
-        """DeepSpeed calls this of the modules that it is about to train, and alone it would train them wrongly."""
+        """Refuse to be trained by DeepSpeed alone, which calls this and would train the experts wrongly."""
         if not self.known_to_deepspeed:
             raise RuntimeError(
                 f"{self.label}: DeepSpeed alone would average its experts over ranks that hold different ones: `import "
@@ -216,61 +246,85 @@ class MoE(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to `x` [..., D]; returns [..., O]. Collective over the group's ranks."""
+        """Apply the layer; collective over the group's ranks, forward and backward.
+
+        Args:
+            x: Tokens [..., D] of this rank.
+
+        Returns:
+            Answers [..., O].
+        """
         return self._apply_experts(x, self.gate)
 
-    @torch._compile._disable_dynamo  # counts decide shapes: torch.compile compiles what is around the layer
+    # counts decide shapes: torch.compile compiles what is around the layer
+    @torch._compile._disable_dynamo
     def _apply_experts(self, x: Tensor, decide: Callable[[Tensor], Routing]) -> Tensor:
-        """The layer on `x` [..., D], where `decide` says for tokens [N, D] which experts they visit."""
+        """Apply the layer to `x` [..., D]; `decide` returns, for tokens [N, D], which experts they visit."""
         check_plain_autograd(itertools.chain((x,), self.parameters()))
         dtype = self._checked_dtype(x)
         port, watch = self._port, self._port.stopwatch
         forward = Pass.now(self.training)
         port.begin(forward)
         # this block's backward pass ends here: the block before it starts with its non-MoE layers
-        tokens = on_backward(x.reshape(-1, self.dim), lambda: self._port.window("BNEC"))
+        tokens_ND = on_backward(x.reshape(-1, self.dim), lambda: self._port.window("BNEC"))
 
         with watch("gate"):
-            routing = decide(tokens)
+            routing = decide(tokens_ND)
+        # a router of the user's may have made a tangent that the parameters did not have
         check_plain_autograd((routing.weights,))
-        chosen, every = routing, len(tokens)
-        if self.alike is not None:  # the router has seen all tokens, and the experts see a part
-            tokens, routing = take(tokens, self.alike, "tokens' part"), self._part(routing)
-        counts = self._exchange_counts(routing, tokens.shape[0], forward)
+        chosen, every = routing, len(tokens_ND)
+        if self.alike is not None:
+            # the router has seen all tokens, so that its losses are whole; the experts see this rank's part
+            tokens_ND, routing = take(tokens_ND, self.alike, "tokens' part"), self._part(routing)
+        counts = self._exchange_counts(routing, tokens_ND.shape[0], forward)
+        # before the split: replicas that have become stale must be sent again, which the port learns here
         port.agreed(counts)
         placement, split = port.split(counts)
         if counts.experts is not None:
+            # a layer that nobody balances knows no step of training, only optimizer steps
             step = self.expert_watch.updates if port.index is None else int(counts.step[self.collective.rank])
             self.expert_watch.compare(counts.experts, f"{self.label}, step {step}")
         with watch("split"):
             rank, bank = self.collective.rank, self.experts
+            # on the host: buffers of the all-to-alls are sized by these counts
             route = Route.build(split, placement, rank, bank.first_expert, bank.experts)
+        # `chosen` and not the part: the loss is about all tokens that this rank's router has seen
         self._account(chosen, counts, split, forward)
         route = route.to(x.device)
 
-        order, position = send_order(routing.ids, routing.kept, route.send_ED, sum(route.send_rows), impl=self.impl)
-        rows = permute(tokens.to(dtype), order, position, impl=self.impl)
+        order_A, position_NK = send_order(
+            routing.ids, routing.kept, route.send_ED, sum(route.send_rows), impl=self.impl
+        )
+        # `rows` keeps one name through its shapes, so that each buffer is free once the next is there
+        # [A, D]: one row per choice that is sent, by destination
+        rows = permute(tokens_ND.to(dtype), order_A, position_NK, impl=self.impl)
+        # [B, D]: rows that this rank computes, by source
         rows = all_to_all(rows, route.send_rows, route.recv_rows, "dispatch", self._move)
         groups = None
         if route.to_groups is not None:
+            # each group's rows in one run, as the kernels take them; undone after the experts
             groups = route.to_groups, inverse(route.to_groups, route.to_groups.numel()).unsqueeze(1)
             rows = permute(rows, *groups, impl=self.impl)
         out = self._run_experts(rows, route.sizes)
         if groups is not None:
             out = unpermute(out, *groups, impl=self.impl)
+        # [A, O]: answers, in the order in which the choices were sent
         rows = all_to_all(out, route.recv_rows, route.send_rows, "combine", self._move)
-        # the other way into the layer for a gradient than through the experts
+        # the backward pass may enter through the weights alone, as where the experts are frozen: `create_graph` is
+        # refused there as well
         weights = on_backward(routing.weights)
-        y = unpermute(rows, order, position, weights, impl=self.impl)
+        y_NO = unpermute(rows, order_A, position_NK, weights, impl=self.impl)
         if self.alike is not None:
-            y = gather(y, every, self.alike, "answers")
+            # every rank of `alike` goes on with all tokens, as it came
+            y_NO = gather(y_NO, every, self.alike, "answers")
+        # from here on other work computes, under which the next block's transfers may hide
         port.window("FNEC")
-        return y.view(*x.shape[:-1], bank.dim_out)
+        return y_NO.view(*x.shape[:-1], bank.dim_out)
 
     # --- parts of the forward pass ---
 
     def _checked_dtype(self, x: Tensor) -> torch.dtype:
-        """In which precision rows travel; raises ValueError for input that does not fit the layer."""
+        """Return the precision in which rows travel; raises ValueError for input that does not fit the layer."""
         if x.shape[-1] != self.dim:
             raise ValueError(f"{self.label} has dim {self.dim}, got input of shape {list(x.shape)}")
         self.experts.check_parameters()
@@ -280,30 +334,33 @@ class MoE(nn.Module):
         return dtype
 
     def _part(self, routing: Routing) -> Routing:
-        """What the router has decided of this rank's part of the tokens that all `alike` are given."""
+        """Return what the router has decided of this rank's part of the tokens that all `alike` are given."""
         assert self.alike is not None
         mine = part_of(len(routing.ids), self.alike)
         weights = take(routing.weights, self.alike, "weights' part")
         kept = None if routing.kept is None else routing.kept[mine]
         logits = routing.logits[mine].detach()
+        # `counted` holds the choices of all tokens, and the logits are needed for their number of experts alone
         return replace(routing, ids=routing.ids[mine], weights=weights, kept=kept, logits=logits, counted=None)
 
     def _exchange_counts(self, routing: Routing, tokens: int, forward: Pass) -> Counts:
-        """Exchange counts with all ranks, and check that all are in the same place and sane."""
+        """Exchange counts with all ranks, and check that all are in the same place and sane; collective."""
         config, port = self.gate.config, self._port
         extra = None
         if config.aux_loss == "gshard":
             extra = routing.first_choice_counts()
+        # the bias and the Switch loss are about choices before any drop, which the load lacks
         elif routing.kept is not None and (config.aux_loss != "none" or config.bias_update_rate > 0):
             extra = routing.choice_counts()
         place = port.index
         if place is None:
+            # numbered at its first run: without an engine nobody else knows the layers' order
             if self._number is None:
                 self._number = self.collective.frames.next_layer()
             place = self._number
         row = port.header()
         if forward is Pass.TRAINING and self.collective.size > 1:
-            row = replace(row, experts=self.expert_watch.say(routing.ids.device, plain=port.index is None))
+            row = replace(row, experts=self.expert_watch.report(routing.ids.device, plain=port.index is None))
         counts = exchange_counts(
             row,
             routing,
@@ -319,8 +376,9 @@ class MoE(nn.Module):
         return counts
 
     def _run_experts(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        """The experts on `rows` [B, D], which lie in groups of these sizes: homes first, then replicas."""
+        """Run the experts on `rows` [B, D], which lie in groups of these sizes: homes first, then replicas."""
         port, watch = self._port, self._port.stopwatch
+        # backward there is no block of code to time: two hooks start and stop the clock
         backward = watch("expert")
 
         def begin_backward() -> None:
@@ -330,6 +388,7 @@ class MoE(nn.Module):
             backward.start()
 
         rows = on_backward(rows, backward.stop)
+        # may wait for Trans, so it comes before the window whose compute is measured
         replicas = port.replicas()
         port.window("FEC")
         with watch("expert"):
@@ -337,7 +396,7 @@ class MoE(nn.Module):
         return on_backward(out, begin_backward)
 
     def _account(self, routing: Routing, counts: Counts, split: Split, forward: Pass) -> None:
-        """Keep statistics, hand out auxiliary losses; a recomputed forward pass has done both already.
+        """Keep statistics and hand out auxiliary losses; a recomputed forward pass has done both already.
 
         It computes the losses all the same: checkpointing expects it to save what the first pass saved.
         """
@@ -357,9 +416,10 @@ class MoE(nn.Module):
             self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
 
     def _judged(self, routing: Routing, counts: Counts) -> tuple[Tensor, int, int]:
-        """What auxiliary losses are about: choices [E], tokens, and how many ranks have each other tokens of these."""
+        """Return what losses are about: choices [E], tokens, and how many ranks have each other tokens of these."""
         alike = 1 if self.alike is None else self.alike.size
-        if self.collective.size % alike:  # experts are shared by some of those that are given the same tokens
+        # the group has only some of the ranks that are given the same tokens: its counts are of a part of them
+        if self.collective.size % alike:
             first = self.gate.config.aux_loss == "gshard"
             return routing.first_choice_counts() if first else routing.choice_counts(), len(routing.ids), 1
         total = torch.from_numpy(counts.judged().sum(axis=0)).to(routing.logits.device, non_blocking=True)
@@ -375,7 +435,7 @@ def _loaded(layer: MoE, _: object) -> None:
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:
-    """The model's MoE layers in the order in which it registered them."""
+    """Return the model's MoE layers in the order in which it registered them."""
     return [m for m in model.modules() if isinstance(m, MoE)]
 
 

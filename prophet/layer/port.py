@@ -32,7 +32,13 @@ LayerWindow = Literal["FEC", "FNEC", "BNEC", "BEC"]
 
 
 class Pass(Enum):
-    """What a forward pass is for. AGAIN: a training pass recomputed in the backward pass (activation checkpointing)."""
+    """What a forward pass is for.
+
+    Attributes:
+        TRAINING: A backward pass may follow.
+        AGAIN: A training pass recomputed in the backward pass (activation checkpointing).
+        EVALUATION: No backward pass follows.
+    """
 
     TRAINING = "training"
     AGAIN = "recomputed"
@@ -40,31 +46,34 @@ class Pass(Enum):
 
     @classmethod
     def now(cls, training: bool) -> Pass:
-        """That of a module in training mode, or not, at this moment."""
+        """Return what a pass is for that a module in training mode, or not, begins at this moment."""
         if not training:
             return cls.EVALUATION
+        # activation checkpointing recomputes inside the backward pass, and nothing else runs a layer there
         return cls.AGAIN if in_backward() else cls.TRAINING
 
     @property
     def averaged(self) -> bool:
-        """Whether DistributedDataParallel, inside whose forward pass this one runs, is going to average its gradients.
+        """Whether the DistributedDataParallel in whose forward pass this one runs will average its gradients.
 
         A rank that calls the model without its wrapper leaves the others waiting for its gradients.
         """
         if self is not Pass.TRAINING or not torch.is_grad_enabled():
             return False
+        # `no_sync()` turns `require_backward_grad_sync` off: such a pass is not averaged, and the others' must not be
+        # either
         wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()
         return wrapper is not None and bool(wrapper.require_backward_grad_sync)
 
 
 class PassCount:
-    """How many passes a layer has run. Those that are recomputed do not count: a number is that of the pass before."""
+    """Counts the passes that a layer has run; a recomputed pass has the number of the pass before it."""
 
     def __init__(self) -> None:
         self.forward = 0
 
     def next(self, forward: Pass) -> int:
-        """The number of the pass that is about to tell its counts."""
+        """Return the number of the pass that is about to send its counts."""
         self.forward += forward is not Pass.AGAIN
         return self.forward
 
@@ -81,29 +90,35 @@ class Port(Protocol):
         """Where the layer counts its host seconds."""
 
     def begin(self, forward: Pass) -> None:
-        """A forward pass has reached the layer: all calls up to the next `begin` belong to it."""
+        """Note that a forward pass has reached the layer: all calls up to the next `begin` belong to it."""
 
     def header(self) -> Row:
-        """What this rank says with its counts."""
+        """Return what this rank sends with its counts."""
 
     def agreed(self, counts: Counts) -> None:
-        """What all ranks have said with theirs; their agreement is checked already."""
+        """Take in what all ranks have sent with their counts; that they agree is checked already."""
 
     def split(self, counts: Counts) -> tuple[Placement, Split]:
-        """The placement in force, and the exact split of the load over it. Training counts are remembered."""
+        """Return the placement in force and the exact split of the load over it; remembers training counts."""
 
     def replicas(self) -> list[Replica]:
-        """This rank's replicas, their parameters in place."""
+        """Return this rank's replicas, their parameters in place; may wait for them."""
 
     def window(self, kind: LayerWindow) -> None:
-        """A window begins: FEC and BEC when the layer's experts start to run, FNEC and BNEC when it is done.
+        """Note that a window begins: FEC and BEC when the layer's experts start to run, FNEC and BNEC when it is done.
 
         BNEC is thus the backward compute of what comes *before* the layer.
         """
 
 
 class PlainPort:
-    """Plain expert parallelism: no replicas, nothing remembered but by the layer's `watch`."""
+    """Plain expert parallelism: no replicas, and nothing remembered but by the layer's `watch`.
+
+    Args:
+        ranks: How many ranks share the experts.
+        experts: How many experts they share.
+        watch: Compares what ranks share, where there are several; None compares nothing.
+    """
 
     index = None
 
@@ -118,12 +133,13 @@ class PlainPort:
 
     def header(self) -> Row:
         forward = self._pass
+        # a recomputed pass must not take a digest along twice, and evaluation has no gradients
         watch = self._watch if forward is Pass.TRAINING else None
         return Row(
             forward=self._passes.next(forward),
             kind=forward.value,
             averaged=forward.averaged,
-            gradients=None if watch is None else watch.say_shared(watch.device),
+            gradients=None if watch is None else watch.report_shared(watch.device),
         )
 
     def agreed(self, counts: Counts) -> None:

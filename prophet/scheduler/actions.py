@@ -31,10 +31,12 @@ ActionKind = TransferKind | WindowKind | OtherKind
 TRANSFERS: tuple[TransferKind, ...] = get_args(TransferKind)
 WINDOWS: tuple[WindowKind, ...] = get_args(WindowKind)
 A2A_NAMES = ("dispatch", "combine", "combine-back", "dispatch-back")
-_ALONE = ("START", "END", "UPDATE", "WAIT_PLAN")  # they belong to no block
+# operations of the step as a whole, which belong to no block
+_ALONE = ("START", "END", "UPDATE", "WAIT_PLAN")
 
 
 _KINDS = "|".join((*TRANSFERS, *WINDOWS, *get_args(OtherKind)))
+# KIND, then (block) or (block,chunk), then @WINDOW or @WINDOW(block): what `str` writes, and nothing else
 _PATTERN = re.compile(
     rf"^({_KINDS})(?:\((\d+)(?:,(\d+|{'|'.join(A2A_NAMES)}))?\))?(?:@({'|'.join(WINDOWS)})(?:\((\d+)\))?)?$"
 )
@@ -42,7 +44,12 @@ _PATTERN = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Window:
-    """A stretch of compute: of a block, or before the first one, after its backward pass, after the whole one."""
+    """A stretch of compute: of a block, or before the first one, after its backward pass, after the whole one.
+
+    Attributes:
+        kind: Which of the block's windows, or START, END, UPDATE.
+        block: Place of the block in the order of execution; None for the latter.
+    """
 
     kind: WindowKind
     block: int | None = None
@@ -59,7 +66,11 @@ class Window:
 class Action:
     """One operation of a step; a transfer alone has a window, at whose start its chunk is launched.
 
-    The chunk of an A2A says which of the four it is, by its place in `A2A_NAMES`.
+    Attributes:
+        kind: What is done, see the table above.
+        block: Place of the block in the order of execution; None for what belongs to none.
+        chunk: Number of a transfer's chunk; of an A2A which of the four it is, by its place in `A2A_NAMES`.
+        window: Where a transfer is launched.
     """
 
     kind: ActionKind
@@ -68,6 +79,7 @@ class Action:
     window: Window | None = None
 
     def __post_init__(self) -> None:
+        # in the order of the fields: block, chunk, window
         wanted = (self.kind not in _ALONE, self.kind in (*TRANSFERS, "A2A"), self.kind in TRANSFERS)
         given_fields = (("block", self.block), ("chunk", self.chunk), ("window", self.window))
         for (name, given), need in zip(given_fields, wanted, strict=True):
@@ -90,7 +102,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what `str` wrote."""
+        """Read what `str` wrote; ValueError, with an example, where it is none."""
         match = _PATTERN.match(text.strip())
         if match is None:
             raise ValueError(
@@ -98,6 +110,7 @@ class Action:
                 f"of {_KINDS} and windows {'|'.join(WINDOWS)}"
             )
         kind, block, chunk, window, at = match.groups()
+        # the pattern takes either: here it is a number for transfers and a name for all-to-alls
         if chunk is not None and chunk.isdigit() == (kind == "A2A"):
             raise ValueError(f"not an action: {text!r}; chunks are numbers, all-to-alls one of {A2A_NAMES}")
         number = None if chunk is None else int(chunk) if chunk.isdigit() else A2A_NAMES.index(chunk)
@@ -116,7 +129,8 @@ class Launch:
 
     @classmethod
     def of(cls, action: Action) -> Launch:
-        """The transfer that an action launches; ValueError where it is none."""
+        """Return the transfer that an action launches; ValueError where it is none."""
         if action.block is None or action.chunk is None or action.window is None:
             raise ValueError(f"{action} is not a transfer")
+        # an action with a window is a transfer: `Action` has checked it when it was made
         return cls(cast(TransferKind, action.kind), action.block, action.chunk, action.window)

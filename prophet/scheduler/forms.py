@@ -16,11 +16,17 @@ from prophet.scheduler.simulate import transfer_by_chunk
 from prophet.spec import Cover, Placement, PlanContext, TransferSeconds
 
 Transfers = Literal["auto", "direct", "two-phase"]
-LEAST_HELD_BACK = 1 / 16  # of a Trans: less is not worth a message of its own
+# share of a Trans: less is not worth another message
+LEAST_HELD_BACK = 1 / 16
 
 
 def phase_cover(cut: tuple[int, ...], cover_s: float) -> Cover:
-    """What covers each phase of a transfer that runs under `cover_s` seconds of compute, shared out by `cut`."""
+    """Return what covers each phase of a transfer.
+
+    Args:
+        cut: Boundaries of its chunks, see `Form`.
+        cover_s: Seconds of compute under which it runs, shared out by `cut`.
+    """
     first_s = cover_s * meeting(cut) / GRAIN
     return Cover(first_s, cover_s - first_s)
 
@@ -34,10 +40,13 @@ def _seconds(placement: Placement, context: PlanContext, n_bytes: float, *, agg:
 
 
 class FormChooser:
-    """Chooses one block's form, and remembers what the placement it was last asked about takes.
+    """Chooses one block's form, and remembers what the last placement's transfers take.
 
     That costs some numpy on [R, R] arrays, so it is computed where the placement is planned and read where it comes
     into force. The choice depends on values only that all ranks share.
+
+    Args:
+        transfers: Which forms are allowed.
     """
 
     def __init__(self, transfers: Transfers = "auto") -> None:
@@ -45,8 +54,9 @@ class FormChooser:
         self._known: tuple[Placement, TransferSeconds, TransferSeconds] | None = None
 
     def prepare(self, placement: Placement, context: PlanContext) -> tuple[TransferSeconds, TransferSeconds]:
-        """What Trans and Agg take under `placement`, in the forms allowed; from values only."""
+        """Return what Trans and Agg take under `placement`, in the forms allowed; from values only."""
         known = self._known
+        # by identity: comparing placements would cost what is saved here
         if known is None or known[0] is not placement:
             trans = self._allowed(_seconds(placement, context, context.trans_bytes, agg=False))
             agg = self._allowed(_seconds(placement, context, context.agg_bytes, agg=True))
@@ -55,6 +65,7 @@ class FormChooser:
 
     def _allowed(self, seconds: TransferSeconds) -> TransferSeconds:
         if self._transfers == "direct":
+            # a form that takes for ever is never chosen: no second rule is needed
             return seconds._replace(first=math.inf, second=math.inf)
         return seconds._replace(direct=math.inf) if self._transfers == "two-phase" else seconds
 
@@ -69,10 +80,21 @@ class FormChooser:
         trans_cover_s: float = 0.0,
         agg_cover_s: float = 0.0,
     ) -> Form:
-        """The form of the block's transfers with these cuts, under compute of these lengths (0: none, or not known).
+        """Return the form of the block's transfers.
 
-        Of a Trans that starts under some, what it does not hide is held back until the block's counts are known.
+        Of a Trans that starts under some compute, what it does not hide is held back until the block's counts are
+        known.
+
+        Args:
+            placement: Where the block's experts are.
+            context: The machine and the layer.
+            trans_cut: Boundaries of Trans' chunks by its schedule.
+            agg_cut: Boundaries of Agg's chunks.
+            fetch_cut: Boundaries of the chunks of a second Trans.
+            trans_cover_s: Seconds of compute over Trans; 0 for none, or not known.
+            agg_cover_s: Seconds of compute over Agg; 0 for none, or not known.
         """
+        # nothing travels: no times are needed to choose
         if placement.is_static:
             two_phase = self._transfers == "two-phase"
             return Form(trans_cut, agg_cut, two_phase, two_phase, fetch_cut)
@@ -81,6 +103,8 @@ class FormChooser:
         trans, agg = there.two_phase(over_trans, taken), back.two_phase(over_agg, taken)
         if trans_cover_s > 0.0:
             # a first phase is never held back: the second one has to wait for it
+            # the part that the compute does not cover: sent before the counts, it would be in vain if replicas are
+            # withdrawn
             waits_s = max(0.0, there.second - over_trans.second) if trans else there.exposed(over_trans, False)
             if waits_s > LEAST_HELD_BACK * there.seconds(trans):
                 whole_s = there.second if trans else there.direct
@@ -95,7 +119,15 @@ class FormChooser:
         context: PlanContext,
         window_us: Mapping[Window, int],
     ) -> Form:
-        """The form of block `block`'s transfers under the windows that `schedule` gives them, of these lengths."""
+        """Return the form of a block's transfers under the windows that a schedule gives them.
+
+        Args:
+            schedule: What is launched where.
+            block: The block's place in the order of execution.
+            placement: Where its experts are.
+            context: The machine and the layer.
+            window_us: Lengths of the windows in microseconds, equal on all ranks.
+        """
         return self.form(
             placement,
             context,

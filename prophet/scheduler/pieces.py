@@ -30,7 +30,8 @@ from prophet.spec import Placement
 
 Phase = Literal["direct", "scatter", "gather", "reduce", "home"]
 
-GRAIN = 1024  # a cut is given in parts of this, so that all ranks cut at the same element
+# a cut is given in parts of this, integers, so that all ranks cut at the same element
+GRAIN = 1024
 HALVES = (0, GRAIN // 2, GRAIN)
 
 
@@ -51,14 +52,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One rank's part of one all-to-all; pieces in the order in which they lie in the buffers."""
+    """One rank's part of one all-to-all.
+
+    Attributes:
+        phase: Which part of a Trans or Agg it is, see above.
+        sends: Pieces in the order in which they lie in the outgoing buffer.
+        recvs: Pieces in the order in which they lie in the incoming buffer.
+    """
 
     phase: Phase
     sends: tuple[Piece, ...]
     recvs: tuple[Piece, ...]
 
     def counts(self, ranks: int) -> tuple[list[int], list[int]]:
-        """Elements for every rank and from every rank, [R] each."""
+        """Return the elements for every rank and from every rank, [R] each."""
         sent, received = [0] * ranks, [0] * ranks
         for piece in self.sends:
             sent[piece.target] += piece.size
@@ -71,8 +78,13 @@ class Exchange:
 class Form:
     """How one layer's transfers of one step are cut, and whether they take the two-phase form; equal on all ranks.
 
-    trans_cut, agg_cut, fetch_cut: C + 1 boundaries of C chunks, in parts of GRAIN. Trans may have one chunk more than
-    its schedule has windows: what none of them hides is held back until the counts are known.
+    Attributes:
+        trans_cut: C + 1 boundaries of C chunks, in parts of GRAIN. Trans may have one chunk more than its schedule has
+            windows: what none of them hides is held back until the counts are known.
+        agg_cut: As `trans_cut`, of Agg.
+        two_phase_trans: Whether Trans takes the two-phase form.
+        two_phase_agg: Whether Agg does.
+        fetch_cut: As `trans_cut`, of parameters that are sent once more.
     """
 
     trans_cut: tuple[int, ...] = HALVES
@@ -87,7 +99,8 @@ class Form:
         check_cut(self.fetch_cut)
 
 
-Chunk = tuple[Exchange, ...]  # one after the other; the later ones send on what the earlier ones brought
+# one after the other; the later ones send on what the earlier ones brought
+Chunk = tuple[Exchange, ...]
 
 
 def check_cut(cut: Sequence[int]) -> tuple[int, ...]:
@@ -101,11 +114,20 @@ def check_cut(cut: Sequence[int]) -> tuple[int, ...]:
 def trans_chunks(
     placement: Placement, rank: int, numel: int, cut: Sequence[int] = HALVES, *, two_phase: bool = False
 ) -> tuple[Chunk, ...]:
-    """What `rank` sends and receives to bring every replica its `numel` parameters, chunk by chunk."""
+    """Return what a rank sends and receives to bring every replica its parameters, chunk by chunk.
+
+    Args:
+        placement: Where the layer's experts are.
+        rank: The rank whose part it is.
+        numel: P, elements of one expert's vector.
+        cut: Boundaries of the chunks, see `Form`.
+        two_phase: Whether to scatter and gather.
+    """
     bounds = check_cut(cut)
     receivers = _receivers(placement)
     if not two_phase:
         return tuple(
+            # an empty chunk has no exchange, on any rank: the condition is the same everywhere
             (_exchange("direct", rank, _direct(placement, receivers, *span)),) if span[0] < span[1] else ()
             for span in _spans(bounds, numel)
         )
@@ -114,6 +136,7 @@ def trans_chunks(
         chunk = []
         if scattered is not None:
             chunk.append(_exchange("scatter", rank, _scatter(placement, receivers, rank, numel, scattered)))
+        # with one receiver each, scatter has brought everything
         if gathered is not None and any(len(found) > 1 for found in receivers.values()):
             chunk.append(_exchange("gather", rank, _gather(receivers, rank, numel, gathered)))
         chunks.append(tuple(chunk))
@@ -123,7 +146,15 @@ def trans_chunks(
 def agg_chunks(
     placement: Placement, rank: int, numel: int, cut: Sequence[int] = HALVES, *, two_phase: bool = False
 ) -> tuple[Chunk, ...]:
-    """What `rank` sends and receives to bring every replica's gradient of `numel` elements home, chunk by chunk."""
+    """Return what a rank sends and receives to bring every replica's gradient home, chunk by chunk.
+
+    Args:
+        placement: Where the layer's experts are.
+        rank: The rank whose part it is.
+        numel: Elements of one expert's gradient.
+        cut: Boundaries of the chunks, see `Form`.
+        two_phase: Whether to reduce among the replicas first.
+    """
     bounds = check_cut(cut)
     receivers = _receivers(placement)
     if not two_phase:
@@ -147,22 +178,24 @@ def agg_chunks(
 
 
 def _receivers(placement: Placement) -> dict[int, list[int]]:
-    """The ranks that hold a replica of every replicated expert, ascending."""
+    """Return the ranks that hold a replica of every replicated expert, ascending."""
     mask = placement.replica_mask()
     return {int(e): np.flatnonzero(mask[e]).tolist() for e in np.flatnonzero(mask.any(axis=1))}
 
 
 def _spans(bounds: Sequence[int], numel: int) -> Iterator[tuple[int, int]]:
-    """Elements of every chunk of a direct transfer."""
+    """Yield the elements of every chunk of a direct transfer."""
     for low, high in pairwise(bounds):
+        # rounded down at both ends alike, so that neighbouring chunks meet without gap or overlap
         yield numel * low // GRAIN, numel * high // GRAIN
 
 
-Fraction = tuple[int, int, int]  # from, to, of
+# from, to, of
+Fraction = tuple[int, int, int]
 
 
 def _phases(bounds: Sequence[int]) -> Iterator[tuple[Fraction | None, Fraction | None]]:
-    """Which fraction of the first and of the second phase every chunk carries.
+    """Yield which fraction of the first and of the second phase every chunk carries.
 
     The phases meet at the boundary next to the middle, since both move as much: no chunk then waits for itself. A
     single chunk has to carry both, one after the other.
@@ -183,18 +216,18 @@ def _phases(bounds: Sequence[int]) -> Iterator[tuple[Fraction | None, Fraction |
 
 
 def _middle(bounds: Sequence[int]) -> int:
-    """Index of the inner boundary next to the middle; the lower of two."""
+    """Return the index of the inner boundary next to the middle; the lower of two."""
     return min(range(1, len(bounds) - 1), key=lambda s: (abs(2 * bounds[s] - GRAIN), s))
 
 
 def meeting(cut: Sequence[int]) -> int:
-    """Where the two phases meet, in parts of GRAIN; all of it for a single chunk, which gives the second no place."""
+    """Return where the two phases meet, in parts of GRAIN; all of it for a single chunk, which has no second place."""
     bounds = check_cut(cut)
     return bounds[_middle(bounds)] if len(bounds) > 2 else GRAIN
 
 
 def phase_shares(cut: Sequence[int]) -> list[tuple[float, float]]:
-    """By chunk of a two-phase transfer: the shares of its first and of its second phase that the chunk carries."""
+    """Return, by chunk of a two-phase transfer, the shares of its first and second phase that the chunk carries."""
 
     def share(fraction: Fraction | None) -> float:
         return 0.0 if fraction is None else (fraction[1] - fraction[0]) / fraction[2]
@@ -203,7 +236,7 @@ def phase_shares(cut: Sequence[int]) -> list[tuple[float, float]]:
 
 
 def _part(numel: int, j: int, n: int, fraction: Fraction) -> tuple[int, int]:
-    """A fraction of the j-th of n parts of a vector."""
+    """Return the elements of a fraction of the j-th of n parts of a vector."""
     start, stop = numel * j // n, numel * (j + 1) // n
     low, high, of = fraction
     return start + (stop - start) * low // of, start + (stop - start) * high // of
@@ -221,6 +254,7 @@ def _scatter(
     for expert, targets in receivers.items():
         home = int(placement.home[expert])
         for j, target in enumerate(targets):
+            # other ranks' pieces are theirs to list: all of them would cost R times as much
             if rank in (home, target):
                 yield Piece(expert, *_part(numel, j, len(targets), fraction), home, target)
 
@@ -234,6 +268,7 @@ def _gather(
         for j, source in enumerate(ranks):
             start, stop = _part(numel, j, len(ranks), fraction)
             for target in ranks if source == rank else (rank,):
+                # `reduce` sends a rank's own part to itself as well, so that the sum runs in rank order
                 if target != source or own:
                     yield Piece(expert, start, stop, source, target)
 
@@ -243,21 +278,29 @@ def _reversed(piece: Piece) -> Piece:
 
 
 def _exchange(phase: Phase, rank: int, pieces: Iterator[Piece]) -> Exchange:
+    # vectors shorter than the number of parts leave some of them empty
     listed = [p for p in pieces if p.size]
+    # both ends sort alike, by peer, expert and element: nothing but elements has to travel
     sends = sorted((p for p in listed if p.source == rank), key=lambda p: (p.target, p.expert, p.start))
     recvs = sorted((p for p in listed if p.target == rank), key=lambda p: (p.source, p.expert, p.start))
     return Exchange(phase, tuple(sends), tuple(recvs))
 
 
 def held_back(cut: Sequence[int], share: float, *, two_phase: bool = False) -> tuple[int, ...]:
-    """`cut` with one chunk more at its end, of `share` of the whole; the others keep their proportions.
+    """Return `cut` with one chunk more at its end; the others keep their proportions.
 
-    In the two-phase form it is a share of the second phase: the first is never held back, since the second has to wait
-    for it. The phases then meet in the middle, where they stay.
+    In the two-phase form the share is one of the second phase: the first is never held back, since the second has to
+    wait for it. The phases then meet in the middle, where they stay.
+
+    Args:
+        cut: Boundaries of the chunks, see `Form`.
+        share: Share of the whole that the last chunk takes.
+        two_phase: Whether the transfer has two phases.
     """
     bounds, kept = check_cut(cut), GRAIN - int(GRAIN * share)
     if not two_phase:
         return (*(b * kept // GRAIN for b in bounds), GRAIN)
+    # the middle as a boundary, so that `_middle` finds it again whatever the last chunk's length
     half, met = GRAIN // 2, meeting(bounds)
     middle = _middle(bounds) if len(bounds) > 2 else 1
     first = (b * half // max(met, 1) for b in bounds[:middle])
@@ -266,7 +309,7 @@ def held_back(cut: Sequence[int], share: float, *, two_phase: bool = False) -> t
 
 
 def cut_by_weights(weights: Sequence[int]) -> tuple[int, ...]:
-    """Boundaries of chunks in proportion to their windows' lengths, in integers; alike where there are no windows."""
+    """Return boundaries of chunks in proportion to their windows' lengths, in integers; equal ones without lengths."""
     lengths = [int(w) for w in weights]
     if not lengths or min(lengths) < 0:
         raise ValueError(f"expected the length of one window or more, none negative, got {list(weights)}")

@@ -34,7 +34,11 @@ class _Observed(ForwardingPending):
 class ObservedCollective(ForwardingCollective):
     """Records spans: "tokens" while the caller waits, "weights" from launch to arrival.
 
-    Waiting for a transfer is recorded on the stream "waits". recorder: None while nothing is recorded.
+    Waiting for a transfer is recorded on the stream "waits".
+
+    Args:
+        inner: What carries everything out.
+        recorder: Takes the spans; None while nothing is recorded.
     """
 
     def __init__(self, inner: Collective, recorder: Recorder | None = None) -> None:
@@ -47,16 +51,18 @@ class ObservedCollective(ForwardingCollective):
     def transfer(self, launch: Callable[[], Pending], op: Operation, channel: Channel) -> Pending:
         name, recorder, launched = str(op), self.recorder, time.perf_counter()
         pending = launch()
+        # asked at launch: a transfer that began unrecorded stays so
         if recorder is None:
             return pending
         if channel == "weights":
-            # tokens are waited for at once, so only weights need to know when they arrived
+            # transfers arrive while nobody waits, so the end of a wait says nothing of their length
             pending.watch()
 
         def done(began: float, ended: float) -> None:
             if channel == "tokens":
                 recorder.add(name, "tokens", launched, ended)
                 return
+            # a callback may run after the wait has returned, or not know when the result arrived
             arrived = ended if pending.arrived_s is None else min(pending.arrived_s, ended)
             recorder.add(name, "weights", launched, max(arrived, launched))
             recorder.add(f"wait for {name}", "waits", began, ended)
@@ -85,9 +91,14 @@ class StepMarks:
 
 
 def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int) -> list[Span]:
-    """The compute of one step, named by window: what lies between the exchanges of tokens and the waits.
+    """Return the compute of one step, named by window: what lies between exchanges of tokens and waits.
 
     A window takes all compute since the last exchange of tokens before it, unless another window began there already.
+
+    Args:
+        spans: What was recorded of exchanges and waits.
+        marks: When the step's windows began, and when it ended.
+        rank: The rank whose spans they are.
     """
     taken = sorted(
         s for s in spans if s.stream in ("tokens", "waits") and marks.began_s <= s.start_s and s.end_s <= marks.ended_s
@@ -97,6 +108,7 @@ def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int) -> list[Sp
     found: list[Span] = []
     since, name = marks.began_s, edges[0][1]
     for start_s, end_s in [*((s.start_s, s.end_s) for s in taken), (marks.ended_s, marks.ended_s)]:
+        # a window that begins between two exchanges cuts the compute there
         while edges and edges[0][0] < start_s:
             at, later = edges.pop(0)
             if at > since:
@@ -105,15 +117,17 @@ def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int) -> list[Sp
             name = later
         if start_s > since:
             found.append(Span(since, start_s, rank, "compute", name))
+        # spans of exchanges and waits may overlap, as those of several threads
         since = max(since, end_s)
     return found
 
 
 def _edges(exchanges: Sequence[Span], marks: StepMarks) -> list[tuple[float, str]]:
-    """When the compute of each window begins: the first one after an exchange has all from that exchange on."""
+    """Return when the compute of each window begins: the first one after an exchange has all from that exchange on."""
     edges: list[tuple[float, str]] = []
     ends = [marks.began_s, *(s.end_s for s in exchanges)]
     for at, name in marks.windows:
+        # announced twice in a row it is still one window
         if edges and edges[-1][1] == name:
             continue
         after = max(end for end in ends if end <= at)
@@ -124,35 +138,41 @@ def _edges(exchanges: Sequence[Span], marks: StepMarks) -> list[tuple[float, str
 class Recording:
     """What one rank does in the steps of an engine while it is recorded; made by `Engine.recording`.
 
-    The engine says when steps begin and end, and when windows do: "start", then route(i), FEC(i), FNEC(i) for every
-    block, BNEC(i) and BEC(i) backward, "end", and "update" once the gradients are complete. Nobody tells it when the
-    loss is known: until `enter(Window("BNEC", last))` all that the last block computes is its FNEC.
+    The engine says when steps begin and end, and when windows do. They are "start", then route(i), FEC(i), FNEC(i) for
+    every block, BNEC(i) and BEC(i) backward, "end", and "update" once the gradients are complete. Nobody knows here
+    when the loss is done: until `enter(Window("BNEC", last))` all that the last block computes is its FNEC.
+
+    Args:
+        rank: The rank whose spans they are.
+        limit: Most spans that are kept.
     """
 
     def __init__(self, rank: int, *, limit: int = 100_000) -> None:
         self.recorder = Recorder(rank, limit=limit)
         self._steps: list[StepMarks] = []
-        self._windows: list[tuple[float, str]] = []  # of the step under way, if it began while recorded
+        # of the step under way, if it began while recorded
+        self._windows: list[tuple[float, str]] = []
         self._gradients_s = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._gradients_s = time.perf_counter()
         self._windows = [(self._gradients_s, "start")]
 
     def enter(self, window: Window | str) -> None:
-        """A window begins, or what has a name of its own."""
+        """Note that a window begins, or what has a name instead."""
         name = window if isinstance(window, str) else str(window) if window.block is not None else window.kind.lower()
         if self._windows:
             self._windows.append((time.perf_counter(), name))
 
     def gradients(self) -> None:
-        """A backward pass has ended."""
+        """Note that a backward pass has ended."""
         self._gradients_s = time.perf_counter()
 
     def end(self) -> None:
-        """The step has ended; one that had begun before the recording does not count."""
+        """Note that the step has ended; one that had begun before the recording does not count."""
         if self._windows:
+            # equal where no backward pass has ended, as when the step only ran forward
             if self._gradients_s > self._windows[0][0]:
                 self._windows.append((self._gradients_s, "update"))
             self._steps.append(StepMarks(tuple(sorted(self._windows)), time.perf_counter()))
@@ -164,11 +184,11 @@ class Recording:
         return len(self._steps)
 
     def compute(self, step: int = -1) -> list[Span]:
-        """What was computed in one recorded step, by window."""
+        """Return what was computed in one recorded step, by window."""
         return compute_spans(self.recorder.spans(), self._steps[step], self.recorder.rank)
 
     def spans(self, step: int = -1) -> list[Span]:
-        """One recorded step, by default the last: what travelled, what was waited for, and what was computed."""
+        """Return one recorded step, by default the last: what travelled, what was waited for, and what was computed."""
         marks = self._steps[step]
         found = [s for s in self.recorder.spans() if marks.began_s <= s.start_s <= marks.ended_s]
         return sorted([*found, *self.compute(step)])

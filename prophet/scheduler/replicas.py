@@ -31,8 +31,10 @@ from prophet.scheduler.transfers import Agg, Trans, Transfer
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Placement
 
-_ALL = sys.maxsize  # launches every chunk that is left
-_NONE = (0, 0)  # of no gradient
+# as a chunk number: launches every chunk that is left
+_ALL = sys.maxsize
+# identity of no gradient
+_NONE = (0, 0)
 
 
 class State(Enum):
@@ -47,7 +49,14 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """What all transfers of a step share. actions: every launch is written down here, in order."""
+    """What all transfers of a step share.
+
+    Attributes:
+        collective: The ranks that share the experts.
+        pool: Memory of the replicas.
+        stopwatch: Counts waiting and launching as "exposed_trans" and "exposed_agg".
+        actions: Every launch is written down here, in order.
+    """
 
     collective: Collective
     pool: ReplicaPool
@@ -61,14 +70,15 @@ def in_backward() -> bool:
 
 
 def _identity(grad: Tensor | None) -> tuple[int, int]:
-    """Changes when a gradient is replaced or written to."""
+    """Return what changes when a gradient is replaced or written to."""
     return _NONE if grad is None else (id(grad), grad._version)
 
 
 class GradsSeen:
     """Gradients as the last backward pass left them, to see whether somebody has thrown them away since.
 
-    parameters: gives those that are looked at.
+    Args:
+        parameters: Returns those that are looked at.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -76,34 +86,48 @@ class GradsSeen:
         self._seen: list[tuple[int, int]] = []
 
     def remember(self) -> None:
-        """A backward pass has ended."""
+        """Take the gradients as they are now: a backward pass has ended."""
         self._seen = [_identity(p.grad) for p in self._parameters()]
 
     def zeroed(self) -> bool | None:
-        """Whether all that there were are None or zero now; None where there was none."""
+        """Return whether all gradients that there were are None or zero now; None where there was none."""
         there = [(p.grad, was) for p, was in zip(self._parameters(), self._seen, strict=False) if was != _NONE]
         if not there:
             return None
+        # the identity is asked first: reading values makes the host wait for a device
         return all(g is None or (_identity(g) != was and not g.any()) for g, was in there)
 
 
 class BlockReplicas:
     """The replicas that this rank holds of one block's experts, and its part of their transfers.
 
-    in_use: whether the step has gone on with them, its counts known; the same on all ranks. unsent: whether there are
-    gradients of a backward pass that no Agg has taken along.
+    Args:
+        block: The block's place in the order of execution.
+        bank: Its home experts.
+        placement: Where its experts are in this step.
+        form: How its transfers are cut and travel; equal on all ranks.
+        carrier: What all transfers of the step share.
+
+    Attributes:
+        state: Where the replicas are, see the table above.
+        in_use: Whether the step has gone on with them, its counts known; the same on all ranks.
+        unsent: Whether there are gradients of a backward pass that no Agg has taken along.
     """
 
     def __init__(self, block: int, bank: Bank, placement: Placement, form: Form, carrier: Carrier) -> None:
         self.state = State.NONE if placement.is_static else State.AWAY
         self.in_use = False
         self.placement = placement
-        self._visited: set[int] | None = None  # experts that had rows, on any rank; not known before the counts
+        # experts that had rows, on any rank; not known before the counts
+        self._visited: set[int] | None = None
         self._block, self._bank, self._form, self._carrier = block, bank, form, carrier
-        self._replicas: list[Replica] | None = None  # None: not made yet
+        # None: not made yet
+        self._replicas: list[Replica] | None = None
         self._trans: Trans | None = None
-        self._held: Launch | None = None  # of the second phase, which had to wait for the first in the same window
-        self._version = 0  # of the home parameters when their Trans began
+        # of the second phase, which had to wait for the first in the same window
+        self._held: Launch | None = None
+        # of the home parameters when their Trans began
+        self._version = 0
         self._agg: Agg | None = None
         self.unsent = False
         self._backward_runs = 0
@@ -119,23 +143,27 @@ class BlockReplicas:
         with self._carrier.stopwatch("exposed_trans"):
             trans = self._trans or self._begin_trans(fetch=action.kind == "FETCH")
             self._advance(trans, action)
+            # a chunk that `_advance` left out is remembered, with its window, for when the counts are known
             self._held = None if trans.launched > action.chunk or trans.complete else action
 
     def _begin_trans(self, *, fetch: bool) -> Trans:
+        # before anything is packed, so that a later change in place shows as stale
         self._version = self._bank.version()
         form, rank = self._form, self._carrier.collective.rank
         cut = form.fetch_cut if fetch else form.trans_cut
         chunks = trans_chunks(self.placement, rank, self._bank.expert_numel, cut, two_phase=form.two_phase_trans)
         for replica in self._replicas or ():
+            # `drop` has taken the memory, and kept the tensor that leaves are views of
             if replica.params.numel() and not replica.params.untyped_storage().size():
                 self._carrier.pool.restore(replica.params)
         self._trans = Trans(chunks, self._bank, self._made(), self._carrier.collective, self._block)
+        # sent again the values are the same: autograd must not take them for a change in place
         self._trans.again = self.state is State.DROPPED
         self.state = State.UNDER_WAY
         return self._trans
 
     def _made(self) -> list[Replica]:
-        """The replicas, made where there are none yet."""
+        """Return the replicas, made where there are none yet."""
         if self._replicas is None:
             # the buffers outlive this forward pass, which may be one in inference mode
             with torch.inference_mode(False):
@@ -146,12 +174,14 @@ class BlockReplicas:
         return self._replicas
 
     def arrived(self) -> list[Replica]:
-        """The replicas with their parameters; waits for what is still under way."""
+        """Return the replicas with their parameters; waits for what is still under way."""
         if self.state not in (State.NONE, State.HERE):
+            # for the second time in the backward pass the launch is a FETCH of the schedule, before that a TRANS
             again = self.state is State.DROPPED or (self._trans is not None and self._trans.again)
             fetch = again and in_backward()
             last = self._rest("FETCH", "BEC") if fetch else self._rest("TRANS", "FEC")
-            self.launch(last)  # counts its own time
+            # outside of the stopwatch below, as it starts one
+            self.launch(last)
             with self._carrier.stopwatch("exposed_trans"):
                 if self._trans is not None:
                     self._launch_rest(self._trans, last)
@@ -160,17 +190,23 @@ class BlockReplicas:
         return self._replicas or []
 
     def use(self, keep: bool, visited: Iterable[int]) -> None:
-        """The block's counts are known: go on with the replicas, or withdraw them for the rest of the step.
-
-        visited: the experts that have rows, on any rank.
+        """Go on with the replicas, or withdraw them for the rest of the step: the block's counts are known.
 
         What was held back of Trans follows, a second phase only if the first has arrived. Where it has not on some
         rank, that rank launches it when it needs the replicas. Nothing else is launched in between, so the ranks'
         transfers keep one order. Of withdrawn replicas nothing more is sent; what is under way is waited for when the
-        step ends. Raises ValueError for a withdrawal after they were used.
+        step ends.
+
+        Args:
+            keep: Whether to go on with them; the same on all ranks.
+            visited: The experts that have rows, on any rank.
+
+        Raises:
+            ValueError: They are withdrawn after they were used.
         """
         if keep:
             self.in_use = True
+            # over all passes of the step: Agg runs once for all microbatches
             self._visited = (self._visited or set()) | set(visited)
             if self.state is State.UNDER_WAY and self._trans is not None:
                 with self._carrier.stopwatch("exposed_trans"):
@@ -181,10 +217,12 @@ class BlockReplicas:
         self.state = State.NONE
         for replica in self._replicas or ():
             replica.vanish()
+            # they never ran, so their gradients are as they were lent: zero
             self._carrier.pool.give(replica.params, replica.grads, zeroed=True)
         self._replicas = None
 
     def _launch_held_back(self, trans: Trans) -> None:
+        """Launch what is left of Trans, as far as that waits for nothing."""
         while not trans.complete and (not trans.must_wait or trans.ready):
             held, self._held = self._held or self._rest("TRANS", "FEC"), None
             trans.window = None
@@ -192,6 +230,7 @@ class BlockReplicas:
 
     def drop(self) -> None:
         """Free the parameters' memory until they are sent again."""
+        # parameters under way are not freed: what arrives is written into their memory
         if self.state is State.HERE:
             for replica in self._replicas or ():
                 self._carrier.pool.release(replica.params)
@@ -206,13 +245,14 @@ class BlockReplicas:
         """Forget that the parameters were sent, so that they are sent again; on all ranks alike."""
         if self.state is not State.NONE:
             if self._trans is not None:
+                # what is under way carries old values: waited for, since buffers are in flight, and put nowhere
                 self._trans.abandon()
             self._trans, self.state = None, State.AWAY
 
     # --- gradients ---
 
     def backward_began(self) -> None:
-        """The experts' backward pass begins; once per microbatch."""
+        """Note that the experts' backward pass begins; once per microbatch."""
         if self.state is State.NONE:
             return
         if self._agg is not None and not self._agg.complete:
@@ -220,26 +260,30 @@ class BlockReplicas:
             self._launch_rest(self._agg, self._rest("AGG", "BEC"))
         self._backward_runs += 1
         self.unsent = True
+        # fetched parameters must be there before the first product reads them
         if self._replicas is not None:
             self.arrived()
 
     def final(self, accumulation_steps: int | None) -> bool:
-        """Whether the experts have run backward for the last microbatch of the step, or Agg has begun.
+        """Return whether the experts have run backward for the last microbatch of the step, or Agg has begun.
 
-        accumulation_steps: None where the gradients are to stay.
+        Args:
+            accumulation_steps: Microbatches of a step; None where the gradients are to stay.
         """
         if self._agg is not None:
             return True
         return accumulation_steps is not None and self.unsent and self._backward_runs % accumulation_steps == 0
 
     def launch_gradients(self, action: Launch | None = None) -> None:
-        """Launch Agg up to the action's chunk, by default all; a new one where there are gradients to send."""
+        """Launch Agg up to the action's chunk, by default all; a new Agg where there are gradients to send."""
         if self._agg is None:
             if not self.unsent:
                 return
+            # from here on new gradients belong to the next round, even where this one is not finished
             self.unsent = False
             bank, form, collective = self._bank, self._form, self._carrier.collective
             cut, numel = form.agg_cut, bank.grad_numel
+            # every parameter is frozen, on all ranks
             if numel == 0:
                 return
             chunks = agg_chunks(self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg)
@@ -265,7 +309,10 @@ class BlockReplicas:
     def forget(self, *, failed: bool, zeroed: bool | None) -> None:
         """Forget gradients that the user has thrown away: of a failed backward pass, or zeroed at home since.
 
-        zeroed: what is known of other gradients; where no home expert has had rows, there is nothing to be seen here.
+        Args:
+            failed: Whether the last backward pass has not ended.
+            zeroed: What is known of other gradients, for where no home expert has had rows and nothing is to be seen
+                here.
         """
         if failed and self._agg is not None:
             self._agg.abandon()
@@ -275,6 +322,7 @@ class BlockReplicas:
             zeroed = zeroed if here is None else here
         if failed or (self.unsent and zeroed):
             for replica in self._replicas or ():
+                # first, so that gradients which autograd keeps beside `grads` are thrown away too
                 replica.collect_grads()
                 replica.grads.zero_()
             self._backward_runs, self.unsent = 0, False
@@ -289,7 +337,8 @@ class BlockReplicas:
 
     def give_back(self) -> None:
         """Return the replicas' memory."""
-        zeroed = not self.unsent and self._agg is None  # what Agg has sent is zero again
+        # what Agg has sent is zero again
+        zeroed = not self.unsent and self._agg is None
         for replica in self._replicas or ():
             replica.vanish()
             self._carrier.pool.give(replica.params, replica.grads, zeroed=zeroed)
@@ -297,12 +346,13 @@ class BlockReplicas:
     # --- chunks ---
 
     def _rest(self, kind: TransferKind, window: WindowKind) -> Launch:
-        """All chunks of a transfer that are left, in a window of this block."""
+        """Return a launch of all chunks of a transfer that are left, in a window of this block."""
         return Launch(kind, self._block, _ALL, Window(window, self._block))
 
     def _advance(self, transfer: Transfer, action: Launch) -> None:
         """Launch a transfer's chunks up to the action's, but none that would wait for one of the same window."""
         while transfer.launched <= action.chunk and not transfer.complete:
+            # the window has just begun, so the chunk in it cannot have arrived: waiting would hide nothing
             if transfer.must_wait and transfer.window == action.window:
                 return
             transfer.window = action.window
@@ -312,5 +362,6 @@ class BlockReplicas:
     def _launch_rest(self, transfer: Transfer, action: Launch) -> None:
         """Launch all chunks that are left, even those that wait for one another."""
         while not transfer.complete:
+            # no window to compare with, so `_advance` leaves nothing out
             transfer.window = None
             self._advance(transfer, action)

@@ -25,7 +25,7 @@ from prophet.spec import Placement
 
 
 class Block(Protocol):
-    """What the runtime needs of an MoE layer."""
+    """What the runtime needs of an MoE layer: its bank of experts."""
 
     @property
     def experts(self) -> Bank: ...
@@ -34,10 +34,21 @@ class Block(Protocol):
 class Runtime:
     """Replicas, Trans and Agg of all MoE layers of one model on one rank.
 
-    blocks: the layers' expert banks in execution order. schedule: what to launch where. refetch: drop replicas'
-    parameters after the forward pass and fetch them again for the backward pass (the last block's stay).
-    step: the one under way. sync_gradients: whether the next backward passes bring gradients home. recording: hears of
-    every window, where there is one.
+    Args:
+        blocks: The layers in execution order.
+        collective: The ranks that share the experts.
+        pool: Memory of the replicas.
+        schedule: What to launch where.
+        accumulation_steps: Microbatches of a step.
+        refetch: Drop replicas' parameters after the forward pass, and fetch them again for the backward pass (the last
+            block's stay).
+        stopwatch: Counts host seconds; None for a new one.
+
+    Attributes:
+        step: The step under way.
+        sync_gradients: Whether the next backward passes bring gradients home.
+        recording: Is told of every window, where there is one.
+        shared: Parameters that all ranks train, by which to see what was zeroed.
     """
 
     def __init__(
@@ -61,7 +72,8 @@ class Runtime:
         self.table = {w: [Launch.of(a) for a in actions] for w, actions in by_window(schedule).items()}
         self.sync_gradients = True
         self.recording: Recording | None = None
-        self.shared: Sequence[torch.Tensor] = ()  # parameters that all ranks train, by which to see what was zeroed
+        # parameters that all ranks train, by which to see what was zeroed
+        self.shared: Sequence[torch.Tensor] = ()
         self.step: Step | None = None
 
     @property
@@ -70,12 +82,18 @@ class Runtime:
         return self.step is not None
 
     def begin(self, placements: Sequence[Placement], forms: Sequence[Form] | None = None) -> None:
-        """Start a step with these placements, one per block; launches what belongs to the START window.
+        """Start a step, and launch what belongs to the START window.
 
-        forms: how each block's transfers travel and are cut; the same on all ranks.
+        Args:
+            placements: By block.
+            forms: How each block's transfers travel and are cut; the same on all ranks. None for direct and in halves.
+
+        Raises:
+            ValueError: There are more or fewer placements than blocks.
         """
         if len(placements) != len(self.blocks):
             raise ValueError(f"expected {len(self.blocks)} placements, got {len(placements)}")
+        # a step may still be under way, as after an error in the user's loop
         self.end()
         self.step = Step(self, placements, forms or [Form() for _ in placements])
         self.step.enter(Window("START"))
@@ -83,19 +101,31 @@ class Runtime:
     def end(self, *, wait: bool = True) -> None:
         """End the step: replicas vanish. Gradients must have gone home (see `finish_gradients`).
 
-        Transfers that nobody waited for are waited for now; with `wait` False they are left to themselves.
+        Args:
+            wait: Wait for transfers that nobody waited for; False leaves them to themselves.
         """
         if self.step is not None:
             self.step.end(wait=wait)
             self.step = None
 
     def finish_gradients(self) -> bool:
-        """Bring home whatever is still away. Returns whether there was anything a backward pass had left behind."""
+        """Bring home whatever is still away; returns whether a backward pass had left anything behind."""
         return self.step is not None and self.step.finish_gradients()
 
 
 class Step:
-    """One step under way. actions: the transfers launched so far, in order. forms, blocks: by block."""
+    """One step under way.
+
+    Args:
+        runtime: The model's replicas and schedule.
+        placements: By block.
+        forms: By block.
+
+    Attributes:
+        actions: The transfers launched so far, in order.
+        blocks: Replicas by block.
+        forms: By block.
+    """
 
     def __init__(self, runtime: Runtime, placements: Sequence[Placement], forms: Sequence[Form]) -> None:
         self._runtime = runtime
@@ -106,12 +136,14 @@ class Step:
             BlockReplicas(i, block.experts, placement, form, carrier)
             for i, (block, placement, form) in enumerate(zip(runtime.blocks, placements, forms, strict=True))
         ]
-        self._graph_task = -1  # the backward pass whose end is being waited for
+        # number, by autograd, of the backward pass whose end is being waited for; -1 for none
+        self._graph_task = -1
         self._shared_grads = GradsSeen(lambda: runtime.shared)
 
     def enter(self, window: Window) -> None:
         """Launch the transfers that belong to `window`, which is about to start."""
         runtime = self._runtime
+        # before the clock enters the window, as it may wait for parameters
         if window.kind == "BEC" and window.block is not None:
             self._backward_began(self.blocks[window.block])
         runtime.windows.enter(window)
@@ -123,30 +155,33 @@ class Step:
             block = self.blocks[launch.block]
             if launch.kind != "AGG":
                 block.launch(launch)
+            # the gradients of earlier microbatches stay in the replicas, and go home with the last one's
             elif self._final(block):
                 block.launch_gradients(launch)
 
     def forget(self) -> None:
-        """A forward pass begins in the middle of a step: forget what the user has thrown away since the last one.
+        """Forget what the user has thrown away since the last pass: a forward pass begins in the middle of a step.
 
-        That is what a failed backward pass left behind, and gradients that were zeroed at home while the replicas'
-        part of them had not been sent.
+        That is what a failed backward pass left behind, and gradients that were zeroed at home while the replicas' part
+        of them had not been sent.
         """
+        # a recomputed forward pass: the backward pass around it is still adding gradients
         if in_backward():
             return
-        failed, self._graph_task = self._graph_task != -1, -1  # a pass that ends well leaves -1
+        # a backward pass that ends well leaves -1
+        failed, self._graph_task = self._graph_task != -1, -1
         zeroed = self._shared_grads.zeroed() if any(block.unsent for block in self.blocks) else None
         for block in self.blocks:
             block.forget(failed=failed, zeroed=zeroed)
 
     def finish_gradients(self) -> bool:
-        """Bring home whatever is still away; whether there was anything."""
+        """Bring home whatever is still away; returns whether there was anything."""
         left = any(block.unsent for block in self.blocks)
         self._finish(self.blocks)
         return left
 
     def end(self, *, wait: bool) -> None:
-        """Give all memory back."""
+        """Give all memory back; with `wait` also wait for transfers that nobody waited for."""
         with self._runtime.stopwatch("exposed_trans"):
             for block in self.blocks if wait else ():
                 block.abandon()
@@ -155,6 +190,7 @@ class Step:
 
     def _drop_before(self, window: Window) -> None:
         """Free the parameters of the block that is done with them for now: its forward or its backward pass is over."""
+        # the last block's stay: its backward pass comes next
         if window.kind == "FNEC" and window.block is not None and window.block < len(self.blocks) - 1:
             self.blocks[window.block].drop()
         elif window.kind == "BNEC" and window.block is not None:
@@ -165,14 +201,16 @@ class Step:
     def _backward_began(self, block: BlockReplicas) -> None:
         block.backward_began()
         task = torch._C._current_graph_task_id()
+        # once per backward pass, whichever block comes first in it
         if task != self._graph_task:
             self._graph_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        """Runs when a backward pass has ended: every gradient is complete before the user's next line."""
+        """Bring gradients home when a backward pass has ended: every one is complete before the user's next line."""
         self._graph_task = -1
         runtime = self._runtime
+        # the callback outlives a step that was ended inside the backward pass
         if runtime.step is not self:
             return
         runtime.windows.close()
@@ -188,6 +226,7 @@ class Step:
 
     def _finish(self, blocks: Sequence[BlockReplicas]) -> None:
         """Bring these blocks' gradients home, the last block's first."""
+        # all are launched before the first is waited for, so that they travel at the same time
         for block in reversed(blocks):
             block.launch_gradients()
         for block in reversed(blocks):

@@ -26,6 +26,7 @@ from prophet.spec import FloatArray, Placement, PlanContext, Split, Topology
 
 
 def _seconds(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> FloatArray:
+    """Return `values` as a read-only array; `SpecError` unless it has this shape and holds finite seconds."""
     array = np.array(values, dtype=np.float64)
     if array.shape != shape:
         raise SpecError(f"StepDurations.{name} must have shape {list(shape)}, got {list(array.shape)}")
@@ -39,11 +40,15 @@ def _seconds(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> FloatA
 class StepDurations:
     """How long each operation takes on each rank, alone; seconds.
 
-    a2a_s: [L, 4, R] dispatch, combine, combine backward, dispatch backward. fec_s, bec_s, fnec_s, bnec_s: [L, R].
-    trans_s, agg_s: [L, C, R] chunks; a chunk of all zeros is not sent. plan_s: [L] host time to plan a block.
-    counts_s: the exchange of counts, per block. start_s, end_s: [R] compute before the first block and, backward,
-    after it. update_s: [R] what follows once all gradients are complete. overlap_cost: by how much of its
-    seconds a chunk lengthens the compute beside it.
+    Attributes:
+        a2a_s: Dispatch, combine, combine backward, dispatch backward, [L, 4, R].
+        fec_s, fnec_s, bnec_s, bec_s: Compute of the windows, [L, R].
+        trans_s, agg_s: Chunks, [L, C, R]; a chunk of all zeros is not sent.
+        plan_s: Host time to plan a block, [L].
+        start_s, end_s: Compute before the first block and, backward, after it, [R].
+        update_s: What follows once all gradients are complete, [R].
+        counts_s: The exchange of counts, per block.
+        overlap_cost: By how much of its seconds a chunk lengthens the compute beside it, a share below 1.
     """
 
     a2a_s: FloatArray
@@ -71,6 +76,7 @@ class StepDurations:
         shapes |= dict.fromkeys(("trans_s", "agg_s"), (blocks, chunks, ranks))
         shapes |= dict.fromkeys(("start_s", "end_s", "update_s"), (ranks,))
         for name, expected in shapes.items():
+            # the dataclass is frozen, and takes lists as well as arrays
             object.__setattr__(self, name, _seconds(name, getattr(self, name), expected))
         if not 0 <= self.counts_s < float("inf"):
             raise SpecError(f"StepDurations.counts_s must be finite and not negative, got {self.counts_s!r}")
@@ -90,18 +96,26 @@ class StepDurations:
         return int(self.a2a_s.shape[2])
 
     def window_s(self, kind: str, block: int | None) -> FloatArray:
-        """Compute of a window, or after the step's gradients are complete ("UPDATE"), by rank, [R]."""
+        """Return the compute of a window, or after the step's gradients are complete ("UPDATE"), by rank, [R]."""
         seconds: FloatArray = getattr(self, f"{kind.lower()}_s")
         return seconds if block is None else seconds[block]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class SimulatedStep:
-    """One simulated step; all arrays are [R] seconds.
+    """One simulated step.
 
     For every rank: compute + slowed + a2a + shared + exposed Trans + exposed Agg + exposed Plan + idle = makespan.
-    slowed_s is what compute lost to transfers beside it, shared_s what all-to-alls lost to those on the same link;
-    idle_s is waiting for slower ranks. spans is empty unless asked for.
+
+    Attributes:
+        makespan_s: When the last rank is done.
+        compute_s: Compute alone, [R].
+        a2a_s: All-to-alls of tokens alone, [R].
+        slowed_s: What compute lost to transfers beside it, [R].
+        shared_s: What all-to-alls lost to transfers on the same link, [R].
+        exposed_trans_s, exposed_agg_s, exposed_plan_s: Waiting for them, [R].
+        idle_s: Waiting for slower ranks, [R].
+        spans: Empty unless asked for.
     """
 
     makespan_s: float
@@ -117,7 +131,7 @@ class SimulatedStep:
 
     @property
     def exposed_s(self) -> dict[str, float]:
-        """Mean over ranks, by operation."""
+        """Exposed seconds by operation, the mean over ranks."""
         return {
             "plan": float(self.exposed_plan_s.mean()),
             "trans": float(self.exposed_trans_s.mean()),
@@ -127,6 +141,8 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class _Transfer:
+    """A chunk under way: when it starts and finishes on each rank, [R]."""
+
     start: FloatArray
     finish: FloatArray
     name: str
@@ -140,10 +156,12 @@ class _Clock:
     shared_link: bool
     record: bool
     now: FloatArray
-    busy: FloatArray  # when the stream for weights is free
+    # when the stream for weights is free
+    busy: FloatArray
     sums: dict[str, FloatArray]
     sent: dict[tuple[TransferKind, int, int], _Transfer] = field(default_factory=dict)
-    under_way: list[_Transfer] = field(default_factory=list)  # all but some that are over
+    # all that are under way, and some that are over
+    under_way: list[_Transfer] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
     def span(self, name: str, stream: str, start: FloatArray, end: FloatArray) -> None:
@@ -160,18 +178,19 @@ class _Clock:
         self.span(name, "compute", before, self.now)
 
     def lost(self, seconds: FloatArray) -> FloatArray:
-        """By how much the transfers under way lengthen compute that takes `seconds` alone."""
+        """Return by how much the transfers under way lengthen compute that takes `seconds` alone."""
         taken = self.durations.overlap_cost
         if taken == 0.0:
             return np.zeros_like(seconds)
-        latest = self.now + seconds / (1.0 - taken)  # when the compute ends if all of it runs beside transfers
+        # when the compute ends if all of it runs beside transfers
+        latest = self.now + seconds / (1.0 - taken)
         beside = np.zeros_like(seconds)
         for transfer in self.under_way:
             beside += np.maximum(np.minimum(transfer.finish, latest) - np.maximum(transfer.start, self.now), 0.0)
         return taken * beside
 
     def meet(self) -> float:
-        """All ranks wait for the last one."""
+        """Let all ranks wait for the last one, and return when it comes."""
         last = float(self.now.max())
         self.sums["idle"] += last - self.now
         self.now = np.full_like(self.now, last)
@@ -179,10 +198,12 @@ class _Clock:
 
     def all_to_all(self, name: str, seconds: FloatArray) -> None:
         before = self.meet()
+        # half of the link each while both run: each loses as long as they run together, at most its own length
         lost = np.minimum(seconds, np.maximum(self.busy - before, 0.0)) if self.shared_link else np.zeros_like(seconds)
         if self.shared_link:
             self.under_way = [transfer for transfer in self.under_way if transfer.finish.max() > before]
             for transfer in self.under_way:
+                # transfers under way lose as much to the all-to-all; one that has not started begins later
                 for times in (transfer.start, transfer.finish):
                     np.add(times, np.clip(times - before, 0.0, seconds), out=times)
             self.busy = self.busy + np.clip(self.busy - before, 0.0, seconds)
@@ -207,7 +228,7 @@ class _Clock:
         self.under_way.append(self.sent[key])
 
     def launch_rest(self, block: int) -> None:
-        """The counts are known: what was held back of a Trans that is under way follows."""
+        """Launch what was held back of a Trans that is under way: the counts are known."""
         if any(("TRANS", block, chunk) in self.sent for chunk in range(self.durations.chunks)):
             for chunk in range(self.durations.chunks):
                 self.launch("TRANS", block, chunk)
@@ -223,7 +244,13 @@ class _Clock:
 
 
 def check_schedule(schedule: Iterable[Action], blocks: int, chunks: int) -> None:
-    """Raise ValueError for a transfer outside the step, launched twice, or an Agg before its gradients exist."""
+    """Raise ValueError for a transfer outside the step, launched twice, or an Agg before its gradients exist.
+
+    Args:
+        schedule: The transfers.
+        blocks: L, of the step.
+        chunks: C, of every transfer.
+    """
     seen = set()
     for action in schedule:
         launch = Launch.of(action)
@@ -235,6 +262,7 @@ def check_schedule(schedule: Iterable[Action], blocks: int, chunks: int) -> None
         seen.add(key)
         window = launch.window
         backward = window.kind in ("BNEC", "BEC") and window.block is not None
+        # gradients of block i exist once BEC(i) is over: in the backward windows of lower blocks, or after all of them
         if launch.kind == "AGG" and not (
             (backward and (window.block or 0) < launch.block) or window.kind in ("END", "UPDATE")
         ):
@@ -246,9 +274,18 @@ def check_schedule(schedule: Iterable[Action], blocks: int, chunks: int) -> None
 def simulate(
     schedule: Sequence[Action], durations: StepDurations, *, shared_link: bool = True, record: bool = False
 ) -> SimulatedStep:
-    """Play one step of `schedule` under `durations`; pure. ValueError where the schedule does not fit the step.
+    """Play one step; pure.
 
     Transfers that the schedule leaves out, or comes too late with, are launched when they are needed.
+
+    Args:
+        schedule: What is launched where.
+        durations: How long each operation takes alone.
+        shared_link: Whether all-to-alls and transfers use one link.
+        record: Whether to keep spans.
+
+    Raises:
+        ValueError: The schedule does not fit the step.
     """
     d, ranks = durations, durations.ranks
     check_schedule(schedule, d.blocks, d.chunks)
@@ -264,6 +301,7 @@ def simulate(
             clock.all_to_all(f"counts({block})", np.full(ranks, d.counts_s))
         elif kind == "PLAN":
             clock.launch_rest(block or 0)
+            # the host plans one block after the other, beside the ranks' own clock
             started = np.maximum(planned, clock.now)
             planned = started + d.plan_s[block or 0]
             clock.span(f"plan({block})", "plan", started, planned)
@@ -279,6 +317,7 @@ def simulate(
         else:
             label = kind.lower() if block is None else str(action)
             clock.compute(label, d.window_s(kind, block))
+    # a step ends together: who is done early is idle until then
     clock.meet()
     for transfer in clock.sent.values():
         clock.span(transfer.name, "weights", transfer.start, transfer.finish)
@@ -293,10 +332,10 @@ def simulate(
 
 
 def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
-    """Seconds until each rank is done with an all-to-all of `pairs[r, d]` bytes, [R].
+    """Return the seconds until each rank is done with an all-to-all of `pairs[r, d]` bytes, [R].
 
-    A rank is done when its own link has carried what it sends and receives, and when those that send to it have sent
-    all that they send: their links serve all peers at the same time.
+    A rank is done when its link has carried what it sends and receives, and when those that send to it have sent all
+    that they send: their links serve all peers at the same time.
     """
     node = topology.node_ids()
     same_node = node[:, None] == node[None, :]
@@ -315,7 +354,16 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
 def transfer_by_chunk(
     placement: Placement, topology: Topology, n_bytes: float, cut: Sequence[int], *, two_phase: bool, agg: bool = False
 ) -> FloatArray:
-    """Seconds of every chunk of a Trans (or Agg) of `n_bytes` per expert on every rank, [C, R], each alone."""
+    """Return the seconds of every chunk of a Trans or Agg on every rank, [C, R], each alone.
+
+    Args:
+        placement: Where the layer's experts are.
+        topology: The machine.
+        n_bytes: Bytes per expert.
+        cut: Boundaries of the chunks, see `Form`.
+        two_phase: Whether it takes the two-phase form.
+        agg: Whether it is an Agg, the mirror image of Trans.
+    """
     ranks = placement.ranks
     if placement.is_static:
         return np.zeros((len(cut) - 1, ranks))
@@ -326,8 +374,10 @@ def transfer_by_chunk(
         direct[home, receivers] += n_bytes
         first[home, receivers] += n_bytes / receivers.size
         second[np.ix_(receivers, receivers)] += n_bytes / receivers.size
+    # what a rank sends itself takes no link
     np.fill_diagonal(second, 0.0)
     if agg:
+        # reduce mirrors gather, which is symmetric, and home mirrors scatter
         direct, first, second = direct.T, second, first.T
     chunks = []
     for share in np.diff(np.asarray(cut)) / cut[-1] if not two_phase else ():
@@ -349,10 +399,21 @@ def predicted_durations(
     plan_s: float = 0.0,
     counts_s: float = 0.0,
 ) -> StepDurations:
-    """Durations of a step of L blocks under the calibrated `contexts` (topology, sizes, windows).
+    """Return durations of a step of L blocks by the performance model.
 
-    forms: how each block's transfers are cut and sent, as the runtime's; direct and in halves where it is not given.
-    Raises `SpecError` where the sequences differ in length or do not fit.
+    Args:
+        placements: By block.
+        splits: By block.
+        contexts: The calibrated machine and layer (topology, sizes, windows), by block.
+        forms: How each block's transfers are cut and sent, as the runtime's; None for direct and in halves.
+        start_s: Compute before the first block, on the fastest rank.
+        end_s: Compute after its backward pass, on the fastest rank.
+        update_s: What follows once all gradients are complete, on the fastest rank.
+        plan_s: Host time to plan a block.
+        counts_s: The exchange of counts, per block.
+
+    Raises:
+        SpecError: The sequences differ in length or do not fit.
     """
     forms = forms if forms is not None else [Form()] * len(contexts)
     lengths = [len(x) for x in (placements, splits, contexts, forms)]
@@ -368,6 +429,7 @@ def predicted_durations(
         a2a.append([there, back, there, back])
         load_ED = split.tokens.sum(axis=0)
         rate = np.asarray(topology.flops_per_s) / shape.forward_flops_per_token
+        # `expert_overhead_s` is spent on every expert that has rows on the rank, however few
         groups = np.count_nonzero(load_ED, axis=0)
         fec.append(load_ED.sum(axis=0) / rate + groups * topology.expert_overhead_s)
         trans.append(
@@ -380,17 +442,19 @@ def predicted_durations(
         )
         # windows are given for the fastest rank; the others take longer
         speeds.append(1.0 / topology.relative_speed())
+    # how much slower each rank is than the fastest, [L, R]
     slow = np.array(speeds)
     fec_s = np.array(fec)
     most = max(len(chunks) for chunks in (*trans, *agg))
 
     def padded(by_block: Sequence[FloatArray]) -> FloatArray:
-        """[L, C, R] from chunks [C_i, R] of every block; those that a block does not have are not sent."""
+        """Return [L, C, R] from chunks [C_i, R] of every block; those that a block does not have are not sent."""
         return np.array([np.pad(chunks, ((0, most - len(chunks)), (0, 0))) for chunks in by_block])
 
     return StepDurations(
         a2a_s=np.array(a2a),
         fec_s=fec_s,
+        # backward: products for the rows' gradients and for the weights'
         bec_s=2.0 * fec_s,
         fnec_s=slow * np.array([[c.windows.fnec_s] for c in contexts]),
         bnec_s=slow * np.array([[c.windows.bnec_s] for c in contexts]),

@@ -19,9 +19,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """`name` ran on `stream` ("compute", "tokens", "weights", "plan") of `rank` from start_s to end_s.
+    """`name` ran on a stream of a rank from start_s to end_s; order is by start.
 
-    Times are seconds on any clock that all spans of a trace share; order is by start.
+    Attributes:
+        start_s, end_s: Seconds on any clock that all spans of a trace share.
+        rank: 0 or more.
+        stream: "compute", "tokens", "weights", "plan" or "waits".
+        name: What ran.
     """
 
     start_s: float
@@ -42,7 +46,12 @@ class Span:
 
 
 class Recorder:
-    """Collects one rank's spans from any thread; once `limit` is reached the oldest give way to the newest."""
+    """Collects one rank's spans from any thread.
+
+    Args:
+        rank: The rank of its spans.
+        limit: Most spans that are kept: once it is reached the oldest give way to the newest.
+    """
 
     def __init__(self, rank: int, *, limit: int = 100_000) -> None:
         if limit < 1:
@@ -52,22 +61,33 @@ class Recorder:
         self._lock = threading.Lock()
 
     def add(self, name: str, stream: str, start_s: float, end_s: float) -> None:
-        """Keep one span."""
+        """Keep one span.
+
+        Args:
+            name: What ran.
+            stream: On which stream, see `Span`.
+            start_s: Seconds.
+            end_s: Seconds.
+        """
         span = Span(start_s, end_s, self.rank, stream, name)
+        # callbacks of a backend record arrivals in other threads
         with self._lock:
             self._spans.append(span)
 
     def spans(self) -> tuple[Span, ...]:
-        """What is kept, by start."""
+        """Return the spans that are kept, by start."""
         with self._lock:
             return tuple(sorted(self._spans))
 
 
 def to_trace(groups: Mapping[str, Iterable[Span]]) -> dict[str, Any]:
-    """Spans by group ("measured", "simulated", or "" for just one) as a Trace Event document.
+    """Return spans as a Trace Event document.
 
-    Every group starts at time zero, so that a measured and a simulated step lie side by side. Process numbers run
-    group by group in the order given, ranks within them; thread numbers follow the streams' names.
+    Every group starts at time zero, so that a measured and a simulated step lie side by side. Process numbers run group
+    by group in the order given, ranks within them; thread numbers follow the streams' names.
+
+    Args:
+        groups: Spans by group: "measured", "simulated", or "" for just one.
     """
     listed = {name: sorted(spans) for name, spans in groups.items()}
     width = 1 + max((s.rank for spans in listed.values() for s in spans), default=0)
@@ -76,9 +96,11 @@ def to_trace(groups: Mapping[str, Iterable[Span]]) -> dict[str, Any]:
         zero = spans[0].start_s if spans else 0.0
         places: list[tuple[Span, dict[str, int]]] = []
         for rank in sorted({s.rank for s in spans}):
+            # a rank of each group is a process for the viewer: numbers must not meet
             pid = g * width + rank
             label = f"rank {rank}" if not group else f"{group}, rank {rank}"
             events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": label}})
+            # viewers sort processes by name unless told: rank 10 would come before rank 2
             events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
             for thread, (stream, track) in enumerate(_tracks([s for s in spans if s.rank == rank]), start=1):
                 place = {"pid": pid, "tid": thread}
@@ -93,8 +115,10 @@ def to_trace(groups: Mapping[str, Iterable[Span]]) -> dict[str, Any]:
 
 
 def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
-    """Tracks by stream on which spans are nested or apart, as few as the order of their starts allows."""
-    tracks: dict[str, list[tuple[list[Span], list[float]]]] = {}  # what is on a track, and the ends of what is open
+    """Return tracks by stream on which spans are nested or apart, as few as the order of their starts allows."""
+    # what is on a track, and the ends of the spans that are open there
+    tracks: dict[str, list[tuple[list[Span], list[float]]]] = {}
+    # of spans that start together the longest first: the others nest in it
     for s in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
         lanes = tracks.setdefault(s.stream, [])
         for lane in lanes:
@@ -117,7 +141,8 @@ def write_trace(path: str | os.PathLike[str], groups: Mapping[str, Iterable[Span
 
 
 def write_document(target: Path, document: Mapping[str, Any]) -> None:
-    """Write a Trace Event document as JSON; the file appears complete or not at all, also where several ranks do."""
+    """Write a Trace Event document as JSON; the file appears complete or not at all, also if several ranks write it."""
+    # named by process and thread, as ranks may be either; `replace` is atomic within a folder
     part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     with part.open("w", encoding="utf-8") as f:
         json.dump(document, f, separators=(",", ":"), allow_nan=False)

@@ -1,7 +1,7 @@
 """One Trans or Agg of one layer under way: packs what a chunk sends, and puts what arrives where it belongs.
 
-What travels is said by `prophet.scheduler.pieces`; a chunk that sends on what an earlier one brought waits for that
-first. All ranks launch the same chunks in the same order.
+`prophet.scheduler.pieces` lists what travels. A chunk that sends on what an earlier one brought waits for that first.
+All ranks launch the same chunks in the same order.
 
 Shape legend: R ranks, P parameters of one expert.
 """
@@ -23,13 +23,23 @@ from prophet.ranks.operation import Operation
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Chunk, Exchange, Piece
 
-_SECOND = ("gather", "home")  # phases that send on what the first one brought
+# phases that send on what the first one brought
+_SECOND = ("gather", "home")
 
 
 class Transfer:
     """Chunks are launched in order; `finish` waits for all that was launched.
 
-    launched: how many chunks have been. window: in which the last of them was.
+    Args:
+        chunks: What this rank sends and receives, chunk by chunk.
+        bank: The layer's home experts.
+        replicas: What this rank holds of others.
+        collective: The ranks that share the experts.
+        block: The layer's place in the order of execution, for messages.
+
+    Attributes:
+        launched: How many chunks have been launched.
+        window: The window in which the last of them was.
     """
 
     name: str
@@ -48,7 +58,7 @@ class Transfer:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of what travels."""
+        """Dtype of what travels."""
         raise TypeError
 
     @property
@@ -64,27 +74,31 @@ class Transfer:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing under way is still missing; another rank may see it otherwise."""
+        """Whether nothing under way is still missing; the answer may differ from rank to rank."""
         return all(pending.ended() for _, pending in self._flying)
 
     def launch_next(self) -> None:
-        """Launch the next chunk."""
+        """Launch the next chunk; waits where it sends on what is under way."""
         chunk, self.launched = self.launched, self.launched + 1
         for exchange in self._chunks[chunk]:
+            # a second phase packs what the first has brought, so that has to be in place
             if exchange.phase in _SECOND:
                 self.finish()
+            # errors and timelines name the phase and the chunk
             label = self.name if exchange.phase == "direct" else f"{self.name} {exchange.phase}"
             self._start(exchange, Operation(f"{label} chunk {chunk}", self._block))
 
     def abandon(self) -> None:
         """Wait for what is under way and put it nowhere."""
         while self._flying:
+            # waited for all the same: the backend still reads and writes its buffers
             self._flying.popleft()[1].wait()
 
     def finish(self) -> None:
         """Wait for all that was launched and put it in place."""
         while self._flying:
             exchange, pending = self._flying[0]
+            # left in the queue until it has arrived: a wait that fails may be repeated, or abandoned
             arrived = pending.wait()
             self._flying.popleft()
             with torch.no_grad():
@@ -93,6 +107,7 @@ class Transfer:
     def _start(self, exchange: Exchange, op: Operation) -> None:
         with torch.no_grad():
             parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
+            # a rank that sends nothing takes part as well: an all-to-all needs all of them
             outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=self._bank.device)
             self._sent(exchange)
         send, recv = exchange.counts(self._collective.size)
@@ -100,11 +115,11 @@ class Transfer:
         self._flying.append((exchange, pending))
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
-        """What a piece holds, as flat views."""
+        """Return what a piece holds, as flat views."""
         raise TypeError
 
     def _sent(self, exchange: Exchange) -> None:
-        """Called when an exchange's pieces have been copied into the outgoing buffer."""
+        """Note that an exchange's pieces have been copied into the outgoing buffer."""
 
     def _place(self, exchange: Exchange, arrived: Tensor) -> None:
         raise TypeError
@@ -113,7 +128,9 @@ class Transfer:
 class Trans(Transfer):
     """Brings the replicas their parameters.
 
-    again: the same parameters have been there before. A pass that has saved them then sees no change of version.
+    Attributes:
+        again: Whether the same parameters have been there before. A pass that has saved them then sees no change of
+            version.
     """
 
     name = "Trans"
@@ -124,6 +141,7 @@ class Trans(Transfer):
         return self._bank.flat_dtype
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
+        # what scatter has brought is in the replica; only the home has the rest
         if exchange.phase == "gather":
             return [self._replicas[piece.expert].params[piece.start : piece.stop]]
         return self._bank.flat_views(piece.expert - self._bank.first_expert, piece.start, piece.stop)
@@ -132,6 +150,8 @@ class Trans(Transfer):
         with ExitStack() as stack:
             if self.again:
                 written = tuple(r.params for r in self._replicas.values())
+                # the graph has saved these leaves: with a new version, backward would raise that they were modified in
+                # place
                 stack.enter_context(_unsafe_preserve_version_counter(written))
             for piece, values in _received(exchange, arrived):
                 self._replicas[piece.expert].params[piece.start : piece.stop] = values
@@ -140,7 +160,13 @@ class Trans(Transfer):
 class Agg(Transfer):
     """Brings the replicas' gradients home; every sum runs over the replicas in rank order, in either form.
 
-    visited: experts that had rows on some rank; None for all. The others' gradients stay what they are.
+    Args:
+        chunks: What this rank sends and receives, chunk by chunk.
+        bank: The layer's home experts.
+        replicas: What this rank holds of others.
+        collective: The ranks that share the experts.
+        block: The layer's place in the order of execution, for messages.
+        visited: Experts that had rows on some rank; None for all. The others' gradients stay what they are.
     """
 
     name = "Agg"
@@ -163,6 +189,7 @@ class Agg(Transfer):
         return self._bank.grad_dtype
 
     def _start(self, exchange: Exchange, op: Operation) -> None:
+        # autograd may have replaced a leaf's gradient, or keep it in another dtype
         if exchange.phase != "home":
             for replica in self._replicas.values():
                 replica.collect_grads()
@@ -172,6 +199,7 @@ class Agg(Transfer):
         if exchange.phase != "home":
             return [self._replicas[piece.expert].grads[piece.start : piece.stop]]
         found = []
+        # sums of `reduce` lie in its chunks, and a chunk of `home` may be cut differently
         for own, total in self._sums:
             low, high = max(own.start, piece.start), min(own.stop, piece.stop)
             if own.expert == piece.expert and low < high:
@@ -179,7 +207,7 @@ class Agg(Transfer):
         return found
 
     def _sent(self, exchange: Exchange) -> None:
-        """What is on its way no longer counts here: later gradients start again from zero."""
+        """Zero what is on its way: later gradients start again from there, and are sent in another round."""
         if exchange.phase != "home":
             for piece in exchange.sends:
                 self._replicas[piece.expert].grads[piece.start : piece.stop].zero_()
@@ -190,23 +218,25 @@ class Agg(Transfer):
             self._sums += sums
             return
         for piece, total in sums:
+            # adding zeros would turn a gradient of None into one, and Adam would move an expert that nobody used
             if self._visited is not None and piece.expert not in self._visited:
                 continue
             self._bank.add_flat_grad(piece.expert - self._bank.first_expert, piece.start, piece.stop, total)
 
 
 def _received(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """The pieces that an exchange has brought, each with its elements."""
+    """Return the pieces that an exchange has brought, each with its elements."""
     return zip(exchange.recvs, arrived.split([piece.size for piece in exchange.recvs]), strict=True)
 
 
 def _summed(exchange: Exchange, arrived: Tensor) -> list[tuple[Piece, Tensor]]:
-    """Pieces of the same elements added up in the order in which they came, which is that of their source ranks.
+    """Return pieces of the same elements added up in the order in which they came, which is that of their source ranks.
 
     In place: `arrived` belongs to the transfer. The order of the result is by expert, then by element.
     """
     totals: dict[tuple[int, int], tuple[Piece, Tensor]] = {}
     for piece, values in _received(exchange, arrived):
+        # incoming pieces lie by source rank: the sum has one order in every run, so its bits are the same
         known = totals.get((piece.expert, piece.start))
         if known is None:
             totals[piece.expert, piece.start] = (piece, values)

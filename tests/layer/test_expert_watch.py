@@ -44,7 +44,7 @@ class Ranks:
 
     def hear(self) -> list[str]:
         """A training pass: what is warned of."""
-        rows = [watch.say(CPU, plain=self.plain) for watch in self.watches]
+        rows = [watch.report(CPU, plain=self.plain) for watch in self.watches]
         assert len({row.shape for row in rows}) == 1
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
