@@ -45,11 +45,23 @@ class ForwardingCollective(Collective):
         """The same around another collective."""
 
     def transfer(self, launch: Callable[[], Pending], op: Operation, channel: Channel) -> Pending:
-        """What an all-to-all or an exchange returns; `launch` begins it."""
+        """Return a transfer that has begun.
+
+        Args:
+            launch: Begins it, an all-to-all or an exchange.
+            op: What it is for, as errors name it.
+            channel: Whose order of operations it belongs to.
+        """
         return launch()
 
     def gather(self, call: Callable[[], Tensor], op: Operation, channel: Channel) -> Tensor:
-        """What a gathering returns; `call` waits for it."""
+        """Return what was gathered from all ranks.
+
+        Args:
+            call: Waits for it.
+            op: What it is for, as errors name it.
+            channel: Whose order of operations it belongs to.
+        """
         return call()
 
     def _renewed(self, timeout_s: float) -> Collective:

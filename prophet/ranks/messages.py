@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,7 @@ import torch
 from torch import Tensor
 
 from prophet.errors import OutOfStep
-
-if TYPE_CHECKING:
-    from prophet.ranks.collective import Collective
-    from prophet.ranks.operation import Operation
+from prophet.ranks.operation import Operation
 
 IntArray = npt.NDArray[np.int64]
 
@@ -132,8 +129,18 @@ class Frames:
         return self._padding[key]
 
 
+class Messenger(Protocol):
+    """What a message needs of a collective; every `Collective` is one."""
+
+    rank: int
+    size: int
+    frames: Frames
+
+    def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor: ...
+
+
 def gather_numbers(
-    collective: Collective,
+    collective: Messenger,
     numbers: Sequence[int],
     tensors: Sequence[Tensor] = (),
     *,
@@ -173,7 +180,7 @@ def gather_numbers(
     return table[:, HEAD : HEAD + extent]
 
 
-def share(collective: Collective, x: Tensor, *, op: Operation) -> Tensor:
+def share(collective: Messenger, x: Tensor, *, op: Operation) -> Tensor:
     """Gather a few float64 numbers of all ranks without making the host wait for an accelerator; collective.
 
     Args:
@@ -213,7 +220,7 @@ def _frame(
     return torch.cat([first, *tensors, frames.padding(left, device)])
 
 
-def _gather(collective: Collective, frame: Tensor, op: Operation) -> IntArray:
+def _gather(collective: Messenger, frame: Tensor, op: Operation) -> IntArray:
     # Counted before the wait: this is how others see that this rank has gone on to a further message
     collective.frames.begun += 1
     table: IntArray = collective.gather_messages(frame, op=op).cpu().numpy()
