@@ -21,7 +21,6 @@ TO_DO = {
     "pipeline_balance/control",
     "pipeline_balance/dynamics",
     "pipeline_balance/pipeline",
-    "pipeline_balance/slices",
     "pipeline_balance/spec.py",
     "prophet/engine",
     "prophet/errors.py",

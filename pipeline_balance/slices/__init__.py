@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SliceOptions", "attend"]
 
+# options are read without torch
 _MODULE_OF = {"SliceOptions": "pipeline_balance.slices.options", "attend": "pipeline_balance.slices.attention"}
 
 

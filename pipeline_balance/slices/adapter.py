@@ -2,7 +2,7 @@
 
 The model's forward runs with recording functions in place of its layers at full length, so that positions, rotary
 angles and documents are those of whole sequences. A slice's are parts of them. The same forward at a slice's length
-tells the shapes, and with them the dimensions in which the two differ.
+shows the shapes, and with them the dimensions in which the two differ.
 
 Shape legend: B rows of a microbatch, T tokens of a row, N slices, E experts.
 """
@@ -33,7 +33,8 @@ from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
 from pipeline_balance.slices.recompute import Recomputing
 from prophet.errors import SpecError
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how configurations call their number
+# Names under which configurations have the number of experts
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class SlicedTransformers(Sliced, Recomputing):
@@ -41,13 +42,20 @@ class SlicedTransformers(Sliced, Recomputing):
 
     Layers are the model's own. They must mix tokens by transformers' attention functions alone. Labels are shifted
     before they are cut, so the model's loss function must take `shift_labels`.
+
+    Args:
+        model: The model.
+        slicing: How sequences are cut, and what layers compute again.
+        **options: Those of `TransformersModel`.
     """
 
     def __init__(self, model: nn.Module, slicing: SliceOptions, **options: Any) -> None:
         Sliced.__init__(self, slicing)
         self._trial = Trial(self)
-        self._width: dict[int, int] = {}  # by kind of layer
+        # By kind of layer: numbers that attention meets per earlier token
+        self._width: dict[int, int] = {}
         self.slicing = slicing
+        # a PEFT model wraps the one that has the loss
         self._owner: Any = model if (base := getattr(model, "get_base_model", None)) is None else base()
         self._configs = configs_of(model)
         _check_loss(self._owner)
@@ -68,9 +76,10 @@ class SlicedTransformers(Sliced, Recomputing):
             yield
 
     def crossover_tokens(self) -> int:
-        """By count: a token meets every parameter once, those of experts where it goes, and every key and value once.
+        """The tokens before one where attention costs the layers as much as all else, by count.
 
-        Both cost two operations for each number, and twice that backward.
+        A token meets every parameter once, those of experts where it goes, and every key and value once. Both cost two
+        operations for each number, and twice that backward.
         """
         met = sum(_met(layer, getattr(self._owner, "config", None)) for layer in self.layers)
         return round(met / sum(self._width[kind] for kind in self._kinds))
@@ -86,14 +95,17 @@ class SlicedTransformers(Sliced, Recomputing):
         self.starts(tokens)
         inputs = dict(microbatch.inputs)
         if "position_ids" in self._accepts and "position_ids" not in inputs:
+            # a model that makes them itself would begin at 0 in every slice
             inputs["position_ids"] = torch.arange(tokens, device=labels.device)[None]
         documents = self._whole(microbatch)[1].documents
         # label t belongs to the output at t - 1
         shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         mask = inputs.get("attention_mask")
+        # attention over slices reads no padding mask: causality keeps padding on the right from being seen
         if mask is not None and mask.dim() == 2 and bool(((mask == 0) & (shifted != IGNORED_LABEL)).any()):
             raise SpecError("labels count behind padding, where attention_mask is 0: set them to -100")
         parts = self.parts(microbatch, inputs, shifted, documents)
+        # all but the last unit, whose outputs are losses
         self._trial.run(range(len(self.layers) + 1), parts)
         return parts
 
@@ -107,6 +119,7 @@ class SlicedTransformers(Sliced, Recomputing):
 
     def _whole(self, microbatch: Microbatch) -> tuple[Recorded, Seen]:
         """What layers are called with at full length, and the documents."""
+        # once per microbatch, for all of its slices
         if "whole" not in microbatch.kept:
             with attending(self._configs), seeing() as seen:
                 recorded = self._record(self._asked(microbatch), Readable(allowed=True))
@@ -118,6 +131,7 @@ class SlicedTransformers(Sliced, Recomputing):
         if not isinstance(microbatch, SlicePart):
             return self._whole(microbatch)[0]
         part = microbatch
+        # a part is asked for by each layer in turn, so the latest one is kept
         if self._latest is None or self._latest[0] is not part or self._latest[1] != self._mode():
             assert part.whole is not None
             mine, theirs = self._alone(part), self._whole(part.whole)[0]
@@ -140,6 +154,7 @@ class SlicedTransformers(Sliced, Recomputing):
         return found
 
     def _output_of(self, layer: int, leaves: list[Any], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
+        # grows where shapes were traced just now, so that attention was called
         known = len(self._outputs)
         with seeing() as seen:
             found = super()._output_of(layer, leaves, structure)
@@ -167,19 +182,23 @@ class SlicedTransformers(Sliced, Recomputing):
             return (mean * count,)
         experts = self.router_loss.experts
         probe = torch.zeros_like(sums)
-        probe[0] = probe[-1] = 1.0  # the router's part is zero here, its gradient is not
+        # The router's part is zero here, its gradient is not
+        probe[0] = probe[-1] = 1.0
         probe.requires_grad_(torch.is_grad_enabled())
         with self._shifted(int(count > 0)):
             (mean,) = super()._run_behind((*flowing, probe), part)
         coefficient = float(self._coefficient())
         if count and mean.requires_grad:
             (slope,) = torch.autograd.grad(mean, probe, retain_graph=True)
+            # the slope at the probe is the weight that the model gives the router loss
             if abs(float(slope[experts]) - coefficient * experts) > 1e-5 * abs(coefficient * experts):
                 raise SpecError("the model weighs its router loss otherwise than its router_aux_loss_coef says")
         assert part.whole is not None
         routers = part.whole.kept.setdefault("routers", _Routers())
+        # the loss is no sum over slices: its gradient is known after the last one
         part_loss: Tensor = _OfAllSlices.apply(sums, routers)  # type: ignore[no-untyped-call]
         routers.add(sums)
+        # `mean * count` elsewhere sums over labels, so the router's part is weighed by all labels, too
         if part.slice == self.slices - 1:
             part_loss = part_loss + routers.close(coefficient * super().counted(part.whole))
         return (mean * count + part_loss,)
@@ -189,7 +208,11 @@ class SlicedTransformers(Sliced, Recomputing):
 
     @contextmanager
     def _shifted(self, times: int) -> Iterator[None]:
-        """Within, the model's own loss takes labels that are shifted already."""
+        """Within this context the model's own loss takes labels that are shifted already.
+
+        Args:
+            times: How often the model must ask for it; another number is a `SpecError`.
+        """
         theirs, asked = self._owner.loss_function, 0
         own = self._owner.__dict__.get("_loss_function")
 
@@ -203,6 +226,7 @@ class SlicedTransformers(Sliced, Recomputing):
         try:
             yield
         finally:
+            # nothing was set on the object before, so nothing may stay there
             if own is None:
                 del self._owner._loss_function
             else:
@@ -226,6 +250,7 @@ class _Routers:
         """The router's part of the loss; its gradient is read by every slice's backward."""
         assert self.total is not None
         with torch.enable_grad():
+            # of detached sums: every slice's backward takes this gradient further
             total = self.total.requires_grad_()
             found = loss_of_sums(total) * factor
             (self.gradient,) = torch.autograd.grad(found, total)
@@ -261,6 +286,7 @@ def _part(mine: Any, whole: Any, part: SlicePart, layer: int) -> Any:
     differ = [d for d in range(whole.dim()) if mine.dim() != whole.dim() or mine.shape[d] != whole.shape[d]]
     if not differ:
         return whole
+    # one dimension, which is the sequence's
     (*more, dim) = differ
     wanted = (part.stop - part.start, part.unit.starts[-1] if part.unit is not None else 0)
     if more or (mine.shape[dim], whole.shape[dim]) != wanted:
@@ -274,6 +300,7 @@ def _part(mine: Any, whole: Any, part: SlicePart, layer: int) -> Any:
 def _met(layer: nn.Module, config: Any) -> Fraction:
     """Parameters of a layer that a token meets: of experts as many as it is routed to, wherever they are."""
     experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
+    # exact: a crossover must be the same on all ranks
     share = Fraction(getattr(config, "num_experts_per_tok", None) or experts, experts)
     found = Fraction(0)
     parts = dict(layer.named_modules())
@@ -281,6 +308,7 @@ def _met(layer: nn.Module, config: Any) -> Fraction:
         numbers = sum(p.numel() for p in module.parameters(recurse=False))
         path = name.split(".")
         if "experts" in path:
+            # ranks that share experts hold a part of them each: the count is of all
             above = [parts[".".join(path[:i])] for i in range(len(path))]
             ranks = [c.size for c in map(collective_of, above) if c is not None]
             found += numbers * share * max(ranks, default=1)

@@ -27,6 +27,7 @@ def check_limits(units: Sequence[nn.Module]) -> None:
     """Raise `SpecError` for experts whose limits or losses are of whole microbatches, which slices would change."""
     for number, unit in enumerate(units):
         for name, module in unit.named_modules():
+            # `prophet.MoE` keeps its gate's configuration there
             config = getattr(getattr(module, "gate", None), "config", None)
             wrong = [n for n in ("capacity_factor", "drop_policy") if getattr(config, n, None)]
             wrong += ["aux_loss"] if getattr(config, "aux_loss", "none") != "none" else []
@@ -44,35 +45,48 @@ class Trial:
     def __init__(self, model: PipelineModel) -> None:
         self.model = model
         self._tried: set[tuple[Any, ...]] = set()
-        self._calls: dict[int, set[int]] = {}  # by unit, what its attentions call their layer
+        # By unit, the numbers that its attentions give as `layer`
+        self._calls: dict[int, set[int]] = {}
 
     def run(self, units: Sequence[int], slices: Sequence[Microbatch]) -> None:
-        """Raise `SpecError` that names the first of these units that slices would change. `slices` are a microbatch's.
+        """Try units on two slices, in turn and at once.
 
         Units that share experts with other ranks are left out, as all of them would have to run.
+
+        Args:
+            units: Numbers of units.
+            slices: Of one microbatch.
+
+        Raises:
+            SpecError: Names the first of these units that slices would change.
         """
         model = self.model
         shared = {unit for unit, _, _ in expert_layers(model.units)}
         # a part that is replaced makes another layer of it
         keys = {unit: (unit, *((id(m), type(m)) for m in model.units[unit].modules())) for unit in units}
+        # what is on meta lives on another rank, which tries it
         here = [u for u in units if not any(p.is_meta for p in model.units[u].parameters()) and u not in shared]
         new = [u for u in here if keys[u] not in self._tried]
         if not new or len(slices) < 2:
             return
         first, second = (part_of(part) for part in slices[:2])
         both = _joined(first, second)
+        # dropout would differ between the two runs, and training must not notice the trial
         with torch.random.fork_rng(devices=[]), evaluating(model.root):
             torch.manual_seed(0)
             for unit in new:
                 self._try(unit, both, (first, second))
                 self._check_layers(unit)
+        # only what has passed: a unit that was refused is tried again
         self._tried |= {keys[unit] for unit in new}
 
     def _try(self, unit: int, both: SlicePart, parts: tuple[SlicePart, SlicePart]) -> None:
+        """Raise `SpecError` if a unit gives other outputs for `parts` in turn than for `both` at once."""
         model = self.model
         given = tuple(_made_up(t) for t in model.activations(both)[unit])
         self._calls[unit] = set()
         at_once = self._run(unit, given, both, _Noting(self._calls[unit]))
+        # a store apart: the pipeline's chunks stay as they are
         store, at = ChunkStore(), 0
         for part in parts:
             length = part.stop - part.start
@@ -81,6 +95,7 @@ class Trial:
             for whole, mine in zip(at_once, self._run(unit, own, part, store), strict=True):
                 if not _alike(_cut(whole, mine, at, length), mine):
                     kind = type(model.units[unit]).__name__
+                    # classes of ours mean nothing to the user
                     named = "" if kind.startswith("_") else f" ({kind})"
                     raise SpecError(
                         f"layer {unit}{named} computes other outputs for two slices in "
@@ -119,9 +134,10 @@ class _Noting(ChunkStore):
 
 
 def _joined(first: SlicePart, second: SlicePart) -> SlicePart:
-    """Two slices as one; those behind stay."""
+    """Two slices as one; those after them stay as they are."""
     assert first.whole is not None
     assert first.unit is not None
+    # without the boundary between the two
     starts = first.unit.starts
     return replace(
         first,
@@ -134,6 +150,7 @@ def _joined(first: SlicePart, second: SlicePart) -> SlicePart:
 
 
 def _made_up(like: Tensor) -> Tensor:
+    """Random numbers, or zeros where integers are expected: any index is valid then."""
     return (
         torch.randn(like.shape).to(like.dtype) if like.is_floating_point() else torch.zeros(like.shape).to(like.dtype)
     )
@@ -151,5 +168,6 @@ def _alike(one: Tensor, other: Tensor) -> bool:
         return False
     if one.dim() < 2 or not one.is_floating_point():
         return True
+    # sums in another order; half precision keeps three digits or two
     coarse = 1e-3 if torch.finfo(one.dtype).eps < 1e-4 else 1e-1
     return bool(torch.allclose(one, other, rtol=coarse, atol=coarse * float(other.abs().max())))

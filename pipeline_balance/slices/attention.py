@@ -21,19 +21,31 @@ from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, current
 from prophet.errors import SpecError
 
 _ALL = slice(None)
-CUT = 512  # tokens of a triangle from which on cutting it saves more time than further calls take
+# Tokens of a triangle from which on cutting it saves more time than further calls take
+CUT = 512
 
+# called directly: the public function returns no log-sum-exp, which merging needs
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float | None = None) -> Tensor:
-    """Causal attention of the slice in work to its whole prefix, [B, Hq, T, D].
+    """Causal attention of the slice in work to its whole prefix.
 
-    `query` is [B, Hq, T, D], `key` and `value` [B, Hkv, T, D] of the same slice, with positions already applied; Hkv
-    divides Hq. `layer` tells layers of the model apart. `scale` is D ** -0.5 unless given. A value may be narrower than
-    a key. Must be called inside a pipeline's step; of fake tensors it tells the
-    result's shape. Raises `SpecError` for other shapes and devices.
+    Must be called inside a pipeline's step. Of fake tensors it returns one of the result's shape.
+
+    Args:
+        query: [B, Hq, T, D], with positions already applied.
+        key: [B, Hkv, T, D] of the same slice, likewise; Hkv divides Hq.
+        value: [B, Hkv, T, D]; it may be narrower than a key.
+        layer: Tells attentions of the model apart.
+        scale: Of scores; None: D ** -0.5.
+
+    Returns:
+        [B, Hq, T, width of a value].
+
+    Raises:
+        SpecError: For other shapes and devices.
     """
     _check(query, key, value)
     if isinstance(query, FakeTensor):
@@ -45,6 +57,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: floa
     if wide < query.shape[-1]:
         # the kernel takes one width; columns of zeros change neither the other ones nor the weights
         value = F.pad(value, (0, query.shape[-1] - wide))
+    # without a backward to come, chunks go after the microbatch's last slice
     pending = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     place = _Place(store, layer, unit, scale, pending)
     out: Tensor = _Attend.apply(query, key, value, place)  # type: ignore[no-untyped-call]
@@ -64,7 +77,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an attention stands: its chunks, layer, unit, the scale of its scores, and whether a backward will come."""
+    """Where an attention stands.
+
+    Attributes:
+        store: Has its chunks.
+        layer: Its number.
+        unit: The slice in work.
+        scale: Of scores.
+        pending: A backward will come.
+    """
 
     store: ChunkStore
     layer: int
@@ -75,6 +96,7 @@ class _Place:
     def blocks(self, query: Tensor) -> Iterator[_Block]:
         """What tokens of the slice attend to: its own triangle, diagonal parts ahead, then the chunks before it."""
         unit = self.unit
+        # the slice's own chunk is the last of these
         *before, own = self.store.chunks(self.layer, unit.microbatch)[: unit.slice + 1]
         seen = self._seen(unit.slice)
         mask = _mask(seen.tril(), query.dtype) if seen is not None else None
@@ -97,6 +119,7 @@ class _Place:
             a, b = chunk.place
             seen = self._seen(number)
             whole = seen is None or bool(seen.all())
+            # the kernel takes one stretch of memory, and gradients of one run are kept together
             if run and not (whole and chunk.pending == run[0].pending and (a == stop or b == start)):
                 yield run[0], (start, stop), None
                 run = []
@@ -115,16 +138,23 @@ class _Place:
 
 
 def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores, [B, 1, T, S]."""
+    """What is added to scores [B, 1, T, S]: zero, or -inf where a token is not seen."""
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Tokens `rows` of the slice and tokens `columns` of a place, whose first chunk is `first`.
+    """Part of a slice's attention that one call of the kernel computes.
 
-    On the diagonal, a token attends to those up to itself; every row is in one such block. A mask is [B, 1, rows,
-    columns].
+    On the diagonal, a token attends to those up to itself; every row is in one such block.
+
+    Attributes:
+        first: The first chunk that is attended to.
+        place: Where its tokens, and those of the chunks beside it, are in the room.
+        rows: Tokens of the slice.
+        columns: Tokens of the place.
+        diagonal: See above.
+        mask: [B, 1, rows, columns]; None: nothing is hidden.
     """
 
     first: Chunk
@@ -161,6 +191,7 @@ def _triangle(start: int, stop: int) -> Iterator[tuple[slice, slice, bool]]:
     if stop - start < CUT:
         yield slice(start, stop), slice(start, stop), True
         return
+    # half, at a multiple of BLOCK: other lengths are slower
     middle = start + (stop - start) // (2 * BLOCK) * BLOCK
     yield from _triangle(start, middle)
     yield from _triangle(middle, stop)
@@ -168,7 +199,7 @@ def _triangle(start: int, stop: int) -> Iterator[tuple[slice, slice, bool]]:
 
 
 def _by_token(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """[B, H, T, D], undefined, in the order [B, T, H, D] of memory, which kernels and layers both use."""
+    """Undefined memory [B, H, T, D] in the order [B, T, H, D], which kernels and layers both use."""
     return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype)
 
 
@@ -180,6 +211,7 @@ class _Attend(torch.autograd.Function):
         store, layer, unit = place.store, place.layer, place.unit
         ctx.place = place
         ctx.save_for_backward(query)
+        # inside a backward: a checkpoint runs its layer again
         if torch._C._current_graph_task_id() != -1:
             for known in store.chunks(layer, unit.microbatch)[unit.slice : unit.slice + 1]:
                 if known.out is not None:
@@ -189,7 +221,9 @@ class _Attend(torch.autograd.Function):
         out, lse = _merged(query, place)
         if place.pending:
             chunk.out, chunk.lse = out.detach(), lse
+            # the backward reads `out`, which the layer must not change in place
             chunk.version = out._version
+        # nothing may be pending, as in evaluation
         store.passed(layer, unit)
         return out
 
@@ -197,17 +231,22 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         place: _Place = ctx.place
         store, layer, unit = place.store, place.layer, place.unit
+        # its gradients are complete only if all later slices have gone backward
         store.check_last(layer, unit)
         (query,) = ctx.saved_tensors
         own = store.chunks(layer, unit.microbatch)[unit.slice]
         if own.out is None or own.lse is None or own.out._version != own.version:
             raise SpecError(f"layer {layer}: the output of its attention was changed in place; work on a copy of it")
+        # in the order [B, T, H, D] of memory, as the output
         grad_out = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
         wide = torch.promote_types(query.dtype, torch.float32)
         line = store.line(layer, unit.microbatch)
+        # what later slices have added for this slice's keys and values
         later = line.summed(own)
-        totals: list[Tensor] = []  # gradients of the query, the key and the value
+        # Gradients of the query, the key and the value
+        totals: list[Tensor] = []
         for block in place.blocks(query):
+            # with the merged output and log-sum-exp each block's gradients are exact alone (SlimPipe, 4)
             found = _backward(
                 *(block.of_rows(t) for t in (grad_out, query)),
                 *block.of_columns(line.room.tokens(*block.place)),
@@ -224,6 +263,7 @@ class _Attend(torch.autograd.Function):
                 for total, part, at in zip(totals, found, (block.rows, block.columns, block.columns), strict=True):
                     _gather(total[:, :, at], part, first=block.diagonal)
             else:
+                # chunks that no backward will come for, as of frozen layers, need no gradients
                 sums = line.gradients(*block.place) if block.first.pending else ()
                 for total, part in zip((totals[0], *sums), found, strict=False):
                     total.add_(part)
@@ -257,7 +297,8 @@ def _merged(query: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
             continue
         if not out.numel():
             out, lse = _by_token(query.shape, wide), torch.empty(query.shape[:3], dtype=wide)
-        if block.diagonal:  # every token sees itself
+        # Every token sees itself, so the first block of its row is never empty
+        if block.diagonal:
             block.of_rows(out).copy_(part)
             block.of_rows(lse).copy_(part_lse)
             continue

@@ -18,9 +18,14 @@ from prophet.errors import SpecError
 class SlicedChain(Sliced, ModuleChain):
     """A `ModuleChain` whose layers get one slice of every sequence at a time and call `attend` for what came before.
 
-    Inputs are [B, T, ...] and labels [B, T], already shifted where they need to be: `loss_fn` is a mean over labels of
-    any part of the sequences. Without `counted`, all losses but cross entropy count every token. A layer that looks at
-    positions is given them as an input. One slice is the microbatch.
+    Inputs are [B, T, ...] and labels [B, T], already shifted where they need to be. A layer that looks at positions is
+    given them as an input. One slice is the microbatch.
+
+    Args:
+        layers: The modules.
+        loss_fn: A mean over labels of any part of the sequences.
+        slicing: How sequences are cut.
+        **options: Those of `ModuleChain`. Without `counted`, all losses but cross entropy count every token.
     """
 
     def __init__(
@@ -29,6 +34,7 @@ class SlicedChain(Sliced, ModuleChain):
         Sliced.__init__(self, slicing)
         self.slicing = slicing
         if slicing.slices > 1 and options.get("counted") is None:
+            # a slice's share of the loss is by tokens: rows are the same in every slice
             options["counted"] = labels_of(loss_fn, tokens=True)
         ModuleChain.__init__(self, layers, loss_fn, **options)
         self._trial = Trial(self)
@@ -41,6 +47,7 @@ class SlicedChain(Sliced, ModuleChain):
 
     def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
         if self.slices == 1:
+            # layers call `attend` with one slice, too: it asks for a unit
             unit = Unit(microbatch.number, 0, 1)
             return [SlicePart(microbatch.number, microbatch.inputs, microbatch.labels, whole=microbatch, unit=unit)]
         if microbatch.labels is None:

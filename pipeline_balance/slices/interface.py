@@ -1,4 +1,4 @@
-"""Attention over slices under a name of its own among transformers' attention functions, and its mask function.
+"""Attention over slices as one of transformers' attention functions, under a separate name, and its mask function.
 
 Shape legend: B sequences, T tokens of a sequence.
 """
@@ -18,7 +18,8 @@ from pipeline_balance.slices.attention import attend
 from prophet.errors import SpecError
 
 NAME = "sliced"
-_SAY_NOTHING = {  # arguments that change nothing about attention
+# arguments that change nothing about attention
+_NEUTRAL = {
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
     *("output_router_logits", "num_items_in_batch", "logits_to_keep", "layer_idx", "position_embeddings"),
 }
@@ -26,9 +27,12 @@ _SAY_NOTHING = {  # arguments that change nothing about attention
 
 @dataclass
 class Seen:
-    """What a forward has asked of attention: the documents [B, T] that its masks tell apart, and the calls.
+    """What a forward has asked of attention.
 
-    `width` is how many numbers of a key and of a value a query's token meets for each token before it, over its heads.
+    Attributes:
+        documents: Those that its masks tell apart [B, T]; None: one per sequence.
+        calls: How many attentions were called.
+        width: How many numbers of a key and of a value a query's token meets for each token before it, over its heads.
     """
 
     documents: Tensor | None = None
@@ -38,17 +42,21 @@ class Seen:
 
 @dataclass(frozen=True)
 class Unfit:
-    """Stands for a mask that attention over slices does not have, and `why`: models make masks that no layer uses."""
+    """Stands for a mask that attention over slices does not have, with the reason.
+
+    It is an error only where a layer uses it: models make masks that no layer uses.
+    """
 
     why: str
 
 
+# a stack: shapes are traced while a forward is recorded
 _seeing: list[Seen] = []
 
 
 @contextmanager
 def seeing() -> Iterator[Seen]:
-    """Within, documents and calls are noted in what this gives."""
+    """Within this context documents and calls are noted in what it yields."""
     _seeing.append(Seen())
     try:
         yield _seeing[-1]
@@ -58,7 +66,7 @@ def seeing() -> Iterator[Seen]:
 
 @cache
 def register() -> None:
-    """Make both functions known to transformers."""
+    """Make both functions known to transformers, once."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
@@ -76,15 +84,31 @@ def attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' layers call: [B, T, H, D] of queries, keys and values [B, H, T, D].
+    """Attention over slices, as transformers' layers call it.
 
-    Raises `SpecError` that names every argument that would have to change something and does not.
+    Args:
+        module: The attention module.
+        query: [B, Hq, T, D].
+        key: [B, Hkv, T, D].
+        value: [B, Hkv, T, D].
+        attention_mask: What `mask` returned.
+        scaling: Of scores; None: D ** -0.5.
+        dropout: Must be 0.
+        is_causal: Must not be False.
+        **others: Must be neutral, or change nothing.
+
+    Returns:
+        [B, T, H, D], and None for attention weights.
+
+    Raises:
+        SpecError: Names every argument that would have to change something and does not.
     """
     if _seeing:
         _seeing[-1].calls += 1
         _seeing[-1].width += query.shape[1] * (query.shape[-1] + value.shape[-1])
-    wrong = [name for name, value in others.items() if name not in _SAY_NOTHING and _says(value)]
-    if _says(dropout):
+    # an argument that is ignored would train another model without a word
+    wrong = [name for name, value in others.items() if name not in _NEUTRAL and _is_set(value)]
+    if _is_set(dropout):
         wrong.append(f"dropout={dropout:g}")
     if attention_mask is not None and not isinstance(attention_mask, Unfit):
         wrong.append("attention_mask")
@@ -95,6 +119,7 @@ def attention(
     kind = type(module).__name__
     if wrong:
         raise SpecError(f"{kind} asks for {', '.join(wrong)}, which attention over slices does not have")
+    # transformers numbers attentions for its caches; chunks go by the same number
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise SpecError(f"{kind} does not know which layer it is in (layer_idx), so its chunks cannot be found")
@@ -103,7 +128,7 @@ def attention(
     return attend(query, key, value, layer=layer, scale=scaling).transpose(1, 2), None
 
 
-def _says(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     """Whether an argument has a value that is not neutral."""
     return isinstance(value, Tensor) or not (value is None or value is False or value == 0)
 
@@ -115,11 +140,22 @@ def mask(
     device: Any = "cpu",
     **others: Any,
 ) -> Unfit | None:
-    """What transformers' models call for a mask: notes the documents for `seeing`, makes none.
+    """What transformers' models call for a mask: notes the documents for `seeing`, and makes none.
 
-    Outside of it nothing is read: what slices see is a part of what their whole sequences saw. Where tokens see others
-    than those before them in their document, what it returns is refused by the attention that uses it. Raises
-    `SpecError` for padding on the left.
+    Outside of `seeing` nothing is read: what slices see is a part of what their whole sequences saw.
+
+    Args:
+        batch_size: B.
+        mask_function: Whether a query's token sees a key's, by (batch, head, query, key).
+        attention_mask: [B, T], 0 where there is padding.
+        device: Where positions are made, without `attention_mask`.
+        **others: Has `q_length`, or `cache_position` in older versions.
+
+    Returns:
+        None; `Unfit` where tokens see others than those before them in their document.
+
+    Raises:
+        SpecError: For padding on the left.
     """
     if not _seeing:
         return None
@@ -136,15 +172,19 @@ def mask(
     def sees(query: Tensor, key: Tensor) -> Tensor:
         return torch.as_tensor(mask_function(row_B1, head, query, key), device=device).expand(batch_size, tokens)
 
+    # a document begins where a token does not see the one before it; a few probes per token then suffice
     before = (at_T - 1).clamp(min=0)
     new = ~sees(at_T, before)
     new[:, 0] = False
+    # first token of each token's document
     first = torch.where(new, at_T, 0).cummax(dim=1).values
+    # the last token has none after it
     after = (at_T + 1).clamp(max=tokens - 1)
     if not sees(at_T, first).all() or not sees(at_T, at_T).all():
         return Unfit("hides earlier tokens of a document (a sliding window or chunks): slices cannot")
     if sees(at_T, after)[:, : tokens - 1].any():
         return Unfit("lets tokens see later ones: slices need causal attention")
+    # the last token of the document before
     across = sees(at_T, (first - 1).clamp(min=0)) & (first > 0)
     if across.any():
         return Unfit("lets tokens see a part of other documents: slices cannot")
@@ -161,7 +201,7 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def attending(every: Sequence[Any]) -> Iterator[None]:
-    """Within, modules with these configurations compute attention over slices."""
+    """Within this context modules with these configurations compute attention over slices."""
     register()
     before = [config._attn_implementation for config in every]
     try:
@@ -169,5 +209,5 @@ def attending(every: Sequence[Any]) -> Iterator[None]:
             config._attn_implementation = NAME
         yield
     finally:
-        for config, said in zip(every, before, strict=True):
-            config._attn_implementation = said
+        for config, implementation in zip(every, before, strict=True):
+            config._attn_implementation = implementation

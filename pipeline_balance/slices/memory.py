@@ -16,16 +16,19 @@ from torch import Tensor
 
 
 class Room:
-    """Keys [B, tokens, H, D] and values of one layer, as long as needed; `grown` counts how often they became longer.
+    """Keys [B, tokens, H, D] and values of one layer, as long as needed.
 
-    A place is the tokens `start` to `stop`, and nobody else's until it is given back.
+    A place is the tokens `start` to `stop`, and nobody else's until it is given back. `grown` counts how often the
+    memory had to be made longer.
     """
 
     def __init__(self) -> None:
         self.grown = 0
         self._tensors: tuple[Tensor, ...] = ()
-        self._taken: list[tuple[int, int]] = []  # in order
-        self._most = 0  # tokens needed since the last `trim`
+        # Places, in ascending order
+        self._taken: list[tuple[int, int]] = []
+        # Tokens needed since the last `trim`
+        self._most = 0
 
     @property
     def n_bytes(self) -> int:
@@ -38,9 +41,13 @@ class Room:
         return sum(b - a for a, b in self._taken) * sum(t[:, :1].nbytes for t in self._tensors)
 
     def take(self, near: tuple[int, int] | None, *given: Tensor) -> tuple[int, int]:
-        """A place with copies of a slice's keys and values, each [B, H, T, D].
+        """A place with copies of a slice's keys and values.
 
-        It adjoins `near`, if there is room, and is in any gap that is long enough otherwise, or else at the end.
+        It adjoins `near`, if there is room. If not, it is in any gap that is long enough, or else at the end.
+
+        Args:
+            near: From the first to the last token of its microbatch's places; None: it is the first.
+            *given: Keys and values, each [B, H, T, D].
         """
         tokens = given[0].shape[2]
         start = self._find(near, tokens)
@@ -49,6 +56,7 @@ class Room:
         self._most = max(self._most, self._taken[-1][1])
         self._lengthen(given)
         for mine, tensor in zip(self.tokens(*place), given, strict=True):
+            # the layer may reuse its tensors; the copy outlives them
             mine.copy_(tensor.detach())
         return place
 
@@ -75,13 +83,16 @@ class Room:
         self._most = 0
 
     def _find(self, near: tuple[int, int] | None, tokens: int) -> int:
+        """Where a place of so many tokens begins."""
         gaps = [(a, b) for a, b in self._gaps() if b - a >= tokens]
         if near is not None:
             for a, b in gaps:
+                # behind the microbatch's places, or in front of them: then they can be read as one
                 if a == near[1]:
                     return a
                 if b == near[0]:
                     return b - tokens
+        # the first gap keeps the memory short
         return gaps[0][0] if gaps else self._taken[-1][1] if self._taken else 0
 
     def _gaps(self) -> Iterator[tuple[int, int]]:

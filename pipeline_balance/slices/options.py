@@ -19,18 +19,25 @@ Balance = Literal["none", "uneven"]
 
 @dataclass(frozen=True, slots=True)
 class SliceOptions:
-    """Every sequence is cut into `slices` parts, which pass the stages one by one (SlimPipe, Section 4).
+    """Every sequence is cut into parts, which pass the stages one by one (SlimPipe, Section 4).
 
-    Each rank runs `stages_per_rank` stages; with several, the ranks in use must divide `slices`. Stage s runs on the
-    rank of stage s - P. The `aligned` order holds P - 1 - r more slices on rank r than the `minimal` one, and hides
-    transfers. `recompute` is what layers of a transformers model compute again instead of keeping it, with one slice
-    too: "selective" all but attention's products, "full" all but attention itself. With one slice everything else is as
-    without these options.
+    With one slice everything but `recompute` is as without these options.
 
-    With `balance` "none" slices are of equal length, and must divide the tokens. With "uneven" they are of equal cost:
-    the first are the longest, as attention costs more the more tokens came before. `crossover_tokens` is how many those
-    are where attention costs a layer as much as all else. None takes the count of multiplications in a transformers
-    model's layers; a fit of measured times may know better (`pipeline_balance.pipeline.measure.meter.slice_fit`).
+    Attributes:
+        slices: N, parts of every sequence.
+        stages_per_rank: V. Stage s runs on the rank of stage s - P. With several, the ranks in use must divide
+            `slices`.
+        order: The "aligned" order holds P - 1 - r more slices on rank r than the "minimal" one, and hides transfers.
+        recompute: What layers of a transformers model compute again instead of keeping it, with one slice too:
+            "selective" all but attention's products, "full" all but attention itself.
+        balance: With "none" slices are of equal length, and must divide the tokens. With "uneven" they are of equal
+            cost: the first are the longest, as attention costs more the more tokens came before.
+        crossover_tokens: For "uneven" ones: the tokens before one where attention costs a layer as much as all else.
+            None takes the count of multiplications in a transformers model's layers; a fit of measured times may know
+            better (`pipeline_balance.pipeline.measure.meter.slice_fit`).
+
+    Raises:
+        SpecError: For values that do not exist, or do not fit together.
     """
 
     slices: int
@@ -46,6 +53,7 @@ class SliceOptions:
     def __post_init__(self) -> None:
         for name in ("slices", "stages_per_rank"):
             value = getattr(self, name)
+            # bool is an int to Python: `slices=True` would be one slice
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SpecError(f"{name} must be a number from 1 on, got {value!r}")
         if self.order not in get_args(Order):
@@ -68,11 +76,13 @@ class SliceOptions:
                 f"with slices, {self.stages_per_rank} stages per rank must take the ranks in turn, each once; "
                 f"this map has its {len(ranks)} stages on ranks {list(ranks)}"
             )
+        # raises where several stages per rank and slices do not fit; one microbatch suffices for that
         sliced(used, self.stages_per_rank, 1, self.slices, self.order)
 
     def schedule(self, ranks: Sequence[int], microbatches: int) -> Schedule:
         """The order of all slices over stages on `ranks` [S]; [P] rows."""
         used = len(set(ranks))
         found = sliced(used, self.stages_per_rank, microbatches, self.slices, self.order)
+        # stage s < P is on row s there, and on the rank that the map says here
         rows = [found.actions[list(ranks).index(rank)] for rank in range(used)]
         return build(rows, found.stages, found.microbatches, found.slices)

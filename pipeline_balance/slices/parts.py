@@ -21,7 +21,13 @@ from prophet.errors import SpecError
 
 @dataclass(frozen=True, eq=False)
 class SlicePart(Microbatch):
-    """Slice number `slice` of `whole`; inputs and labels are those of its tokens, `start` to `stop`."""
+    """One slice of a microbatch.
+
+    Attributes:
+        whole: The microbatch; inputs and labels here are those of the tokens `start` to `stop`.
+        unit: Which slice of which microbatch it is, to attention.
+        start, stop: Tokens of the sequence.
+    """
 
     whole: Microbatch | None = None
     unit: Unit | None = None
@@ -30,7 +36,11 @@ class SlicePart(Microbatch):
 
 
 class Sliced:
-    """The chunks of this rank's layers; goes before a `PipelineModel` among its bases."""
+    """The chunks of this rank's layers; goes before a `PipelineModel` among its bases.
+
+    Args:
+        slicing: How sequences are cut.
+    """
 
     def __init__(self, slicing: SliceOptions) -> None:
         self.slices = slicing.slices
@@ -39,14 +49,14 @@ class Sliced:
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
-        """Attention inside is that of this slice."""
+        """Within this context attention is that of this slice."""
         part = part_of(microbatch)
         assert part.unit is not None
         with active(self.store, part.unit):
             yield
 
     def end_pass(self) -> None:
-        """No chunk outlives a pass."""
+        """Drop all chunks: none outlives a pass."""
         self.store.clear()
 
     def rest(self) -> None:
@@ -54,7 +64,7 @@ class Sliced:
         self.store = ChunkStore()
 
     def starts(self, tokens: int) -> tuple[int, ...]:
-        """[N + 1] first tokens of the slices, and T; see `slice_starts`."""
+        """First tokens of the slices, and T, [N + 1]; see `slice_starts`."""
         if not self._uneven:
             return slice_starts(tokens, self.slices)
         crossover = self._given if self._given is not None else self.crossover_tokens()
@@ -70,7 +80,20 @@ class Sliced:
     def parts(
         self, whole: Microbatch, inputs: Mapping[str, Tensor], labels: Tensor, documents: Tensor | None = None
     ) -> list[Microbatch]:
-        """Slices of tensors whose second dimension is the sequence's. Raises `SpecError` where one has another."""
+        """Slices of a microbatch, along the second dimension of its tensors.
+
+        Args:
+            whole: The microbatch.
+            inputs: Its tensors, [B, T, ...].
+            labels: [B, T].
+            documents: Which tokens may attend to each other [B, T]; None: all.
+
+        Returns:
+            N parts, in order.
+
+        Raises:
+            SpecError: For a tensor whose second dimension is not T.
+        """
         _check_whole([labels, *inputs.values()])
         tokens = labels.shape[1] if labels.dim() > 1 else 0
         starts = self.starts(tokens)
@@ -84,9 +107,11 @@ class Sliced:
             found.append(
                 SlicePart(
                     number=whole.number,
+                    # views: slices share the microbatch's memory
                     inputs={name: t[:, start:stop] for name, t in inputs.items()},
                     labels=labels[:, start:stop],
                     slice=number,
+                    # costs are measured per slice, and compared per microbatch
                     share=(stop - start) / tokens,
                     whole=whole,
                     unit=Unit(whole.number, number, self.slices, documents, starts),
@@ -99,6 +124,7 @@ class Sliced:
 
 def _check_whole(tensors: Sequence[Tensor]) -> None:
     """Raise `SpecError` where this rank has a part of every sequence and others have the rest."""
+    # torch's context parallelism replaces this function, or hands out `DTensor`s
     patched = getattr(nn.functional.scaled_dot_product_attention, "__module__", None) or ""
     if "context_parallel" in patched or any(hasattr(t, "device_mesh") for t in tensors):
         raise SpecError(

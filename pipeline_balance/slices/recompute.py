@@ -25,7 +25,13 @@ from prophet.errors import SpecError
 
 
 class Recomputing(TransformersModel):
-    """A `TransformersModel` whose layers keep what `recompute` says."""
+    """A `TransformersModel` whose layers keep what `recompute` says.
+
+    Args:
+        model: The model.
+        recompute: "none", "selective" or "full".
+        **options: Those of `TransformersModel`.
+    """
 
     def __init__(self, model: nn.Module, *, recompute: Recompute = "none", **options: Any) -> None:
         self.recompute = recompute
@@ -35,6 +41,7 @@ class Recomputing(TransformersModel):
         super().look()
         if self.recompute == "none":
             return
+        # each of the two would compute layers again
         if any(getattr(module, "gradient_checkpointing", False) for module in self.root.modules()):
             raise SpecError(
                 f'the model checkpoints its layers itself: leave out recompute="{self.recompute}", or call '
@@ -54,7 +61,8 @@ class Recomputing(TransformersModel):
         with _changing_inputs() as changing:
             found = super()._output_of(layer, leaves, structure)
         if changing:
-            self._outputs.clear()  # another attempt is refused, too
+            # Another attempt is refused, too: shapes that are known would not be asked for again
+            self._outputs.clear()
             raise SpecError(
                 f"layer {layer} ({type(self.layers[layer]).__name__}) has a part that changes its input in place, "
                 f'{changing[0]}: it cannot be computed again alone, take recompute="full"'
@@ -63,6 +71,7 @@ class Recomputing(TransformersModel):
 
     def _call_layer(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.layers[layer]
+        # without a backward nothing is kept anyway
         if self.recompute == "none" or not torch.is_grad_enabled():
             return module(*args, **kwargs)
         if self.recompute == "full":
@@ -76,14 +85,15 @@ def recomputed_parts(layer: nn.Module) -> list[nn.Module]:
 
     What attends knows its layer (`layer_idx`).
     """
-    outer = [child for child in layer.children() if _trains_apart(child)]
+    outer = [child for child in layer.children() if _runs_apart(child)]
     inside = {id(module) for child in outer for module in child.modules()}
+    # norms within attention, too, which would keep a second copy of their input
     return outer + [module for module in layer.modules() if _is_norm(module) and id(module) not in inside]
 
 
 @contextmanager
 def _changing_inputs() -> Iterator[list[str]]:
-    """Within, the kinds of parts that are recomputed alone and change a tensor that they are given are noted.
+    """Within this context, kinds of recomputed parts that change a tensor that they are given are collected.
 
     Torch calls these hooks in all threads, and other threads may run other models.
     """
@@ -95,8 +105,10 @@ def _changing_inputs() -> Iterator[list[str]]:
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
         if threading.get_ident() != here:
             return
-        if not before:  # the layer itself
+        # The layer itself is entered first, before its parts
+        if not before:
             parts.update(map(id, recomputed_parts(module)))
+        # torch counts changes in place of every tensor
         before[id(module)] = [(t, t._version) for t in args if isinstance(t, Tensor)]
 
     def leave(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
@@ -115,19 +127,23 @@ def _changing_inputs() -> Iterator[list[str]]:
             hook.remove()
 
 
-def _trains_apart(module: nn.Module) -> bool:
+def _runs_apart(module: nn.Module) -> bool:
     """Whether a module has parameters and no attention."""
     attends = any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules())
     return not attends and next(module.parameters(), None) is not None
 
 
 def _is_norm(module: nn.Module) -> bool:
+    """By name: transformers' norms have no common class."""
     return type(module).__name__.endswith("Norm")
 
 
 @contextmanager
 def _checkpointed(parts: list[nn.Module]) -> Iterator[None]:
-    """Within, the forward of each of `parts` is checkpointed; calling it again in the backward is not."""
+    """Within this context the forward of each of `parts` is checkpointed.
+
+    Its second call, in the backward, comes after the context and is plain.
+    """
     before = [part.__dict__.get("forward") for part in parts]
     try:
         for part in parts:
@@ -135,6 +151,7 @@ def _checkpointed(parts: list[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for part, own in zip(parts, before, strict=True):
+            # an attribute on the object would hide the class's forward for good
             if own is None:
                 part.__dict__.pop("forward", None)
             else:

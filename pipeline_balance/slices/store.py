@@ -26,10 +26,16 @@ class SliceError(SpecError):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One slice of one microbatch, the n-th of `slices`. `documents` [B, tokens of the whole sequence] are integers.
+    """One slice of one microbatch.
 
-    Tokens of different documents do not attend to each other. `starts` [N + 1] are the slices' first tokens and the
-    sequence's length; without documents they may be left out.
+    Tokens of different documents do not attend to each other.
+
+    Attributes:
+        microbatch: Its number.
+        slice: Which of the microbatch's slices it is.
+        slices: N.
+        documents: Integers [B, tokens of the whole sequence]; None: one document.
+        starts: The slices' first tokens and the sequence's length [N + 1]; without documents they may be left out.
     """
 
     microbatch: int
@@ -47,10 +53,14 @@ class Unit:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Keys and values of one slice, and what its own attention gave: out [B, Hq, T, D] and lse [B, Hq, T].
+    """Keys and values of one slice, and what its own attention gave.
 
-    `place` is where its tokens are in the layer's room. `pending` says that a backward will come. `version` is torch's
-    count of changes in place of `out`.
+    Attributes:
+        place: Where its tokens are in the layer's room.
+        pending: A backward will come.
+        out: [B, Hq, T, D].
+        lse: The log-sum-exp [B, Hq, T].
+        version: torch's count of changes in place of `out`.
     """
 
     place: tuple[int, int]
@@ -67,10 +77,17 @@ class Line:
         self.chunks: list[Chunk] = []
         self.room, self._pool = room, pool
         self._sums: tuple[Tensor, ...] = ()
-        self._first = 0  # the token of the room with the first gradients
+        # The token of the room with the first gradients
+        self._first = 0
 
     def append(self, key: Tensor, value: Tensor, pending: bool) -> Chunk:
-        """Keep a slice's keys and values, [B, Hkv, T, D]."""
+        """Keep a slice's keys and values.
+
+        Args:
+            key: [B, Hkv, T, D].
+            value: [B, Hkv, T, D].
+            pending: A backward will come.
+        """
         places = [chunk.place for chunk in self.chunks]
         near = (min(a for a, _ in places), max(b for _, b in places)) if places else None
         self.chunks.append(Chunk(self.room.take(near, key, value), pending))
@@ -82,10 +99,12 @@ class Line:
         They are zero at first. All chunks but the last one get them, from the first one that needs them on.
         """
         if not self._sums:
+            # no slice comes after the last one, so nobody adds to its gradients
             places = [chunk.place for chunk in self.chunks[:-1] if chunk.pending]
             self._first, end = min(a for a, _ in places), max(b for _, b in places)
             like = self.room.tokens(self._first, end)
             wide = torch.promote_types(like[0].dtype, torch.float32)
+            # many slices add to them: half precision would lose small parts
             self._sums = tuple(self._pool.take(t.transpose(1, 2), wide).zero_() for t in like)
         return tuple(t[:, start - self._first : stop - self._first].transpose(1, 2) for t in self._sums)
 
@@ -115,7 +134,9 @@ class ChunkStore:
     """The chunks of one rank, by layer and microbatch."""
 
     def __init__(self) -> None:
-        self.pool = BufferPool()  # of sums of gradients
+        # Of sums of gradients; memory goes from one microbatch's sums to the next ones'
+        self.pool = BufferPool()
+        # several where batches have other shapes: training and evaluation, for instance
         self.rooms: dict[int, list[Room]] = defaultdict(list)
         self._lines: dict[tuple[int, int], Line] = {}
 
@@ -143,14 +164,23 @@ class ChunkStore:
         return self._lines[layer, microbatch]
 
     def chunks(self, layer: int, microbatch: int) -> list[Chunk]:
-        """The same by slice; none if there are none."""
+        """The chunks of one layer and microbatch by slice; an empty list if there are none."""
         line = self._lines.get((layer, microbatch))
         return line.chunks if line is not None else []
 
     def append(self, layer: int, unit: Unit, key: Tensor, value: Tensor, *, pending: bool) -> Chunk:
-        """Keep a slice's keys and values. Raises `SliceError` unless all slices before it are there, and only they.
+        """Keep a slice's keys and values.
 
-        Where its own are there already, two attentions have the same `layer`.
+        Args:
+            layer: Of the attention.
+            unit: The slice.
+            key: [B, Hkv, T, D].
+            value: [B, Hkv, T, D].
+            pending: A backward will come.
+
+        Raises:
+            SliceError: Unless all slices before it are there, and only they. Where its own are there already, two
+                attentions have the same `layer`.
         """
         known = len(self.chunks(layer, unit.microbatch))
         if unit.slice < known:
@@ -167,6 +197,7 @@ class ChunkStore:
         return self.line(layer, unit.microbatch).append(key, value, pending)
 
     def _room(self, layer: int, *given: Tensor) -> Room:
+        # memory is used again by batches of the same shape
         for room in self.rooms[layer]:
             if room.fits(*given):
                 return room
@@ -201,10 +232,12 @@ class ChunkStore:
         for layer, rooms in list(self.rooms.items()):
             for room in rooms:
                 room.trim()
+            # shapes that are not used any more
             self.rooms[layer] = [room for room in rooms if room.n_bytes]
 
     def _tidy(self, layer: int, microbatch: int) -> None:
         line = self.line(layer, microbatch)
+        # slices without a backward are needed until the last one that attends to them is done
         if not any(chunk.pending for chunk in line.chunks):
             line.free()
             del self._lines[layer, microbatch]
@@ -215,7 +248,7 @@ _active: list[tuple[ChunkStore, Unit]] = []
 
 @contextmanager
 def active(store: ChunkStore, unit: Unit) -> Iterator[None]:
-    """Within this, attention is of `unit` and its chunks are in `store`: in a unit's forward and in its backward.
+    """Within this context, attention is of `unit` and its chunks are in `store`: in a unit's forward and its backward.
 
     It holds for the process, not for the thread: layers that are computed again in the backward pass of a GPU run on
     another thread than the one that asked for it.
