@@ -1,4 +1,4 @@
-"""Save and load at any number of ranks. A door: the code is in `prophet.engine.checkpoint.training`."""
+"""Save and load training at any number of ranks. A door: the code is in `prophet.engine.checkpoint.training`."""
 
 from prophet.engine.checkpoint.training import load, save
 from prophet.errors import CheckpointError

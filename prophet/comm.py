@@ -1,4 +1,4 @@
-"""How ranks talk to each other. A door: the code is in `prophet.ranks`."""
+"""Collectives between ranks. A door: the code is in `prophet.ranks`."""
 
 from prophet.errors import CollectiveError, CollectiveTimeout, PeerLost
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Pending

@@ -1,4 +1,4 @@
-"""Keep freed memory for the next tensors. A door: the code is in `prophet.machine.memory`."""
+"""Keep freed memory for the next tensors, on the CPU. A door: the code is in `prophet.machine.memory`."""
 
 from prophet.machine.memory import keep_memory
 

@@ -1,4 +1,4 @@
-"""Read and write descriptions of a machine. A door: the code is in `prophet.machine.topology`."""
+"""Read and write topology files, which describe a machine. A door: the code is in `prophet.machine.topology`."""
 
 from prophet.errors import TopologyError
 from prophet.machine.topology import read_topology, write_topology

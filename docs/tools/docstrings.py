@@ -1,4 +1,7 @@
-"""An extension of griffe: docstrings name their arguments and fields as "name: text"; here they become lists."""
+"""An extension of griffe, for two forms of docstrings that its reader of Google's style does not take.
+
+Examples stand anywhere, and not in a section `Examples:`. A line of `Args:` or `Attributes:` may describe several names.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,26 @@ from typing import Any
 
 import griffe
 
-_NAMED = re.compile(r"^(?:[a-z_][a-z_0-9]*(?:, )?)+: ", re.IGNORECASE)
-_NEXT = re.compile(r"(?<=[.;]) (?=(?:[a-z_][a-z_0-9]*(?:, )?)+: )")
+_EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.M)
+_SKIP = re.compile(r" *# doctest: \+SKIP")
+_SEVERAL = re.compile(r"^    (\w+(?:, \w+)+):((?:.*)(?:\n {5,}.*)*)", re.M)
 
 
-def paragraphs(text: str) -> str:
-    """Docstring as markdown: paragraphs that begin with "name: " as lists, and examples as code."""
-    blocks = re.split(r"\n\s*\n", text.strip())
-    return "\n\n".join(_block(block) for block in blocks)
+def rendered(text: str) -> str:
+    """Docstring with examples as code, and a line for every name.
+
+    Args:
+        text: The docstring, without its indentation.
+    """
+    # Readers have no use for the comment that keeps doctest from running a line
+    text = _EXAMPLE.sub(lambda found: f"```pycon\n{_SKIP.sub('', found[0])}\n```", text)
+    return _SEVERAL.sub(lambda found: "\n".join(f"    {name}:{found[2]}" for name in found[1].split(", ")), text)
 
 
-def _block(block: str) -> str:
-    lines = block.splitlines()
-    if lines[0].lstrip().startswith(">>>"):
-        return "```pycon\n" + block.replace("  # doctest: +SKIP", "") + "\n```"
-    if not _NAMED.match(lines[0]):
-        return block
-    items: list[str] = []
-    for line in lines:
-        if _NAMED.match(line):
-            items.append(line)
-        else:
-            items[-1] += " " + line.strip()
-    named = [part for item in items for part in _NEXT.split(item)]
-    return "\n".join(f"- **{part.replace(': ', ':** ', 1)}" for part in named)
-
-
-class NamedFields(griffe.Extension):
+class Docstrings(griffe.Extension):
     """Rewrites every docstring before it is rendered."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite an object's docstring."""
         if obj.docstring is not None:
-            obj.docstring.value = paragraphs(obj.docstring.value)
+            obj.docstring.value = rendered(obj.docstring.value)
