@@ -1,7 +1,7 @@
 """Experts that one module computes all at once, cut into a module for each, so that any rank can run any of them.
 
-Tutel's custom experts are such: `forward(x, ctx)` maps x [m, C, D] to [m, C, O], expert by expert. Every parameter holds
-those of the m experts one after the other: stacked [m, ...], or flat [m n].
+Tutel's custom experts are such: `forward(x, ctx)` maps x [m, C, D] to [m, C, O], expert by expert. Every parameter
+holds those of the m experts one after the other: stacked [m, ...], or flat [m n].
 
 Shape legend: m experts of this rank, C rows of each, n rows or numbers of one, D model dim, O output dim.
 """
