@@ -13,10 +13,6 @@ from tests.helpers.house import PACKAGES, sources, text_of
 MANY = 3  # parameters from which on a docstring lists them
 # rooms whose docstrings still have a form of their own; a room that is done leaves the list and never comes back
 TO_DO = {
-    "integrations/prophet_accelerate",
-    "integrations/prophet_deepspeed",
-    "integrations/prophet_transformers",
-    "integrations/prophet_tutel",
     "pipeline_balance/__init__.py",
     "pipeline_balance/control",
     "pipeline_balance/dynamics",
@@ -26,11 +22,9 @@ TO_DO = {
     "prophet/errors.py",
     "prophet/files.py",
     "prophet/kernels",
-    "prophet/machine",
     "prophet/planner",
     "prophet/spec",
     "prophet/terminal.py",
-    "prophet/traces",
 }
 
 

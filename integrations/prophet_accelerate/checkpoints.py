@@ -33,8 +33,9 @@ from prophet.ranks.process_group import processes, roll_call
 DESCRIPTION = "prophet_accelerate.json"
 TRAINING = "prophet"
 _FORMAT = 1
+# The description is a few hundred bytes; anything larger is another file.
 _MAX_BYTES = 1 << 16
-# accelerate would read another number of these without a word, or fail when half is read
+# accelerate would read another number of these without a warning, or fail when half is read
 _COUNTED = {
     "schedulers": "accelerator.prepare(scheduler)",
     "custom_objects": "accelerator.register_for_checkpointing(...)",
@@ -45,7 +46,12 @@ _COUNTED = {
 class States:
     """Saves and loads what one accelerator trains.
 
-    model: as it was before accelerate wrapped it. optimizer: the one that holds its experts, if there is one.
+    Args:
+        accelerator: Prepared.
+        model: As it was before accelerate wrapped it.
+        optimizer: The one that holds its experts, if there is one.
+        engine: The running engine, if there is one.
+        timeout_s: Seconds to wait for other ranks.
     """
 
     def __init__(
@@ -60,7 +66,19 @@ class States:
         self._engine, self._timeout_s = engine, timeout_s
 
     def save(self, inner: Callable[..., Any], output_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; RuntimeError within a step, `CheckpointError` where a rank cannot write. Collective."""
+        """Save as accelerate does, with the experts of all ranks. Collective.
+
+        Args:
+            inner: accelerate's own method.
+            output_dir: As for that, like all further arguments.
+
+        Returns:
+            What accelerate's method returns.
+
+        Raises:
+            RuntimeError: Within a step.
+            CheckpointError: Where a rank cannot write.
+        """
         roll_call(Operation("save_state"), patience_s=self._timeout_s)
         self._between_steps("save_state")
         settings = self._accelerator.project_configuration
@@ -71,24 +89,34 @@ class States:
         writer = self._accelerator.is_main_process
         with self._on_all_ranks("beginning of save_state", folder):
             if writer and folder.exists() and not settings.automatic_checkpoint_naming:
+                # From here on until its end the folder is not a whole save
                 (folder / DESCRIPTION).unlink(missing_ok=True)
-                for stale in folder.glob("random_states_*.pkl"):  # of ranks that there may be no more
+                # Of ranks that there may be no more
+                for stale in folder.glob("random_states_*.pkl"):
                     stale.unlink()
         with self._on_all_ranks("save_state", folder), self._hidden():
-            said = inner(output_dir, *args, **kwargs)
+            result = inner(output_dir, *args, **kwargs)
         extra: dict[str, Any] = {}
         if self._engine is not None and self._engine.collective.size == processes():
+            # The engine's history is about one expert-parallel group; with several, each has another one.
             extra["engine"] = self._engine.state_dict()
         checkpoint.save(folder / TRAINING, self._model, self._optimizer, extra=extra)
         with self._on_all_ranks("end of save_state", folder):
             if writer:
                 text = json.dumps({"training": _digest(folder), **self._described()}, indent=1)
                 (folder / DESCRIPTION).write_text(text, encoding="utf-8")
-        return said
+        return result
 
     def load(self, inner: Callable[..., Any], input_dir: Any, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's, on any number of ranks; `CheckpointError`, nothing changed, where the folder does not fit.
-        Collective.
+        """Load as accelerate does, on any number of ranks. Collective.
+
+        Args:
+            inner: accelerate's own method.
+            input_dir: As for that, like all further arguments.
+
+        Raises:
+            RuntimeError: Within a step.
+            CheckpointError: Where the folder does not fit; nothing is changed then.
         """
         roll_call(Operation("load_state"), patience_s=self._timeout_s)
         self._between_steps("load_state")
@@ -100,11 +128,13 @@ class States:
             found = self._fitting(folder)
         except (ValueError, OSError) as caught:
             error = caught
+        # All ranks agree that the folder fits before any of them changes something.
         together("description of load_state", folder, error, timeout_s=self._timeout_s)
         extra = checkpoint.load(folder / TRAINING, self._model, self._optimizer)
         with self._on_all_ranks("load_state", folder), self._hidden():
             inner(str(folder), *args, **kwargs)
-        self._accelerator.step = found["step"]  # which accelerate reads from files that a new rank has not
+        # accelerate reads it from a file of this rank, which a new rank does not have.
+        self._accelerator.step = found["step"]
         engine = self._engine
         if engine is not None and engine.collective.size == processes() == found["ranks"] and "engine" in extra:
             engine.load_state_dict(extra["engine"])
@@ -133,33 +163,33 @@ class States:
         }
 
     def _fitting(self, folder: Path) -> dict[str, Any]:
-        """The description of a folder that fits what is prepared now."""
+        """Read the description of a folder; raises `CheckpointError` unless it fits what is prepared now."""
         path = folder / DESCRIPTION
         if not path.exists():
             raise CheckpointError(
                 f"{path} is missing: expected a folder that save_state() of a balanced run has written to its end"
             )
-        said: dict[str, Any] = read_json(
+        found: dict[str, Any] = read_json(
             path, most_bytes=_MAX_BYTES, expected="the file that save_state() writes", error=CheckpointError
         )
         mine = self._described()
         for name in ("training", *mine):
             kind = str if name == "training" else int
-            if not isinstance(said, dict) or type(said.get(name)) is not kind:
+            if not isinstance(found, dict) or type(found.get(name)) is not kind:
                 raise CheckpointError(f"{path}: {name}: expected {'text' if kind is str else 'an integer'}")
-        if said["format"] != _FORMAT:
-            raise CheckpointError(f"{path}: format: expected {_FORMAT}, got {said['format']}")
+        if found["format"] != _FORMAT:
+            raise CheckpointError(f"{path}: format: expected {_FORMAT}, got {found['format']}")
         for name, call in _COUNTED.items():
-            if said[name] != mine[name]:
+            if found[name] != mine[name]:
                 raise CheckpointError(
-                    f"{path}: {name}: the folder has {said[name]}, this run {mine[name]}; expected as many: {call}"
+                    f"{path}: {name}: the folder has {found[name]}, this run {mine[name]}; expected as many: {call}"
                 )
-        if said["training"] != _digest(folder):
+        if found["training"] != _digest(folder):
             raise CheckpointError(f"{path}: training: {folder / TRAINING} is of another save than the files beside it")
-        return said
+        return found
 
     def _newest(self) -> Path:
-        """The folder that accelerate takes where none is given."""
+        """The folder that accelerate takes where the caller names none."""
         settings = self._accelerator.project_configuration
         if not settings.automatic_checkpoint_naming:
             raise ValueError("load_state: expected input_dir, as automatic_checkpoint_naming is off")
@@ -171,7 +201,7 @@ class States:
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
-        """The model and its optimizer are unknown to accelerate; hooks see them as always."""
+        """Hide the model and its optimizer from accelerate inside the `with` block; hooks see them as always."""
         a = self._accelerator
         models, optimizers = list(a._models), list(a._optimizers)
         hooks = a._save_model_state_pre_hook, a._load_model_state_pre_hook
@@ -183,6 +213,7 @@ class States:
 
             return call
 
+        # accelerate passes hooks what it saves, so they get the full lists from these stand-ins.
         a._models = [m for m in models if a.unwrap_model(m, keep_torch_compile=False) is not self._model]
         a._optimizers = [o for o in optimizers if o.optimizer is not self._optimizer]
         a._save_model_state_pre_hook = {key: save_hook(hook) for key, hook in hooks[0].items()}
@@ -197,7 +228,7 @@ class States:
 
 
 def _digest(folder: Path) -> str:
-    """Of the description of model and optimizer, which names the tensors' folder and is replaced last."""
+    """Digest of the description of model and optimizer, which names the tensors' folder and is replaced last."""
     path = folder / TRAINING / checkpoint.DESCRIPTION
     text = read_bytes(path, most_bytes=1 << 28, expected="a checkpoint's description", error=CheckpointError)
     return hashlib.sha256(text).hexdigest()

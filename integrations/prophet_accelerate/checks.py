@@ -28,6 +28,7 @@ def check_accelerator(accelerator: Any, config: prophet.EngineConfig | None) -> 
     """Raise TypeError or ValueError, which names the setting, for an accelerator that cannot train experts."""
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"expected an accelerate.Accelerator, got {type(accelerator).__name__}")
+    # A replaced method stands on the instance
     taken = sorted({"prepare", "clip_grad_norm_", "save_state"} & vars(accelerator).keys())
     if taken:
         raise ValueError(
@@ -46,6 +47,7 @@ def check_accelerator(accelerator: Any, config: prophet.EngineConfig | None) -> 
     kind = accelerator.distributed_type
     if kind in _OTHERS:
         raise ValueError(_OTHERS[kind])
+    # accelerate starts no process group for CPUs unless it is asked to.
     if accelerator.num_processes != processes():
         raise ValueError(
             f"accelerate knows of {accelerator.num_processes} process(es), and torch.distributed of {processes()}: "
@@ -59,6 +61,7 @@ def _check_precision(accelerator: Any) -> None:
     if accelerator.mixed_precision == "fp8":
         raise ValueError("mixed_precision='fp8': experts have no kernels for it; expected 'no', 'bf16' or 'fp16'")
     scaler = accelerator.scaler
+    # Scalers of other devices unscale by themselves, and what they find cannot be shared.
     if scaler is not None and getattr(type(scaler), "unscale_", None) is not torch.amp.GradScaler.unscale_:
         raise ValueError(
             f"mixed_precision='fp16' scales the loss by a {type(scaler).__name__} here, and the ranks can agree on "
@@ -85,6 +88,7 @@ def _check_parallelism(accelerator: Any) -> None:
         raise ValueError(
             f"fsdp_plugin.fsdp_version: expected 2, got {plugin.fsdp_version}: FSDP1 flattens all parameters of a block"
         )
+    # Other ranks would have empty parameters until rank 0 sends its values.
     if plugin.cpu_ram_efficient_loading:
         raise ValueError(
             "fsdp_plugin.cpu_ram_efficient_loading: rank 0 alone would have the experts' values, and every rank gives "
@@ -102,6 +106,7 @@ def _check_parallelism(accelerator: Any) -> None:
 def check_unwrapped(model: nn.Module) -> None:
     """Raise ValueError for a model that another part has wrapped, or balances."""
     wrappers = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    # By name, as DeepSpeed may not be installed
     engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
     if engine or any(isinstance(m, wrappers) for m in model.modules()):
         raise ValueError(
@@ -118,7 +123,9 @@ def check_unwrapped(model: nn.Module) -> None:
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], experts: set[int]) -> None:
     """Raise ValueError for optimizers that accelerate and torch cannot use with FSDP2.
 
-    experts: ids of parameters that FSDP2 leaves whole.
+    Args:
+        optimizers: Those of the model.
+        experts: Ids of parameters that FSDP2 leaves whole.
     """
     if len(optimizers) != 1:
         raise ValueError(f"accelerator.prepare() with FSDP2: expected model and one optimizer, got {len(optimizers)}")
@@ -129,9 +136,10 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], experts: set[i
         )
     for i, group in enumerate(optimizers[0].param_groups):
         whole = {id(p) in experts for p in group["params"]}
-        way = next((name for name in ("fused", "foreach") if group.get(name)), None)
-        if way is not None and len(whole) == 2:
+        # torch's fused and foreach steps take all tensors of a group at once: no DTensors beside plain ones.
+        method = next((name for name in ("fused", "foreach") if group.get(name)), None)
+        if method is not None and len(whole) == 2:
             raise ValueError(
-                f"optimizer: {way}=True cannot step group {i}, which mixes experts with parameters that FSDP2 cuts: "
-                f"leave {way} out, or give the experts' parameters a group"
+                f"optimizer: {method}=True cannot step group {i}, which mixes experts with parameters that FSDP2 cuts: "
+                f"leave {method} out, or give the experts' parameters a group"
             )

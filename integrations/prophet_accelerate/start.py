@@ -30,7 +30,8 @@ from prophet.spec import checked
 from prophet_accelerate.checkpoints import States
 from prophet_accelerate.checks import check_accelerator, check_optimizers, check_unwrapped
 
-_KNOWN = ("_models", "_optimizers", "_schedulers", "_dataloaders")  # an accelerator's lists of what it has prepared
+# An accelerator's lists of what it has prepared
+_KNOWN = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
 
 @checked
@@ -46,16 +47,25 @@ def balance(
 ) -> Balanced:
     """Let `accelerator.prepare(model, optimizer, ...)` convert the model and balance it; nothing else changes.
 
-    Call it right after `Accelerator()`, on every rank. config: how to balance; its `accumulation_steps` stays 1, as the
-    engine follows `accelerator.accumulate`. ep_size: ranks that share the experts, None for all; with fewer, expert
-    gradients are averaged over the groups. experts, adapters, timeout_s, verify: as for `prophet.convert`.
+    Call it right after `Accelerator()`, on every rank.
 
-    Right afterwards: DistributedDataParallel and FSDP2, mixed precision, `accumulate`, `no_sync`, `clip_grad_norm_`
-    (by the norm over all ranks' experts), `save_state` and `load_state` at any number of ranks, `get_state_dict` and
-    `save_model` (the original layout; called on every rank), `free_memory`, `end_training`. `join_uneven_inputs` is
-    refused.
+    These are right afterwards: DistributedDataParallel and FSDP2, mixed precision, `accumulate`, `no_sync`,
+    `clip_grad_norm_` (by the norm over all ranks' experts), `save_state` and `load_state` at any number of ranks,
+    `free_memory`, `end_training`. So are `get_state_dict` and `save_model` (the original layout; called on every rank).
+    `join_uneven_inputs` is refused.
 
-    Raises TypeError or ValueError, nothing changed, for a setting that cannot train experts; the message names it.
+    Args:
+        accelerator: Its methods are replaced on this instance.
+        config: How to balance. Its `accumulation_steps` stays 1, as the engine follows `accelerator.accumulate`.
+        ep_size: Ranks that share the experts, None for all. With fewer, expert gradients are averaged over the groups.
+        experts: Names of lists of experts, as for `prophet.convert`.
+        adapters: For your own kinds of blocks, as for `prophet.convert`.
+        timeout_s: Seconds to wait for other ranks.
+        verify: Compare blocks before and after on a few tokens, as for `prophet.convert`.
+
+    Raises:
+        TypeError: For something else than an Accelerator.
+        ValueError: For a setting that cannot train experts; the message names it. Nothing is changed.
     """
     check_accelerator(accelerator, config)
     return Balanced(
@@ -67,8 +77,17 @@ def balance(
 
 
 class Balanced:
-    """What `balance` has set up. report: what `prepare` has converted, None before or where the model had
-    `prophet.MoE` layers; engine: the running engine, None before `prepare` has seen model and optimizer.
+    """What `balance` has set up.
+
+    Attributes:
+        report: What `prepare` has converted; None before, or where the model had `prophet.MoE` layers.
+        engine: The running engine; None before `prepare` has seen model and optimizer.
+
+    Args:
+        accelerator: Its methods are replaced on this instance.
+        config: How to balance.
+        ep_size: Ranks that share the experts, None for all.
+        convert: Further arguments for `prophet.convert`.
     """
 
     def __init__(
@@ -80,7 +99,8 @@ class Balanced:
         self._timeout_s: float = convert["timeout_s"]
         self._groups: tuple[Collective, Collective] | None = None
         self._model: nn.Module | None = None
-        self._waiting: nn.Module | None = None  # the model, until accelerate has prepared it without an error
+        # The model, until accelerate has prepared it without an error
+        self._waiting: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._replicas: ExpertReplicas | None = None
         self._closed = self._preparing = False
@@ -103,8 +123,9 @@ class Balanced:
             stand_for(accelerator, name, around)
 
     def close(self) -> None:
-        """Stop balancing. The model stays converted, plain expert parallelism, and can be trained and saved; again is
-        harmless.
+        """Stop balancing; calling it again is harmless.
+
+        The model stays converted, with plain expert parallelism, and can be trained and saved.
         """
         self._closed = True
         if self.engine is not None:
@@ -123,7 +144,8 @@ class Balanced:
         try:
             result = inner(*args, **options)
         except Exception:
-            for name, before in known.items():  # a second attempt adds them again
+            # A second attempt adds them again
+            for name, before in known.items():
                 getattr(self._accelerator, name)[:] = before
             raise
         finally:
@@ -149,14 +171,23 @@ class Balanced:
         return result
 
     def _adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Any], moved: dict[int, bool | None]) -> None:
-        """Convert the model with experts among `models`, and have its experts left alone by what will wrap it."""
+        """Convert the model with experts, and have its experts left alone by what will wrap it.
+
+        Args:
+            models: Those that accelerate is about to prepare.
+            optimizers: Those that come with them.
+            moved: By id, whether the caller wants them on the device; None leaves it to the accelerator.
+        """
         for model in models:
-            again = getattr(model, "_is_accelerate_prepared", False) and self._model is None  # after free_memory()
+            # After `free_memory()` this object has forgotten a model that accelerate has prepared.
+            again = getattr(model, "_is_accelerate_prepared", False) and self._model is None
             if again and moe_layers(self._unwrapped(model)):
                 self._model = self._unwrapped(model)
                 self._average(self._model)
         new = [m for m in models if not getattr(m, "_is_accelerate_prepared", False)]
-        found = [m for m in new if any(p.requires_grad for p in m.parameters())]  # another is evaluated only
+        # A model without gradients is evaluated only
+        found = [m for m in new if any(p.requires_grad for p in m.parameters())]
+        # A model whose preparation failed may come again
         has_one = self._model is not None and self._model is not self._waiting
         if has_one or len(found) > 1:
             found = [m for m in found if self._has_experts(self._unwrapped(m))]
@@ -182,7 +213,8 @@ class Balanced:
             check_optimizers(held, {id(p) for part in self._experts_of(model) for p in part.parameters()})
         holder = None if built else self._holder(model, held)
         if a.device_placement if place is None else place:
-            model.to(a.device)  # ranks compare what they are about to convert, where they exchange tensors
+            # Ranks compare what they are about to convert, on the device where they exchange tensors.
+            model.to(a.device)
         if self._ep_size is not None and self._groups is None:
             self._groups = expert_groups(self._ep_size, timeout_s=self._timeout_s)
         if not built:
@@ -204,7 +236,8 @@ class Balanced:
     def _leave_out_of_fsdp(self, model: nn.Module) -> None:
         plugin = self._accelerator.state.fsdp_plugin
         ignored = plugin.ignored_modules or []
-        if isinstance(ignored, str):  # a pattern of names
+        # A pattern of names, as accelerate reads it
+        if isinstance(ignored, str):
             ignored = [m for name, m in model.named_modules() if re.fullmatch(ignored, name)]
         layers = [layer for layer in moe_layers(model) if all(layer.experts is not m for m in ignored)]
         plugin.ignored_modules = [*ignored, *(layer.experts for layer in layers)]
@@ -218,7 +251,8 @@ class Balanced:
         if self._model is None:
             return
         mine = {id(p): getattr(p, "prophet_expert", False) for p in self._model.parameters()}
-        found: list[tuple[bool, Any]] = []  # optimizers of the model, and whether they hold experts
+        # Optimizers of the model, and whether they hold experts
+        found: list[tuple[bool, Any]] = []
         for accelerated in self._accelerator._optimizers:
             optimizer = accelerated.optimizer
             held = [mine[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in mine]
@@ -229,6 +263,7 @@ class Balanced:
             raise ValueError(
                 f"accelerator.prepare(): {len(experts)} optimizers hold experts; expected one for all of them"
             )
+        # The engine hooks one optimizer's step; frozen experts leave the choice open.
         best = experts or [optimizer for _, optimizer in found]
         if not best or self._optimizer in best:
             return
@@ -258,7 +293,7 @@ class Balanced:
         return [f.experts(model) for f in found]
 
     def _holder(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-        """The one that holds the experts of a model that is not converted yet."""
+        """The optimizer that holds the experts of a model that is not converted yet, if one does."""
         if len(optimizers) < 2:
             return optimizers[0] if optimizers else None
         experts = {id(p) for held in self._experts_of(model) for p in held.parameters()}
@@ -272,17 +307,18 @@ class Balanced:
     # --- training ---
 
     def _clip(self, inner: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """The norm is that over all ranks' experts, in float64, the same on every rank."""
+        """Clip by the norm over all ranks' experts, in float64, the same on every rank."""
         held: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._model is None or not any(getattr(p, "prophet_expert", False) for p in held):
             return inner(held, max_norm, norm_type)
-        self._accelerator.unscale_gradients()  # fp16; as accelerate's own clipping does
+        # For fp16, as accelerate's own clipping does
+        self._accelerator.unscale_gradients()
         layer = moe_layers(self._model)[0]
         return clip_grad_norm_(held, max_norm, layer.collective, layer.experts.device, norm_type)
 
     @contextmanager
     def _no_sync(self, inner: Any, model: Any) -> Iterator[None]:
-        """As accelerate's, which `accumulate` uses; replicas' gradients stay where they are, too."""
+        """Do as accelerate's method, which `accumulate` uses, and keep replicas' gradients where they are."""
         with ExitStack() as stack:
             stack.enter_context(inner(model))
             if self._unwrapped(model) is self._model:
@@ -301,6 +337,7 @@ class Balanced:
     def _reduce(self, inner: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if self._model is not None and isinstance(tensor, Tensor):
             for name, p in expert_parameters(self._model):
+                # LocalSGD passes `p.data`, a new object with the same memory
                 if p.numel() and p.data_ptr() == tensor.data_ptr():
                     raise ValueError(
                         f"accelerator.reduce() of {name}: ranks hold different experts under one name, so they cannot "
@@ -326,7 +363,7 @@ class Balanced:
         return self._states().load(inner, input_dir, *args, **kwargs)
 
     def _get_state_dict(self, inner: Any, model: Any, unwrap: bool = True) -> Any:
-        """Of the balanced model: all parameters in their original layout, on every rank. Collective."""
+        """Of the balanced model, return all parameters in their original layout, on every rank. Collective."""
         if self._model is None or self._unwrapped(model) is not self._model:
             return inner(model, unwrap=unwrap)
         made = [x for x in moe_layers(self._model) if not isinstance(x, RoutedExperts) and x.collective.size > 1]
@@ -338,13 +375,14 @@ class Balanced:
         return original_state_dict(self._model, keep=self._keep)
 
     def _save_model(self, inner: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's; collective, and only the ranks that write hold all parameters for it."""
+        """Save as accelerate does; collective, and only the ranks that write hold all parameters for it."""
         if self._model is None or self._unwrapped(model) is not self._model:
             inner(model, save_directory, *args, **kwargs)
             return
         a = self._accelerator
         each = a.project_configuration.save_on_each_node
         roll_call(Operation("save_model"), patience_s=self._timeout_s)
+        # `inner` calls `get_state_dict`, which reads this
         self._keep = a.is_local_main_process if each else a.is_main_process
         try:
             with on_all_ranks("save_model", save_directory, timeout_s=self._timeout_s):
@@ -371,7 +409,13 @@ class Balanced:
 
 
 def stand_for(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let `owner.name(...)` call `around(inner, ...)`, where `inner` is what it was."""
+    """Replace a method on one object, so that it can do more.
+
+    Args:
+        owner: The object.
+        name: Of the method.
+        around: Called as `around(inner, ...)`, where `inner` is the method as it was.
+    """
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
@@ -394,7 +438,15 @@ def _not_averaged(replicas: ExpertReplicas | None) -> Iterator[None]:
 
 
 def _compute_in(layer: nn.Module, dtype: torch.dtype, device_type: str) -> None:
-    """FSDP2 casts what it gathers; experts, which it does not, compute by autocast and stay as precise as they are."""
+    """Have a layer compute in `dtype` by autocast.
+
+    FSDP2 casts what it gathers. Experts are not gathered, so they compute by autocast and stay as precise as they are.
+
+    Args:
+        layer: Of experts.
+        dtype: That of FSDP2's mixed precision.
+        device_type: Of the model.
+    """
     entered: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -407,4 +459,5 @@ def _compute_in(layer: nn.Module, dtype: torch.dtype, device_type: str) -> None:
             entered.pop().__exit__(None, None, None)
 
     layer.register_forward_pre_hook(enter, prepend=True)
+    # always_call: an error in the layer must not leave autocast on
     layer.register_forward_hook(leave, always_call=True)

@@ -23,6 +23,7 @@ __all__ = [
     "pipeline_module",
 ]
 
-if find_spec("deepspeed") is not None:  # its files and sections can be read without it
+# Its files and sections can be read without DeepSpeed
+if find_spec("deepspeed") is not None:
     install()
     announce()

@@ -1,9 +1,9 @@
 """DeepSpeed's AutoEP, with experts that stay balanced behind its routers.
 
 AutoEP finds a model's MoE blocks by its own families and replaces each with a layer that has a router, this rank's
-share of the experts, and the block's shared experts. Here these experts move into a bank of ours, the router's choices
-go there, and everything else of AutoEP's layer stays: scores, groups, correction biases, counts, shared experts, and
-logits for the model's losses. Its token exchange and its grouped products drop out.
+share of the experts, and the block's shared experts. Here these experts move into a bank of this library, and the
+router's choices go there. Everything else of AutoEP's layer stays: scores, groups, correction biases, counts, shared
+experts, and logits for the model's losses. Its token exchange and its grouped products drop out.
 
 The model is exported under the names that it had before AutoEP, and with all experts.
 
@@ -38,7 +38,7 @@ from prophet.spec import Activation, ActivationParts, activation_named
 from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection, check_keys
 
 KEY = "expert_parallel"
-# AutoEP's activations that the bank computes, by AutoEP's names; a block may have another limit
+# AutoEP's activations that the bank computes, by AutoEP's names. A block may have another limit.
 _ACTIVATIONS = {
     "swiglu": ActivationParts(function="silu", gated=True),
     "geglu_tanh": ActivationParts(function="gelu_tanh", gated=True),
@@ -61,8 +61,9 @@ def in_use(config: Mapping[str, Any]) -> bool:
 
 
 def check_config(config: Mapping[str, Any], section: ProphetSection) -> None:
-    """Raise `ConfigError`, naming the key, for what AutoEP is asked to do that does not work with balanced experts."""
+    """Raise `ConfigError`, naming the key, for settings of AutoEP that do not work with balanced experts."""
     found = config[KEY]
+    # DeepSpeed's own fields, so a release that adds a setting does not need one of this library.
     known = importlib.import_module("deepspeed.module_inject.auto_ep_config").AutoEPConfig
     check_keys(KEY, found, [f.name for f in dataclasses.fields(known) if f.init])
     size = found.get("autoep_size", 1)
@@ -93,8 +94,11 @@ def check_config(config: Mapping[str, Any], section: ProphetSection) -> None:
 class Before:
     """One block before AutoEP replaces it.
 
-    detected: AutoEP's `MoELayerSpec`. experts: the experts' module, its parameters on the meta device. source: reads
-    and writes its parameters. names: the block's other parameters and persistent buffers by the names that they get.
+    Attributes:
+        detected: AutoEP's `MoELayerSpec`.
+        experts: The experts' module, its parameters on the meta device.
+        source: Reads and writes its parameters.
+        names: The block's other parameters and persistent buffers, by the names that they get.
     """
 
     detected: Any
@@ -104,7 +108,7 @@ class Before:
 
     @classmethod
     def read(cls, model: nn.Module, detected: Any) -> Before:
-        """Raises `ConversionError` for what would not be kept, naming block and field; changes nothing."""
+        """Read one block; raises `ConversionError`, naming block and field, for what would not be kept."""
         name = detected.moe_module_name
         block = model.get_submodule(name)
         experts = getattr(block, detected.experts_name)
@@ -119,6 +123,7 @@ class Before:
             names = {_renamed(key, detected): key for key in block.state_dict() if not key.startswith(inside)}
         except ValueError as error:
             raise ConversionError(f"{name} (AutoEP): {error}") from error
+        # The memo of `deepcopy`: the experts' values are never copied
         memo: dict[int, Any] = {
             id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in experts.parameters()
         }
@@ -132,13 +137,14 @@ def _activation(name: str, slope: float, limit: float) -> Activation:
         raise ConversionError(
             f"{KEY}.expert_activation: {name!r} is not supported, expected one of {', '.join(_ACTIVATIONS)}"
         )
+    # The bank knows this activation with one slope
     if name == "swiglu_oai" and slope != QUICK_SLOPE:
         raise ConversionError(f"{KEY}.expert_activation: swiglu_oai is supported with slope {QUICK_SLOPE}, got {slope}")
     return activation_named(parts if parts.limit is None else dataclasses.replace(parts, limit=limit))
 
 
 def _renamed(key: str, detected: Any) -> str:
-    """What AutoEP's layer calls the block's `key`; raises `ConversionError` for what it has no place for."""
+    """Name in AutoEP's layer of the block's `key`; raises `ConversionError` for what it has no place for."""
     router = detected.router_name
     if key in (f"{router}.weight", f"{router}.bias"):
         return f"router.gate.{key.removeprefix(router + '.')}"
@@ -157,9 +163,11 @@ def _renamed(key: str, detected: Any) -> str:
 class SourceExperts(Adapter):
     """The parameters of the experts' module that AutoEP replaced, in its layout.
 
-    names: of an expert's parameters, where there is a module per expert. stacked: names of the gate's matrix, with
-    `up` below it, or of both, and of the other one, where one parameter has all experts. turned: matrices there are
-    [in, out].
+    Args:
+        names: Of an expert's parameters, where there is a module per expert.
+        stacked: Where one parameter has all experts: names of the gate's matrix, with `up` below it or apart, and of
+            the other one.
+        turned: Matrices there are [in, out].
     """
 
     family = "AutoEP"
@@ -169,7 +177,7 @@ class SourceExperts(Adapter):
 
     @classmethod
     def of(cls, detected: Any, experts: nn.Module) -> SourceExperts:
-        """Raises `ConversionError` where the module has parameters that AutoEP would leave out."""
+        """Read the layout of a module; raises `ConversionError` for parameters that AutoEP would leave out."""
         roles = [detected.expert_w1_name, detected.expert_w3_name, detected.expert_w2_name]
         params = {name: tuple(p.shape) for name, p in experts.named_parameters()}
         if detected.expert_storage == "module_list":
@@ -182,6 +190,7 @@ class SourceExperts(Adapter):
             layouts: Any = importlib.import_module("deepspeed.moe.fused_expert_layout")
             layout = None
             if len(stacked) == 2 and set(stacked) <= set(params):
+                # DeepSpeed's own rule, so that both read the same matrices in the same way.
                 layout = layouts.classify_fused_gate_up_layout(params[stacked[0]], params[stacked[1]])
             wanted = set(stacked)
             found = cls(names=None, stacked=stacked, turned=layout is not None and layout.needs_transpose)
@@ -190,7 +199,7 @@ class SourceExperts(Adapter):
         return found
 
     def matches(self, block: nn.Module) -> bool:
-        """It is chosen by what AutoEP detected."""
+        """False: it is chosen by what AutoEP detected."""
         return False
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
@@ -251,10 +260,11 @@ class AutoEPBlock(Adapter):
 
 
 def _forward(block: Any, hidden_states: Tensor) -> Any:
-    """What AutoEP's layer computes on `hidden_states` [B, S, D], with the experts of the bank."""
+    """Compute what AutoEP's layer does on `hidden_states` [B, S, D], with the experts of the bank."""
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     scores, ids, counts = block.router(tokens, block.expert_bias)
     with torch.no_grad():
+        # Counts that AutoEP's own forward keeps, too
         block.tokens_per_expert.add_(counts)
     y = block.experts(tokens, ids, scores)
     return block._finalize_output(y.view(hidden_states.shape), tokens, hidden_states, hidden_states.shape[-1])
@@ -273,11 +283,19 @@ def configure(
 ) -> tuple[Any, ConversionReport]:
     """Let AutoEP replace the blocks of `model`, and put balanced experts behind its routers; collective.
 
-    config: AutoEP's. replace: `_configure_expert_parallel` of the DeepSpeed engine that is being made, arguments given.
-    Returns what that returns, the sources of new parameters, in which ours have taken the place of AutoEP's, and what
-    was converted. group: the ranks that share the experts; None takes DeepSpeed's group of AutoEP's size.
+    Args:
+        config: AutoEP's.
+        model: Changed in place.
+        replace: `_configure_expert_parallel` of the DeepSpeed engine that is being made, arguments given.
+        section: How to balance.
+        group: The ranks that share the experts; None takes DeepSpeed's group of AutoEP's size.
 
-    Raises `ConversionError`, on every process and with the model unchanged, for what would not be kept.
+    Returns:
+        What `replace` returns, the sources of new parameters, in which those of the bank have taken the place of
+        AutoEP's; and what was converted.
+
+    Raises:
+        ConversionError: On every process and with the model unchanged, for what would not be kept.
     """
     timeout_s = section.engine.timeout_s or DEFAULT_TIMEOUT_S
     with on_all_ranks("check of the blocks for AutoEP", timeout_s=timeout_s):
@@ -285,10 +303,12 @@ def configure(
             raise ConfigError(f"{KEY}: the model has been through initialize before, and cannot again: {_STAYS}")
         check_model(model)
         detection: Any = importlib.import_module("deepspeed.module_inject.auto_ep")
-        detected = detection.AutoEP(model, copy.copy(config)).ep_parser()  # which fills in fields
+        # A copy, as the parser fills in fields
+        detected = detection.AutoEP(model, copy.copy(config)).ep_parser()
         if not detected:
             raise ConfigError(f"{KEY}: AutoEP detects no MoE layer in this model")
         blocks = {one.moe_module_name: Before.read(model, one) for one in detected}
+    # From here on the model is changed: all that can refuse has been asked.
     sources = replace()
     if group is None:
         groups: Any = importlib.import_module("deepspeed.utils.groups")
@@ -309,23 +329,25 @@ def configure(
 def _take_over(
     model: nn.Module, blocks: Mapping[str, Before], experts: Mapping[str, Mapping[str, nn.Parameter]], sources: Any
 ) -> None:
-    """The converted layers lead back to the model before AutoEP, and their parameters have the marks of AutoEP's."""
+    """Lead converted layers back to the model before AutoEP, and mark their parameters as AutoEP marked its own."""
     for where, holder, _, layer in converted(model):
         name = where.rpartition(".")[0]
         before, old, bank = blocks[name], experts[name], layer.experts
         origin = layer.origin
+        # AutoEP's layer holds one rank's share; the model before it held all.
         origin.spec = dataclasses.replace(origin.spec, held=origin.spec.num_experts)
         origin.adapter, origin.skeleton, origin.stays = before.source, before.experts, _STAYS
         origin.renamed = _renamed_in(holder, before.names)
         for new, parts in ((bank.w_in, ("w1", "w3")), (bank.w_out, ("w2",))):
             _mark(new, old[parts[0]], layer.num_experts)
+            # The bank's first matrix comes from two of AutoEP's parameters: both lists of sources, each once.
             found = [one for part in parts for one in sources.sources.pop(id(old[part]), ())]
             if found:
                 sources.sources[id(new)] = list({id(one): one for one in found}.values())
 
 
 def _renamed_in(holder: nn.Module, names: Mapping[str, str]) -> dict[str, str]:
-    """What the layer's parameters and buffers were called before, by name, for those that had another.
+    """The former names of a layer's parameters and buffers, by the present ones, where these differ.
 
     AutoEP may have its router under a second name, for what records logits.
     """
@@ -341,7 +363,8 @@ def _mark(new: nn.Parameter, old: nn.Parameter, num_experts: int) -> None:
     target: Any = new
     for key, value in vars(old).items():
         setattr(target, key, value)
-    target.prophet_averaged = True  # DeepSpeed does it
+    # DeepSpeed averages it over the groups that hold copies
+    target.prophet_averaged = True
     found = dict(getattr(old, constants.DS_AUTOEP_UC_META))
     shape = [num_experts, *new.shape[1:]]
     placed = affine.autoep_placement_to_affine_map(found[constants.AUTOEP_EXPERT_PLACEMENT], shape)

@@ -1,9 +1,9 @@
 """`save_checkpoint` and `load_checkpoint` of a DeepSpeed engine with balanced experts.
 
 The layout is that of `prophet_deepspeed.layout`: it depends neither on the number of ranks, nor on which of them are
-home to an expert, nor on the ZeRO stage. On as many ranks as wrote it, training goes on bit by bit: the states of the
-random generators are part of it (DeepSpeed's top-2 gate draws noise for every token), and so are the placements that
-come next, which decide the order of sums.
+home to an expert, nor on the ZeRO stage. On as many ranks as wrote it, training goes on bit by bit. The states of the
+random generators are part of it, as DeepSpeed's top-2 gate draws noise for every token. So are the placements that come
+next, which decide the order of sums.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint; collective over all processes, between two steps. As `save_checkpoint` of DeepSpeed.
+        """Write a checkpoint, as `save_checkpoint` of DeepSpeed; collective over all processes, between two steps.
 
-        client_state: numbers, strings, tensors, and lists and dictionaries of them. exclude_frozen_parameters: leave
-        parameters that do not train out, as of a base model under adapters; `load_module_strict=False` reads the rest.
+        Args:
+            save_dir: The folder of all checkpoints.
+            tag: Name of this one in it; None takes the number of steps.
+            client_state: Numbers, strings, tensors, and lists and dictionaries of them.
+            save_latest: Whether `latest` names this one afterwards.
+            exclude_frozen_parameters: Leave out parameters that do not train, as of a base model under adapters.
+                `load_module_strict=False` reads the rest.
         """
         ds, model, ep = self._ds, self._ds.module, self._engine.collective
         folder = Path(save_dir) / (f"global_step{ds.global_steps}" if tag is None else str(tag))
@@ -57,10 +62,11 @@ class Checkpoints:
         dense: dict[str, Any] = {"values": {}, "settings": {}}
         experts: dict[str, Any] = {"values": {}, "settings": {}}
         shares = shares_of(model)
+        # The same order on every rank, as reading is collective with ZeRO.
         for name, p in model.named_parameters():
             if states is None or not states.holds(p):
                 continue
-            found = {k: v.cpu() for k, v in states.read(p).items()}  # with ZeRO on all ranks
+            found = {k: v.cpu() for k, v in states.read(p).items()}
             if _is_expert(p) and expert_writer:
                 own = split_state(name, p, shares[name], found)
                 experts["values"] |= {key: {k: v.clone() for k, v in parts.items()} for key, parts in own.items()}
@@ -73,6 +79,7 @@ class Checkpoints:
         module = {k: v.detach().cpu() for k, v in model.state_dict().items() if k not in left_out}
         experts["module"] = {k: v.clone() for k, v in module.items() if k in keys}
         scheduler = None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict()
+        # Before the older checkpoint of this name is removed
         with self._all("start of save_checkpoint"):
             layout.check_readable(client_state=client_state, lr_scheduler=scheduler)
         with self._all("start of save_checkpoint"):
@@ -83,6 +90,7 @@ class Checkpoints:
             if expert_writer:
                 layout.write(experts, folder / layout.EXPERTS.format(ep.rank, ep.size))
             balancing, generators = self._own_files(folder)
+            # One file per group: its ranks remember the same routing
             if ep.rank == 0:
                 layout.write(self._engine.state_dict(), balancing)
             layout.write(layout.random_state() | {"device": _accelerator().get_rng_state()}, generators)
@@ -101,6 +109,7 @@ class Checkpoints:
                 }
                 layout.write(dense, folder / layout.DENSE)
         with self._all("end of save_checkpoint"):
+            # Only now is the checkpoint whole on every rank
             if save_latest and process_rank() == 0:
                 layout.write_latest(str(folder.relative_to(save_dir)), Path(save_dir))
         return True
@@ -108,10 +117,14 @@ class Checkpoints:
     def save_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the model's parameters alone, named as before the conversion; collective over all processes.
+        """Write the model's parameters alone, as `save_16bit_model` of DeepSpeed; collective over all processes.
 
-        As `save_16bit_model` of DeepSpeed; the original model loads the file. exclude_frozen_parameters: without what
-        does not train, layers of experts as a whole.
+        They are named as before the conversion, and the original model loads the file.
+
+        Args:
+            save_dir: The folder.
+            save_filename: The file in it.
+            exclude_frozen_parameters: Leave out what does not train, layers of experts as a whole.
         """
         writer, model = process_rank() == 0, self._ds.module
         state = original_state_dict(model, keep=writer)
@@ -150,12 +163,12 @@ class Checkpoints:
         return {s.key for shares in shares_of(self._ds.module).values() for s in shares}
 
     def _own_files(self, folder: Path) -> tuple[Path, Path]:
-        """Those that hold the balancing of this rank's group, and this process's random generators."""
+        """Paths of the files with the balancing of this rank's group and this process's random generators."""
         rank, ranks, size = process_rank(), processes(), self._engine.collective.size
         return folder / layout.BALANCING.format(rank // size, ranks // size), folder / layout.RANDOM.format(rank, ranks)
 
     def _all(self, what: str) -> AbstractContextManager[None]:
-        """Go on when all processes have done it; where one fails, all raise."""
+        """Go on when all processes have done what stands under `with`; where one fails, all raise."""
         return on_all_ranks(what, timeout_s=limit_of(self._ds.module))
 
     def _latest(self, load_dir: Path) -> str:
@@ -181,12 +194,26 @@ class Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Read a checkpoint on every process: its folder and client state, (None, None) where there is none.
+        """Read a checkpoint, as `load_checkpoint` of DeepSpeed; collective over all processes.
 
-        As `load_checkpoint` of DeepSpeed; collective over all processes. The number of ranks, the expert-parallel size
-        and the ZeRO stage may differ from those that wrote it. Where the number of processes and the
-        expert-parallel size are the same, random generators and placements go on where they were, too. Raises
-        `CheckpointError`, on every process, for a file that is missing or another's; nothing is changed then.
+        The number of ranks, the expert-parallel size and the ZeRO stage may differ from those that wrote it. Where the
+        number of processes and the expert-parallel size are the same, random generators and placements go on where they
+        were, too.
+
+        Args:
+            load_dir: The folder of all checkpoints.
+            tag: Which one; None takes the one that `latest` names.
+            load_module_strict: Whether the model must have exactly these parameters.
+            load_optimizer_states: False leaves the optimizer as it is.
+            load_lr_scheduler_states: False leaves the scheduler as it is.
+            load_module_only: Read nothing but the model.
+            custom_load_fn: Not supported.
+
+        Returns:
+            The checkpoint's folder and client state; (None, None) where there is none.
+
+        Raises:
+            CheckpointError: On every process, for a file that is missing or another's; nothing is changed then.
         """
         if custom_load_fn is not None:
             raise CheckpointError("custom_load_fn is not supported")
@@ -219,7 +246,9 @@ class Checkpoints:
             if goes_on:
                 files = self._own_files(folder)
                 balancing, generators = layout.read(files[0]), layout.read(files[1], others=["device"])
+        # Everything is read and checked on all ranks, so nothing below can find a fault in a file.
         ds.module.load_state_dict(module, strict=load_module_strict)
+        # DeepSpeed's optimizers keep 32-bit copies, which would write the old values back.
         if hasattr(ds.optimizer, "refresh_fp32_params"):
             ds.optimizer.refresh_fp32_params()
         if load_module_only:
@@ -231,6 +260,7 @@ class Checkpoints:
             ds.lr_scheduler.load_state_dict(dense["scheduler"])
         for name, value in dense["counters"].items():
             setattr(ds, name, value)
+        # Accumulation may differ now, and a step must not begin in its middle.
         ds.micro_steps = layout.micro_steps(dense["counters"], ds.gradient_accumulation_steps())
         if goes_on:
             self._go_on(folder, balancing, generators)
@@ -239,7 +269,7 @@ class Checkpoints:
     def _read(
         self, folder: Path, dense: dict[str, Any], states: States | None
     ) -> tuple[dict[str, Tensor], dict[int, Values], dict[int, Any]]:
-        """The module's state, and by parameters' ids their optimizer states and their groups' settings."""
+        """Read the module's state, and by the parameters' ids their optimizer states and their groups' settings."""
         saved, expert_settings, experts = layout.read_experts(folder, dense["ranks"], self._expert_keys())
         values, settings, shares = {}, {}, shares_of(self._ds.module)
         for name, p in self._ds.module.named_parameters():
@@ -256,24 +286,26 @@ class Checkpoints:
         return {**dense["module"], **experts}, values, settings
 
     def _go_on(self, folder: Path, balancing: dict[str, Any], generators: dict[str, Any]) -> None:
-        """As many ranks as wrote the checkpoint: random numbers and placements continue."""
+        """Let random numbers and placements continue, on as many ranks as wrote the checkpoint."""
         paths = self._own_files(folder)
         layout.set_random_state(generators, paths[1])
         _accelerator().set_rng_state(generators["device"])
         try:
             self._engine.load_state_dict(balancing)
-        except SpecError as error:  # configured differently now, as with fewer slots: plans are made anew
+        # Configured differently now, as with fewer slots: plans are made anew.
+        except SpecError as error:
             warnings.warn(f"{paths[0]}: {error}; the first step starts without replicas", stacklevel=3)
 
 
 def _joined(
     name: str, p: nn.Parameter, shares: list[Share], saved: dict[str, Values], settings: dict[str, Any], folder: Path
 ) -> tuple[Values, Any]:
-    """Values and settings of a parameter of experts, which have taken the same steps where it holds several."""
+    """Join the values of a parameter's experts, and their settings, which must be the same."""
     for share in shares:
         if share.key not in saved:
             raise CheckpointError(f"{folder}: optimizer states of {share.key} are missing")
     own = [settings.get(share.key) for share in shares]
+    # As text, since settings hold tensors, which have no truth value when compared.
     if any(str(one) != str(own[0]) for one in own):
         raise CheckpointError(f"{folder}: the experts of {name} have taken different steps, or have different settings")
     try:

@@ -19,18 +19,26 @@ from prophet_deepspeed import layout
 from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection, has_section, read_config
 from prophet_deepspeed.start import Start, has_experts
 
-_default: list[ProphetSection] = []  # one at most
+# The section for configurations without one; one at most
+_default: list[ProphetSection] = []
 
 
 def install(section: Mapping[str, Any] | None = None) -> None:
     """Make `deepspeed.initialize` heed the "prophet" section of its configuration; importing the package does it.
 
-    section: for configurations without one, as it would stand there; models without experts are left alone then. None
-    leaves configurations without a section alone. The latest call counts. Raises `ConfigError` for a wrong section.
+    The latest call counts.
+
+    Args:
+        section: For configurations without one, as it would stand there; models without experts are left alone then.
+            None leaves configurations without a section alone.
+
+    Raises:
+        ConfigError: For a wrong section.
     """
     _default[:] = [] if section is None else [ProphetSection.parse(section)]
     engine_class: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     plain = engine_class.__init__
+    # Replaced already: a second wrapper would convert twice
     if hasattr(plain, "of_prophet_deepspeed"):
         return
     signature = inspect.signature(plain)
@@ -51,7 +59,7 @@ def install(section: Mapping[str, Any] | None = None) -> None:
 
 
 def _refusing_ours(plain: Any) -> Any:
-    """DeepSpeed's `load_checkpoint`, which says what is missing where a balanced engine wrote the folder."""
+    """Wrap DeepSpeed's `load_checkpoint`, to name what is missing where a balanced engine wrote the folder."""
 
     @functools.wraps(plain)
     def load_checkpoint(ds: Any, load_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
@@ -68,13 +76,15 @@ def _refusing_ours(plain: Any) -> Any:
 
 
 def _start(ds: Any, given: Mapping[str, Any]) -> Start | None:
-    """How an engine with these arguments is made, or None if it is DeepSpeed's alone."""
+    """How to make an engine with these arguments, or None if it is DeepSpeed's alone."""
     config, model = given.get("config"), given["model"]
+    # A path, or none where arguments name it: DeepSpeed has read it by now.
     if not isinstance(config, Mapping):
         config = given["config_class"]._param_dict
     own = has_section(config)
     if not own and not (_default and has_experts(model)):
         if next(converted(model), None) is not None:
+            # Converted experts hold one rank's share, and DeepSpeed alone would average them as one.
             raise ConfigError(
                 f"{SECTION}: the model's experts are converted, and the configuration has no such section: add it, or "
                 f"call prophet.revert(model) first"

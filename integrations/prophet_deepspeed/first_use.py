@@ -1,4 +1,4 @@
-"""DeepSpeed compiles its operations when they are first used, without a word: this says so, and names locks.
+"""DeepSpeed compiles its operations when they are first used, silently: this says so, and names locks.
 
 Its backend for CPUs does so in `deepspeed.init_distributed`, its optimizers in `deepspeed.initialize`. torch waits
 without a limit where an earlier build was interrupted and has left its lock.
@@ -16,17 +16,19 @@ from prophet.doctor.extensions import first_use
 
 
 def announce() -> None:
-    """Make DeepSpeed's operations say on stderr what `first_use` knows, by one process of each machine."""
+    """Print on stderr, by one process of each machine, what `first_use` finds before an operation is loaded."""
     builder: Any = importlib.import_module("deepspeed.ops.op_builder.builder").OpBuilder
     plain = builder.jit_load
+    # Replaced already: it would print everything twice
     if hasattr(plain, "of_prophet_deepspeed"):
         return
 
     @functools.wraps(plain)
     def jit_load(op: Any, *args: Any, **options: Any) -> Any:
-        words = first_use(op.name, os.environ)
-        if words and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"prophet_deepspeed: {words}", file=sys.stderr, flush=True)
+        message = first_use(op.name, os.environ)
+        # Every process compiles, or waits for the one that does
+        if message and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"prophet_deepspeed: {message}", file=sys.stderr, flush=True)
         return plain(op, *args, **options)
 
     jit_load.of_prophet_deepspeed = True  # type: ignore[attr-defined]

@@ -13,14 +13,16 @@ from torch import nn
 from prophet_deepspeed.section import ConfigError
 
 Group = dict[str, Any]
-# what a scheduler keeps of every group
+# Lists of a scheduler that have an entry for every group
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
 class Groups:
     """Parameters or groups of them, as for `deepspeed.initialize`, that a conversion may change.
 
-    `optimizer` stands for them: `prophet.convert` keeps the groups of an optimizer as they are, but for its experts.
+    Attributes:
+        optimizer: Stands for them, as `prophet.convert` keeps the groups of an optimizer as they are, but for its
+            experts.
     """
 
     def __init__(self, given: Iterable[nn.Parameter | Mapping[str, Any]]) -> None:
@@ -35,17 +37,20 @@ class Groups:
         self.optimizer = torch.optim.SGD([{"params": group["params"]} for group in groups], lr=0.0)
 
     def separated(self) -> list[Group]:
-        """The groups as they are now, experts apart, as DeepSpeed deals them out to optimizers."""
+        """The groups as they are now, experts apart, in the form in which DeepSpeed passes them to optimizers."""
         both = zip(self._settings, self.optimizer.param_groups, strict=True)
         groups = [{**own, "params": list(group["params"])} for own, group in both]
+        # DeepSpeed's own bound on a group of experts
         largest = _utils().split_params_into_different_moe_groups_for_optimizer.__defaults__[0]
         return [group for _, group in _separated(groups, largest)]
 
 
 def separate_experts(optimizer: torch.optim.Optimizer, scheduler: object = None) -> None:
-    """Give experts groups of their own, behind the others; schedulers go on with the figures of the former group.
+    """Move experts to groups behind the others; schedulers go on with the figures of the former group.
 
-    scheduler: one that is known; torch's are found.
+    Args:
+        optimizer: Changed in place.
+        scheduler: One that is known; torch's are found.
     """
     groups = optimizer.param_groups
     before = len(groups)
@@ -61,25 +66,31 @@ def separate_experts(optimizer: torch.optim.Optimizer, scheduler: object = None)
 
 
 def _separated(groups: list[Group], largest: float) -> list[tuple[int, Group]]:
-    """Each group with the place of the one it comes from. Groups keep their order, parts of groups follow behind.
+    """Split experts off; groups keep their order, parts of groups follow behind.
 
-    largest: elements of a group of experts; a group's flat copy is made at once.
+    Args:
+        groups: Of an optimizer.
+        largest: Elements of a group of experts; a group's flat copy is made at once.
+
+    Returns:
+        Each group with the place of the one it comes from.
     """
     kept: list[tuple[int, Group]] = []
     apart: list[tuple[int, Group]] = []
     for at, group in enumerate(groups):
-        # frozen experts stay where they are: ZeRO takes no group without a parameter to train
+        # Frozen experts stay where they are: ZeRO takes no group without a parameter to train.
         trained = [p for p in group["params"] if p.requires_grad]
         experts = _utils().split_params_into_shared_and_expert_params(trained)[1]
         apart_now = {id(p) for p in experts}
         dense = [p for p in group["params"] if id(p) not in apart_now]
         parts = [
             {"params": chunk, "moe": True, "name": name}
-            for name in sorted({p.group_name for p in experts if p.requires_grad})  # ZeRO takes no frozen group
+            for name in sorted({p.group_name for p in experts if p.requires_grad})
             for chunk in _chunks([p for p in experts if p.requires_grad and p.group_name == name], largest)
         ]
         own = {k: v for k, v in group.items() if k not in ("params", "moe", "name")}
-        if experts:  # in place: schedulers may hold the groups themselves
+        # In place: schedulers may hold the groups themselves
+        if experts:
             group.update({"params": dense} if dense or not parts else parts.pop(0))
         kept.append((at, group))
         apart += [(at, own | part) for part in parts]
@@ -97,9 +108,10 @@ def _chunks(params: list[nn.Parameter], largest: float) -> Iterator[list[nn.Para
 
 
 def _schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """All schedulers of an optimizer, which does not know them."""
+    """All schedulers of an optimizer, which has no reference to them."""
     kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    found = (one for one in gc.get_objects() if issubclass(type(one), kinds))  # isinstance wakes lazy objects
+    # By type(): isinstance reads `__class__`, which wakes lazy objects
+    found = (one for one in gc.get_objects() if issubclass(type(one), kinds))
     return [one for one in found if getattr(one, "optimizer", None) is optimizer]
 
 

@@ -10,10 +10,11 @@ from prophet.convert import original_state_dict
 
 
 def export_all_experts() -> None:
-    """Make `Accelerator.get_state_dict`, which Trainer calls too, answer with all experts; collective as it always is.
+    """Make `Accelerator.get_state_dict`, which Trainer calls too, return all experts; collective as it always is.
 
     Nothing happens where accelerate is not in use.
     """
+    # Not imported here: where it is not loaded, nobody asks it
     accelerate: Any = sys.modules.get("accelerate")
     if accelerate is None:
         return
@@ -23,6 +24,7 @@ def export_all_experts() -> None:
 
     @functools.wraps(plain)
     def get_state_dict(accelerator: Any, model: Any, unwrap: bool = True) -> Any:
+        # Only engines with balanced experts have it
         if not hasattr(model, "prophet_report"):
             return plain(accelerator, model, unwrap)
         return {name: value.detach().cpu().clone() for name, value in original_state_dict(model.module).items()}

@@ -1,10 +1,13 @@
 """What a checkpoint's files are called and hold, and how experts are found in them at any number of ranks.
 
-`dense.pt` holds what all ranks share, `experts_<rank>_of_<ranks>.pt` the experts of one rank of the expert-parallel
-(EP) group, every expert by itself under its name in a state dict, `balancing_<group>_of_<groups>.pt` what one EP group
-remembers of its routing, and `random_<process>_of_<processes>.pt` the states of one process's random generators. Any
-number of ranks reads the first two; the others belong to as many ranks as wrote them. Files are read without running
-code.
+- `dense.pt` holds what all ranks share.
+- `experts_<rank>_of_<ranks>.pt` holds the experts of one rank of the expert-parallel (EP) group, every expert by itself
+  under its name in a state dict.
+- `balancing_<group>_of_<groups>.pt` holds what one EP group remembers of its routing.
+- `random_<process>_of_<processes>.pt` holds the states of one process's random generators.
+
+Any number of ranks reads the first two; the others belong to as many ranks as wrote them. Files are read without
+running code.
 
 Nothing here imports deepspeed.
 """
@@ -37,21 +40,28 @@ Values = dict[str, Tensor]
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:
-    """To a file of another name first: what is there under the right one is whole."""
+    """Write a file by way of another name, so that what stands under the right one is whole."""
     partial = path.with_suffix(".partial")
     torch.save(dict(content), partial)
     os.replace(partial, path)
 
 
 def write_latest(name: str, save_dir: Path) -> None:
-    """Say which checkpoint in `save_dir` is the latest, when that one is whole."""
+    """Name the latest checkpoint in `save_dir`, once that one is whole."""
     partial = save_dir / f"{LATEST}.partial"
     partial.write_text(name, encoding="utf-8")
     os.replace(partial, save_dir / LATEST)
 
 
 def check_module(saved: Mapping[str, Any], own: Mapping[str, Any], strict: bool, folder: Path) -> None:
-    """Raise `CheckpointError` where a state dict does not fit the model's own, before any of it is copied."""
+    """Raise `CheckpointError` where a state dict does not fit the model's own, before any of it is copied.
+
+    Args:
+        saved: The state dict from the checkpoint.
+        own: The model's.
+        strict: Whether the names must be the same.
+        folder: For messages.
+    """
     if strict and saved.keys() != own.keys():
         missing, others = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
         raise CheckpointError(f"{folder}: of another model: it lacks {missing[:3]}, and has {others[:3]} besides")
@@ -69,7 +79,8 @@ def check_readable(**contents: Any) -> None:
             torch.save(content, buffer)
             buffer.seek(0)
             torch.load(buffer, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises what the pickler and the unpickler do: there is no one class
+        # torch raises what the pickler and the unpickler do: there is no one class
+        except Exception as error:
             raise CheckpointError(
                 f"{name}: expected numbers, strings, tensors, and lists and dictionaries of them: {_reason(error)}"
             ) from error
@@ -82,16 +93,24 @@ def _reason(error: Exception) -> str:
 
 
 def read(path: Path, dictionaries: Iterable[str] = (), others: Iterable[str] = ()) -> dict[str, Any]:
-    """A file's dictionary, its tensors on the CPU; raises `CheckpointError` where it is not one.
+    """Read a file's dictionary, its tensors on the CPU.
 
-    dictionaries, others: keys that it must have, with dictionaries, and with whatever value.
+    Args:
+        path: The file.
+        dictionaries: Keys that it must have, with dictionaries.
+        others: Keys that it must have, with whatever value.
+
+    Raises:
+        CheckpointError: Where it is not such a file.
     """
     if not path.exists():
         found = sorted(p.name for p in path.parent.glob("*")) if path.parent.exists() else []
         raise CheckpointError(f"{path} is missing; expected a checkpoint of prophet_deepspeed, found {found[:6]}")
     try:
+        # weights_only: a checkpoint from somebody else must not run code here.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises what the unpickler and the archive's reader do: there is no one class
+    # torch raises what the unpickler and the archive's reader do: there is no one class
+    except Exception as error:
         raise CheckpointError(f"{path}: {_reason(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a dictionary, got {type(content).__name__}")
@@ -105,7 +124,7 @@ def read(path: Path, dictionaries: Iterable[str] = (), others: Iterable[str] = (
 
 
 def read_dense(folder: Path) -> dict[str, Any]:
-    """`dense.pt` of a checkpoint, its fields checked."""
+    """Read `dense.pt` of a checkpoint, and check its fields."""
     path = folder / DENSE
     version = read(path).get("format")
     if version != FORMAT:
@@ -113,6 +132,7 @@ def read_dense(folder: Path) -> dict[str, Any]:
     dictionaries = ("module", "values", "settings", "counters", "scaler", "made_with")
     found = read(path, dictionaries, ("ranks", "processes", "scheduler", "frozen"))
     for key in ("ranks", "processes"):
+        # A bound, as these numbers say how many files to look for
         if not isinstance(found[key], int) or not 1 <= found[key] <= 1 << 20:
             raise CheckpointError(f"{path}: {key}: expected a number of processes, got {found[key]!r}")
     counters = found["counters"]
@@ -121,14 +141,19 @@ def read_dense(folder: Path) -> dict[str, Any]:
     return found
 
 
-# what belongs to an optimizer of any make, and where it may stand in the checkpoint of another
+# Parts of class names that say how an optimizer is made, not what it computes: FusedAdam, DeepSpeedCPUAdam, AdamW
 _MAKES = re.compile(r"fused|deepspeed|cpu|w$")
 
 
 def check_made_with(found: Mapping[str, Any], own: Mapping[str, str | None], folder: Path) -> None:
-    """Raise `CheckpointError`, naming the configuration's key, where a run is of other parts than the one that saved.
+    """Raise `CheckpointError`, naming the configuration's key, where a run has other parts than the one that saved.
 
-    found, own: the parts' classes by key. Optimizers of one kind and of several makes read each other's states.
+    Optimizers of one kind and of several makes read each other's states.
+
+    Args:
+        found: The parts' classes in the checkpoint, by key.
+        own: Those of this run.
+        folder: For messages.
     """
     for key, name in own.items():
         one, two = (_MAKES.sub("", str(value).lower()) for value in (found.get(key), name))
@@ -152,9 +177,17 @@ def clear(folder: Path) -> None:
 def read_experts(
     folder: Path, ranks: int, wanted: Iterable[str]
 ) -> tuple[dict[str, Values], dict[str, Any], dict[str, Tensor]]:
-    """(values, settings, module) of the experts named in `wanted`, from the files of all `ranks`.
+    """Read the experts that are wanted, from the files of all ranks that wrote.
 
     Files are mapped, so that only what is wanted is read.
+
+    Args:
+        folder: The checkpoint's.
+        ranks: How many ranks wrote.
+        wanted: Names of experts' parameters.
+
+    Returns:
+        Optimizer values, their settings and the module's tensors, each by name.
     """
     names = set(wanted)
     values: dict[str, Values] = {}
@@ -169,7 +202,17 @@ def read_experts(
 
 
 def check_values(name: str, found: Any, shape: Sequence[int], folder: Path) -> Values:
-    """Values of a parameter of this shape; raises `CheckpointError` for anything else."""
+    """The values of one parameter, checked.
+
+    Args:
+        name: The parameter's.
+        found: Values from the checkpoint, if it has them.
+        shape: The parameter's.
+        folder: For messages.
+
+    Raises:
+        CheckpointError: Where they are missing or of another shape.
+    """
     if not isinstance(found, dict) or not found:
         raise CheckpointError(f"{folder}: optimizer states of {name} are missing")
     for key, value in found.items():
@@ -189,23 +232,24 @@ def micro_steps(counters: Mapping[str, int], per_step: int) -> int:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators on the host."""
+    """Read the states of Python's, numpy's and torch's generators on the host."""
     name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (what users' data pipelines draw from)
-    words = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    # As int64, because tensors of uint32 are not served everywhere in torch..
+    key = torch.from_numpy(np.asarray(keys).astype(np.int64))
     return {
         "python": random.getstate(),
-        "numpy": [str(name), words, int(position), int(has_gauss), float(gauss)],
+        "numpy": [str(name), key, int(position), int(has_gauss), float(gauss)],
         "torch": torch.get_rng_state(),
     }
 
 
 def set_random_state(state: Mapping[str, Any], path: Path) -> None:
-    """The inverse; raises `CheckpointError`, naming the file, for anything else."""
+    """Set the generators to these states; raises `CheckpointError`, naming the file, for anything else."""
     try:
-        name, words, *rest = state["numpy"]
+        name, key, *rest = state["numpy"]
         version, inner, gauss = state["python"]
         random.setstate((version, tuple(inner), gauss))
-        np.random.set_state((name, words.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+        np.random.set_state((name, key.numpy().astype(np.uint32), *rest))  # noqa: NPY002
         torch.set_rng_state(state["torch"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: expected states of random generators: {error}") from error

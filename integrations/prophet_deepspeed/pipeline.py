@@ -1,9 +1,9 @@
 """A measured partition for DeepSpeed's `PipelineModule`.
 
 DeepSpeed cuts a pipeline by `uniform`, `parameters` or `type:regex` and takes no list of boundaries. Its `parameters`
-rule balances figures that the module itself counts, so the module made here counts figures of which the wanted
-partition is the only even one: DeepSpeed's own code then finds it, prints it and builds it, and what it found is
-compared with what was wanted before any layer is built.
+rule balances figures that the module itself counts. So the module made here counts figures of which the wanted
+partition is the only even one. DeepSpeed's own code then finds it, prints it and builds it. What it found is compared
+with what was wanted before any layer is built.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ from prophet.spec import digest
 
 
 def measure_layers(layers: Sequence[Any], inputs: Tensor, **options: Any) -> list[LayerCost]:
-    """Costs of a PipelineModule's layers (modules, `LayerSpec`, `TiedLayerSpec`, functions) for one microbatch.
+    """Measure the costs of a PipelineModule's layers for one microbatch.
 
-    One layer is built and run at a time, on this process alone. options: `target`, `loss_fn`, `make_optimizer`,
-    `repeats` and `device` of `pipeline_balance.pipeline.measure.meter_alone`. A tied layer counts wherever it stands:
-    every stage that uses it holds a copy.
+    One layer is built and run at a time, on this process alone. A tied layer counts wherever it stands: every stage
+    that uses it holds a copy.
+
+    Args:
+        layers: Modules, `LayerSpec`, `TiedLayerSpec` or functions.
+        inputs: Of the first layer, one microbatch.
+        **options: `target`, `loss_fn`, `make_optimizer`, `repeats` and `device` of
+            `pipeline_balance.pipeline.measure.meter_alone`.
     """
     return measure_alone([_builder(layer) for layer in layers], inputs, **options)
 
@@ -38,15 +43,23 @@ def measure_layers(layers: Sequence[Any], inputs: Tensor, **options: Any) -> lis
 def decide_stages(
     costs: Sequence[LayerCost], num_stages: int, *, microbatches: int, limits: Sequence[RankLimits] | None = None
 ) -> StageMap:
-    """The exact best partition for the median over all processes of measured costs; collective, equal on all.
+    """Find the exact best partition for the median over all processes of measured costs; collective, equal on all.
 
-    `limits` [num_stages] are memory and speed of the stages' ranks. Raises `PartitionError` if no partition fits.
+    Args:
+        costs: Of every layer, as this process measured them.
+        num_stages: Stages of the pipeline.
+        microbatches: Per step.
+        limits: [num_stages] memory and speed of the stages' ranks; None sets no limits.
+
+    Raises:
+        PartitionError: If no partition fits.
     """
     collective = collective_for(None)
     mine = torch.tensor(
         [[c.forward_s, c.backward_input_s, c.backward_weight_s] for c in costs], dtype=torch.float64
     ).reshape(len(costs), 3)
     every = collective.all_gather(mine.to(_device()), op=Operation("comparing layer times")).cpu()
+    # The median: a process that was disturbed while it measured does not count.
     agreed = [
         replace(cost, forward_s=row[0], backward_input_s=row[1], backward_weight_s=row[2])
         for cost, row in zip(costs, every.median(dim=0).values.tolist(), strict=True)
@@ -58,12 +71,20 @@ def decide_stages(
 
 
 def pipeline_module(layers: Sequence[Any], stage_map: StageMap, *, base: type | None = None, **options: Any) -> Any:
-    """A DeepSpeed `PipelineModule` whose stages are those of `stage_map`; collective over all processes.
+    """Make a DeepSpeed `PipelineModule` whose stages are those of a map; collective over all processes.
 
-    `base` is the class to build, PipelineModule or one of yours. `options` are its further arguments: `loss_fn`,
-    `topology`, `activation_checkpoint_interval` and so on, but not `partition_method`; `num_stages` follows from the
-    map. Stage k runs on DeepSpeed's k-th pipeline coordinate. Raises `SpecError` on every process if the map does not
-    suit the layers or the topology, or differs between processes, before any layer is built.
+    Stage k runs on DeepSpeed's k-th pipeline coordinate.
+
+    Args:
+        layers: As for a PipelineModule.
+        stage_map: Which layers each stage gets.
+        base: The class to build, PipelineModule or one of yours.
+        **options: Its further arguments: `loss_fn`, `topology`, `activation_checkpoint_interval` and so on. Not
+            `partition_method`; `num_stages` follows from the map.
+
+    Raises:
+        SpecError: On every process, before any layer is built, if the map does not suit the layers or the topology, or
+            differs between processes.
     """
     pipe: Any = importlib.import_module("deepspeed.pipe")
     base = base if base is not None else pipe.PipelineModule
@@ -81,19 +102,20 @@ def pipeline_module(layers: Sequence[Any], stage_map: StageMap, *, base: type | 
 def stage_weights(stage_map: StageMap) -> list[int]:
     """Positive whole figures, [L], that add up to the same sum in every stage of the map, and of no other.
 
-    All layers count one but the first of each stage, which fills it up to the longest stage. Sums from the first layer
-    rise strictly, so only one set of cuts divides them evenly.
+    The first layer of each stage fills it up to the longest stage; every other layer counts one. Sums from the first
+    layer rise strictly, so only one set of cuts divides them evenly.
     """
     longest = max(len(stage_map.layers_of(s)) for s in range(stage_map.stages))
     weights = [1] * stage_map.layers
     for s in range(stage_map.stages):
         members = stage_map.layers_of(s)
+        # Every stage then sums to the longest stage's number of layers
         weights[members.start] = longest - len(members) + 1
     return weights
 
 
 def _with_stages(base: Any, stage_map: StageMap) -> Any:
-    """A subclass of `base` that is cut as the map says."""
+    """Make a subclass of `base` that is cut as the map says."""
 
     def count(self: Any) -> list[int]:
         return stage_weights(stage_map)
@@ -108,7 +130,7 @@ def _with_stages(base: Any, stage_map: StageMap) -> Any:
                 f"please report it"
             )
 
-    # DeepSpeed tells some models by the name of their class, so the name stays
+    # DeepSpeed recognises some models by the name of their class, so the name stays.
     made: Any = type(base.__name__, (base,), {"_count_layer_params": count, "_partition_layers": partition})
     return made
 
@@ -121,8 +143,9 @@ def _check(stage_map: StageMap, layers: int, topology: Any) -> None:
         problem = f"DeepSpeed runs stage k on its k-th rank; the stage map has ranks {list(stage_map.ranks)}"
     elif topology is not None and topology.get_dim("pipe") != stage_map.stages:
         problem = f"the topology has {topology.get_dim('pipe')} stages, the stage map {stage_map.stages}"
-    said = torch.tensor([*stage_map.boundaries, *stage_map.ranks, layers], dtype=torch.int64)
-    mine = torch.tensor([digest(said.numpy()), int(bool(problem))], dtype=torch.int64)
+    map_numbers = torch.tensor([*stage_map.boundaries, *stage_map.ranks, layers], dtype=torch.int64)
+    # A digest, as maps of different lengths could not be compared in one exchange.
+    mine = torch.tensor([digest(map_numbers.numpy()), int(bool(problem))], dtype=torch.int64)
     every = collective_for(None).all_gather(mine.to(_device()), op=Operation("comparing stage maps")).cpu()
     wrong = [r for r, row in enumerate(every.tolist()) if row[1]]
     if problem or wrong:
@@ -133,7 +156,7 @@ def _check(stage_map: StageMap, layers: int, topology: Any) -> None:
 
 
 def _device() -> torch.device:
-    """Where collectives want their tensors."""
+    """The device on which collectives want their tensors."""
     accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
     return torch.device(accelerator.current_device_name())
 
@@ -151,13 +174,14 @@ class _Function(nn.Module):
 
 
 def _builder(layer: Any) -> nn.Module | Build:
-    """How to get this layer as a module."""
+    """A module for this layer, or a function that builds it."""
     pipe: Any = importlib.import_module("deepspeed.pipe")
     if isinstance(layer, nn.Module):
         return layer
     if isinstance(layer, pipe.LayerSpec):
         build: Build = layer.build
         function = getattr(layer, "forward_fn", None)
+        # A tied layer runs by a function of its module, not by the module's forward.
         return build if function is None else lambda: _Function(function, layer.build())
     if callable(layer):
         return _Function(layer)

@@ -19,13 +19,15 @@ from prophet.planner import PLANNER_NAMES
 from prophet.spec import checked
 
 SECTION = "prophet"
-MAX_FILE_BYTES = 1 << 22  # of a config
-_LONGEST_KEY = 64  # of what is compared and shown
-# optimizers that treat every element on its own: experts stacked in one tensor are updated as apart
+# Bytes of a config that are read at most
+MAX_FILE_BYTES = 1 << 22
+# Characters of a key that are compared and shown
+_LONGEST_KEY = 64
+# Optimizers that treat each element by itself: experts stacked in one tensor are updated as if they were apart.
 ELEMENTWISE = ("adam", "adamw", "sgd", "adagrad", "lion", "rmsprop")
-# every backward pass brings its gradients home, as ZeRO-2 reduces them then; windows are not for a config file
+# Every backward pass brings its gradients home, as ZeRO-2 reduces them then. Windows are not for a config file.
 _NOT_A_KEY = ("accumulation_steps", "windows")
-# what JSON has for a field, by the first type of its annotation
+# What JSON has for a field, by the first type of its annotation
 _JSON: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "bool": ("true or false", bool),
     "int": ("an integer", int),
@@ -42,13 +44,19 @@ class ConfigError(ValueError):
 @checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProphetSection:
-    """What `"prophet": {...}` says; every key has a default.
+    """The contents of `"prophet": {...}`; every key has a default.
 
-    enabled: False leaves plain expert parallelism. ep_size: ranks that share the experts; None takes what the layers
-    were built for, all ranks where they were built whole. convert: replace the MoE blocks that `prophet.convert` knows;
-    False leaves a model of `prophet.MoE` layers as it is. verify: compare every block before and after on a few tokens.
-    engine: how to balance. Its fields are keys of the section themselves: `planner` by name, `topology` as the path of
-    a file that `prophet calibrate` wrote.
+    The fields of `engine` are keys of the section themselves: `planner` by name, `topology` as the path of a file that
+    `prophet calibrate` wrote.
+
+    Attributes:
+        enabled: False leaves plain expert parallelism.
+        ep_size: Ranks that share the experts; None takes what the layers were built for, all ranks where they were
+            built whole.
+        convert: Replace the MoE blocks that `prophet.convert` knows; False leaves a model of `prophet.MoE` layers as it
+            is.
+        verify: Compare every block before and after on a few tokens.
+        engine: How to balance.
     """
 
     enabled: bool = True
@@ -59,7 +67,7 @@ class ProphetSection:
 
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> ProphetSection:
-        """The section as JSON has it; raises `ConfigError` that names the key."""
+        """Read the section as JSON has it; raises `ConfigError` that names the key."""
         own = [f for f in fields(cls) if f.name != "engine"]
         balancing = [f for f in fields(EngineConfig) if f.name not in _NOT_A_KEY]
         check_keys(SECTION, found, [f.name for f in (*own, *balancing)])
@@ -71,6 +79,7 @@ class ProphetSection:
             raise ConfigError(f"{SECTION}.ep_size: expected at least 1, got {mine['ep_size']}")
         options = {f.name: found[f.name] for f in balancing if f.name in found}
         if not mine.get("enabled", True):
+            # A static planner never makes replicas, so the engine only counts.
             options["planner"] = "static"
         return cls(**mine, engine=_engine_config(options))
 
@@ -80,6 +89,7 @@ def _check_kind(key: Field[Any], value: Any) -> None:
     if value is None and "None" in others:
         return
     wanted, kind = _JSON[first]
+    # In Python a bool is an int; in JSON true is no number
     if not isinstance(value, kind) or (isinstance(value, bool) and first != "bool"):
         raise ConfigError(f"{SECTION}.{key.name}: expected {wanted}, got {shown(value)}")
 
@@ -97,13 +107,19 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def _named(text: str) -> str:
-    """An engine's message about one of its fields, with the section's name of that field in front."""
+    """Put the section's name of a field in front of an engine's message about it."""
     name = "EngineConfig."
     return f"{SECTION}.{text.removeprefix(name)}" if text.startswith(name) else f"{SECTION}: {text}"
 
 
 def check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
-    """Raise `ConfigError` for a key of the section `name` that is not known, with the nearest one that is."""
+    """Raise `ConfigError` for a key that is not known, with the nearest one that is.
+
+    Args:
+        name: The section's.
+        found: Its contents.
+        known: Keys that it may have.
+    """
     for key in found:
         if key not in known:
             text = str(key)[:_LONGEST_KEY]
@@ -113,11 +129,16 @@ def check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], ProphetSection]:
-    """A DeepSpeed config without its "prophet" section, and that section; a missing section is all defaults.
+    """Split a DeepSpeed config into the part without the "prophet" section, and that section.
 
-    config: a dictionary, which stays as it is, or the path of a JSON file. Raises `ConfigError` for an unknown key of
-    the section, with the nearest known one, for a value of the wrong kind, and for what DeepSpeed is asked to do
-    that does not work here.
+    A missing section is all defaults.
+
+    Args:
+        config: A dictionary, which stays as it is, or the path of a JSON file.
+
+    Raises:
+        ConfigError: For an unknown key of the section, with the nearest known one, for a value of the wrong kind, and
+            for what DeepSpeed is asked to do that does not work here.
     """
     if isinstance(config, str | Path):
         found = read_json(config, most_bytes=MAX_FILE_BYTES, expected="a DeepSpeed config", error=ConfigError)
@@ -137,8 +158,9 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def has_section(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration has the section; raises `ConfigError` for one whose name is nearly that."""
+    """Whether a configuration has the section; raises `ConfigError` for one whose name is almost the same."""
     for key in config:
+        # A misspelt section would leave the model unbalanced, and nobody would notice.
         if key != SECTION and difflib.get_close_matches(SECTION, [str(key).lower()[:_LONGEST_KEY]], 1, 0.8):
             raise ConfigError(f"{str(key)[:_LONGEST_KEY]}: unknown section; did you mean {SECTION!r}?")
     return SECTION in config
@@ -168,6 +190,7 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     if stage > 0 and zero.get("contiguous_gradients") is False:
         raise ConfigError("zero_optimization.contiguous_gradients: DeepSpeed needs true with experts")
     model_dtype = next((name for name in ("bf16", "fp16") if part(name).get("enabled")), "fp32")
+    # DeepSpeed's default is the model's dtype
     adds_in = part("data_types").get("grad_accum_dtype") or model_dtype
     if adds_in not in (model_dtype, "fp32"):
         known = " or ".join(repr(name) for name in dict.fromkeys((model_dtype, "fp32")))

@@ -37,8 +37,14 @@ from prophet_deepspeed.views import show_experts
 class Start:
     """A context in which the engine `ds` is made by DeepSpeed's own `__init__`, and balances its experts afterwards.
 
-    config: DeepSpeed's, without the section. given: the arguments of `__init__` by name. Raises `ConfigError` for what
-    does not work with balanced experts, before anything is changed.
+    Args:
+        ds: The engine, not yet made.
+        config: DeepSpeed's, without the section.
+        section: How to balance.
+        given: The arguments of `__init__` by name.
+
+    Raises:
+        ConfigError: For what does not work with balanced experts, before anything is changed.
     """
 
     def __init__(self, ds: Any, config: Mapping[str, Any], section: ProphetSection, given: Mapping[str, Any]) -> None:
@@ -56,7 +62,7 @@ class Start:
             autoep.check_config(config, section)
 
     def __enter__(self) -> None:
-        # before DeepSpeed's __init__ has run, its object takes no attribute but by its dictionary
+        # Before DeepSpeed's __init__ has run, its object takes no attribute but by its dictionary.
         own = vars(self._ds)
         self._configure_experts = type(self._ds)._configure_expert_parallel.__get__(self._ds)
         self._configure_optimizer = type(self._ds)._configure_optimizer.__get__(self._ds)
@@ -71,7 +77,7 @@ class Start:
     # --- in the order of time ---
 
     def _convert(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
-        """In place of `_configure_expert_parallel`: as that, then the experts become ours."""
+        """Take the place of `_configure_expert_parallel`: do as that, then let a bank hold the experts."""
         ds, section = self._ds, self._section
         replace = partial(self._configure_experts, model, collect_sources=collect_sources)
         if self._autoep:
@@ -84,8 +90,9 @@ class Start:
             self._check_topology()
             self._convert_experts(model)
         layers = _layers(model, self._group())
-        if not ds.has_moe_layers:  # DeepSpeed looks for layers of its own class only
-            # and wants a group of experts of the optimizer that it makes up where none is given
+        # DeepSpeed finds layers of its own class only. It also wants a group of experts for the optimizer that it makes
+        # up where none is given.
+        if not ds.has_moe_layers:
             ds.has_moe_layers = ds.client_optimizer is not None or ds.optimizer_name() is not None
             ds.num_experts.append(layers[0].num_experts)
         return sources
@@ -108,14 +115,15 @@ class Start:
             if self._parameters is not None:
                 self._groups = Groups(self._parameters)
                 optimizer = self._groups.optimizer
-        ready = next(converted(model), None) is not None  # by prophet.convert, or for an engine that was closed
+        # By prophet.convert, or for an engine that was closed
+        ready = next(converted(model), None) is not None
         if section.convert and not ready and (find(model, standard_adapters()) or not moe_layers(model)):
             self._report = prophet.convert(model, group=ep, optimizer=optimizer, verify=section.verify)
         if ready or self._report is not None:
             _announce(model, self._ep_size)
 
     def _optimize(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        """In place of `_configure_optimizer`: experts get groups of their own, which DeepSpeed knows by their marks."""
+        """Take the place of `_configure_optimizer`: experts get groups that DeepSpeed knows by their marks."""
         if isinstance(client_optimizer, torch.optim.Optimizer):
             separate_experts(client_optimizer, self._ds.client_lr_scheduler)
         else:
@@ -123,7 +131,8 @@ class Start:
             if client_optimizer is not None:
                 client_optimizer = _elementwise(client_optimizer)
         trained = any(p.requires_grad for layer in moe_layers(self._model) for p in layer.experts.parameters())
-        self._ds.has_moe_layers = trained  # ZeRO wants a group of experts if there are any
+        # ZeRO wants a group of experts if there are any
+        self._ds.has_moe_layers = trained
         try:
             self._configure_optimizer(client_optimizer, model_parameters)
         finally:
@@ -133,6 +142,7 @@ class Start:
         ds = self._ds
         with warnings.catch_warnings():
             if self._ep_size == 1:
+                # Asked for by ep_size, so it is no surprise
                 warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
             balancer = prophet.attach(self._model, config=self._section.engine)
         if ds.optimizer is not None:
@@ -147,7 +157,7 @@ class Start:
 
 
 def _elementwise(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Any], torch.optim.Optimizer]:
-    """`make`, which raises `ConfigError` for an optimizer that treats several experts in one tensor as a whole."""
+    """Wrap `make` to raise `ConfigError` for an optimizer that treats several experts in one tensor as a whole."""
 
     def checked(groups: Any) -> torch.optim.Optimizer:
         optimizer = make(groups)
@@ -169,7 +179,8 @@ def has_experts(model: nn.Module) -> bool:
         return True
     try:
         return bool(find_all(model, (), None, 0, 1)[0])
-    except ConversionError:  # there is something: it is said what is wrong with it when it is converted
+    # There is something; converting it will name what is wrong with it
+    except ConversionError:
         return True
 
 
@@ -203,10 +214,11 @@ def _expert_group(ep_size: int, timeout_s: float) -> Collective:
 
 
 def _layers(model: nn.Module, ep: Collective) -> list[prophet.MoE]:
-    """The model's MoE layers, checked against the group `ep`; DeepSpeed averages their experts' gradients."""
+    """The model's MoE layers, checked against the group `ep`, and marked as averaged by DeepSpeed."""
     layers = moe_layers(model)
     if not layers:
         raise ConfigError(f"{SECTION}: the model has no MoE layer that is known; see docs/convert.md")
+    # Before the layers are marked, which nothing takes back
     check_biases(layers, processes())
     for layer in layers:
         if (layer.collective.size, layer.collective.rank) != (ep.size, ep.rank):
@@ -216,7 +228,7 @@ def _layers(model: nn.Module, ep: Collective) -> list[prophet.MoE]:
             )
         layer.known_to_deepspeed = True
         for p in layer.experts.parameters():
-            p.prophet_averaged = True  # type: ignore[attr-defined]  # DeepSpeed does it
+            p.prophet_averaged = True  # type: ignore[attr-defined]
     return layers
 
 
@@ -231,10 +243,10 @@ def check_biases(layers: list[prophet.MoE], ranks: int) -> None:
 
 
 def built_for(model: nn.Module, section: ProphetSection) -> int:
-    """How many ranks share the experts: what the section says, else what the layers were built for, else all.
+    """How many ranks share the experts: what the section asks for, else what the layers were built for, else all.
 
-    DeepSpeed's layers, which have an `ep_size`, keep it, 1 as well. Those of 1 hold all experts, so the section may
-    say anything else for them.
+    DeepSpeed's layers, which have an `ep_size`, keep it, 1 as well. Those of 1 hold all experts, so the section may ask
+    for any other size.
     """
     found = {int(m.ep_size) for m in _deepspeed_layers(model)} | {m.collective.size for m in moe_layers(model)}
     cut = sorted(found - {1} | {m.collective.size for m in moe_layers(model)})
@@ -255,8 +267,9 @@ def _deepspeed_layers(model: nn.Module) -> list[Any]:
 
 
 def _announce(model: nn.Module, ep_size: int) -> None:
-    """DeepSpeed's layers say for how many ranks they are now."""
+    """Set on DeepSpeed's layers for how many ranks they are now."""
     for module in _deepspeed_layers(model):
         module.ep_size, module.num_local_experts = ep_size, module.num_experts // ep_size
         module.expert_group_name = f"ep_size_{ep_size}"
-        module.deepspeed_moe.gate.ep_group = None  # which DeepSpeed sets, once; an earlier engine may have
+        # DeepSpeed sets it once, and an earlier engine may have set it
+        module.deepspeed_moe.gate.ep_group = None

@@ -18,19 +18,19 @@ _KEPT_APART = ("params", "name", "moe")
 
 
 class States:
-    """The optimizer states of a DeepSpeed engine `ds`."""
+    """The optimizer states of a DeepSpeed engine `ds`, by its parameters."""
 
     def __init__(self, ds: Any) -> None:
         self._optimizer, self._base, self._fp16 = ds.optimizer, ds.basic_optimizer, bool(ds.fp16_enabled())
-        # this process's part of every group's 32-bit values, where they are dealt out: by ZeRO, or with bf16 and
-        # gradients added up in fp32
+        # This process's part of every group's 32-bit values, where they are divided over processes: by ZeRO, or with
+        # bf16 and gradients added up in fp32.
         parts = _first_of(ds.optimizer, "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
         self._zero = parts is not None
         flats = parts if self._zero else _first_of(ds.optimizer, "fp32_groups_flat")
         singles = _first_of(ds.optimizer, "fp32_groups")
         groups = _first_of(ds.optimizer, "bit16_groups", "bf16_groups", "fp16_groups")
         self._tools: Any = importlib.import_module("deepspeed.utils")
-        # parameter -> its group, the tensor that the base optimizer updates for it, and its place in there
+        # By parameter: its group, the tensor that the base optimizer updates for it, and its place in there
         self._where: dict[int, tuple[int, Tensor, int]] = {}
         self._groups: list[list[nn.Parameter]] = []
         for at, group in enumerate(self._base.param_groups):
@@ -52,11 +52,12 @@ class States:
         return id(param) in self._where
 
     def read(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """The 32-bit value and all states of the parameter's shape; with ZeRO collective over those that share it."""
+        """Read the 32-bit value and all states of the parameter's shape; with ZeRO collective over its sharers."""
         _, flat, start = self._where[id(param)]
         keys = _of_shape(self._base.state.get(flat, {}), flat)
         if self._zero:
             if keys:
+                # DeepSpeed links states to parameters once, perhaps before there were any.
                 self._optimizer._hp_optimizer_states_linked = False
                 self._optimizer._lazy_init_hp_params_optimizer_state()
             found = {FP32: self._tools.safe_get_full_fp32_param(param)}
@@ -69,7 +70,7 @@ class States:
         return flat.reshape(-1)[start : start + param.numel()].view(param.shape)
 
     def settings(self, param: nn.Parameter) -> dict[str, Any]:
-        """Its group's settings and those states that are no tensors of its shape, the step among them."""
+        """Read the settings of its group, and those states that are no tensors of its shape, the step among them."""
         at, flat, _ = self._where[id(param)]
         group = {k: v for k, v in self._base.param_groups[at].items() if k not in _KEPT_APART and _plain(v)}
         state = self._base.state.get(flat, {})
@@ -89,6 +90,7 @@ class States:
                 if not keys:
                     continue
                 state = self._base.state[flat]
+                # A new optimizer has no states before its first step
                 state |= {k: torch.zeros_like(flat) for k in keys if k not in state}
                 for k, v in settings[id(p)]["state"].items():
                     state[k] = v.clone() if isinstance(v, Tensor) else v
@@ -114,11 +116,11 @@ class States:
     # --- the loss scale ---
 
     def scaler(self) -> dict[str, Any]:
-        """What the loss scaling remembers, by the name of the object's attribute, and whether it is that of fp16."""
+        """Read what the loss scaling remembers, by attribute, and whether it is that of fp16."""
         return {k: v for k, v in vars(self._scaler()).items() if k in _SCALE and _plain(v)} | {"fp16": self._fp16}
 
     def set_scaler(self, values: Mapping[str, Any]) -> None:
-        """The inverse; fp16 keeps its own scale where another type saved, and another type where fp16 did."""
+        """Set what `scaler` has read; a scale moves only between runs that both use fp16, or both do not."""
         for k, v in values.items():
             if k in _SCALE and values.get("fp16") == self._fp16:
                 setattr(self._scaler(), k, v)

@@ -26,6 +26,7 @@ def show_experts(model: nn.Module) -> None:
     """Give converted layers of DeepSpeed the attribute that their experts were in."""
     for *_, layer in converted(model):
         if hasattr(layer.origin.skeleton, LIST) and layer.origin.spec.bank == "feed-forward":
+            # Past nn.Module: the views are no modules of the model, and their parameters have no names in it.
             vars(layer)[LIST] = Experts(layer)
 
 
@@ -48,6 +49,7 @@ class Experts(Sequence[nn.Module]):
 
     def _expert(self, number: int) -> nn.Module:
         skeleton: Any = self._layer.origin.skeleton
+        # A copy per question: the skeleton's parameters stay on the meta device.
         expert: nn.Module = copy.deepcopy(getattr(skeleton, LIST)[number])
         values = self._named(number, lambda p: p.detach())
         grads = self._grads(number)
@@ -56,7 +58,8 @@ class Experts(Sequence[nn.Module]):
             p = nn.Parameter(value, requires_grad=False)
             if grads is not None:
                 p.grad = grads[name]
-            else:  # ZeRO has them
+            # ZeRO has the gradients, in flat tensors
+            else:
                 shown: Any = p
                 shown._hp_mapping = self
                 for method, tool in (
@@ -78,13 +81,14 @@ class Experts(Sequence[nn.Module]):
         return self._named(number, tool)[name]
 
     def _named(self, number: int, of: Callable[[nn.Parameter], Any]) -> dict[str, Tensor]:
-        """By name within an expert: its share of what `of` gives for the bank's parameters."""
+        """By name within an expert, its share of what `of` returns for the bank's parameters."""
         layer = self._layer
         origin, bank = layer.origin, layer.experts
         one: dict[str, Any] = {}
         for field, stacked in bank.weights()._asdict().items():
             one[field] = None
             if stacked is not None:
+                # `weights()` may be views of another shape, so the parameter is found by its memory.
                 p = next(q for q in bank.parameters() if q.data_ptr() == stacked.data_ptr())
                 one[field] = of(p).reshape(stacked.shape)[number]
         weights = ExpertWeights(**one)

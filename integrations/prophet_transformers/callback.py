@@ -1,4 +1,5 @@
 """A TrainerCallback that converts the model, balances it while it trains, and keeps checkpoints in their layout.
+
 Instead, it may leave the model as it is and record its routing.
 
 What Trainer does on rank 0 alone is wrong where experts live on several ranks: it saves one rank's experts and one
@@ -30,21 +31,32 @@ from prophet_transformers.checkpoints import Checkpoints, wrap
 class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be absent where types are checked
     """Give it to `Trainer(callbacks=[...])`; nothing else in the script changes.
 
-    ep_size: ranks that share the experts, None for all processes; with fewer, expert gradients are averaged over the
-    groups. config: how to balance. balance: False leaves plain expert parallelism. adapters: for blocks of your own.
+    When the Trainer is built the model is converted. Do not pass your own optimizer to Trainer. `report` holds what was
+    converted, `engine` is the running engine.
 
-    When the Trainer is built the model is converted; do not pass an optimizer of your own to Trainer. `report` says
-    what was converted, `engine` is the running engine. With every training loss Trainer logs `moe/max_mean`, the
-    largest rank load over the mean one, and `moe/copies`, the replicas in force; both are means over the steps since
-    the last log. Clipping (`max_grad_norm`) and the `grad_norm` that Trainer
-    logs are by the norm over all ranks' experts. `trainer.save_model(folder)`, on every rank, writes the original
-    layout, and so does `prophet_transformers.save_pretrained(model, folder)`. revert_at_end=True gives every rank the
-    whole original model back. monitor: the folder of a run for `prophet watch` and `prophet report`, which `monitor`
-    then writes; Trainer's losses are in it, each in the line of the step after it was logged.
+    With every training loss Trainer logs `moe/max_mean`, the largest rank load over the mean one, and `moe/copies`, the
+    replicas in force. Both are means over the steps since the last log. Clipping (`max_grad_norm`) and the `grad_norm`
+    that Trainer logs are by the norm over all ranks' experts.
 
-    record: a file, `routing.npz` say. Then the callback does nothing but `prophet.record`: training stays what it is,
-    and when `trainer.train()` ends, by an error too, the file has the routing of the training passes, `ranks` of which
-    make one step. Of the other arguments only `adapters` goes with it.
+    `trainer.save_model(folder)`, on every rank, writes the original layout, and so does
+    `prophet_transformers.save_pretrained(model, folder)`.
+
+    Args:
+        ep_size: Ranks that share the experts, None for all processes. With fewer, expert gradients are averaged over
+            the groups.
+        config: How to balance; None takes the defaults.
+        balance: False leaves plain expert parallelism.
+        adapters: For your own kinds of blocks, as for `prophet.convert`.
+        revert_at_end: Give every rank the whole original model back when training ends.
+        record: A file, such as `routing.npz`. Then the callback only calls `prophet.record`, and training stays what it
+            is. When `trainer.train()` ends, by an error too, the file has the routing of the training passes. Of the
+            other arguments only `adapters` and `ranks` go with it.
+        ranks: Recorded passes that make one step.
+        monitor: The folder of a run for `prophet watch` and `prophet report`, which `monitor` then writes. Trainer's
+            losses are in it, each in the line of the step after it was logged.
+
+    Raises:
+        ValueError: For arguments that exclude each other.
     """
 
     def __init__(
@@ -85,7 +97,14 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
     # --- events ---
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Convert the model, or watch it: before the optimizer exists, and before it is wrapped."""
+        """Convert the model, or prepare its recording: before the optimizer exists, and before it is wrapped.
+
+        Args:
+            args: The Trainer's.
+            state: The Trainer's.
+            control: The Trainer's.
+            **kwargs: Trainer passes the model in it.
+        """
         model = kwargs["model"]
         trainer = _holder(self)
         if self.record is not None:
@@ -101,11 +120,23 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         self._experts = next(layer for *_, layer in converted(model)).collective
         self._checkpoints = Checkpoints(trainer, before_best=self._let_go)
         self._accelerator = trainer.accelerator
+        # On this Trainer's objects only: other Trainers in the process are not changed.
         wrap(trainer.accelerator, "clip_grad_norm_", self._clip)
         wrap(trainer, "log", self._log)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach the engine."""
+        """Attach the engine.
+
+        Args:
+            args: The Trainer's.
+            state: Says at which step training goes on.
+            control: The Trainer's.
+            **kwargs: Trainer passes model and optimizer in it.
+
+        Raises:
+            RuntimeError: Where the model was not converted, or model and optimizer were resumed from different folders.
+            ValueError: Where the optimizer has other parameters than the converted model.
+        """
         if self._recorded:
             return
         if self._checkpoints is None:
@@ -117,7 +148,9 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         if next(converted(model), None) is None:
             raise RuntimeError("the model is not converted any more (revert_at_end=True): build another Trainer for it")
         self._checkpoints.check_resumed(state.global_step)
+        # accelerate wraps it, and the engine hooks the one that steps
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        # An optimizer that was passed to Trainer holds the experts from before the conversion.
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(p.requires_grad and id(p) not in known for p in model.parameters()):
             raise ValueError("the optimizer was not built from the converted model's parameters")
@@ -125,13 +158,24 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
             self._replicas = ExpertReplicas(model, self._groups[1])
         if self.balance:
             self.engine = prophet.attach(model, optimizer, config=self.config)
+            # A second `train()` attaches a new engine; steps of the first are not in its logs.
             self._unlogged.clear()
             self.engine.on_step.append(self._unlogged.append)
             if self._run is not None:
                 self.monitor = prophet.monitor(self.engine, self._run)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make sure that gradients were clipped by the norm over all ranks, where they are to be."""
+        """Check that gradients were clipped by the norm over all ranks, where they are to be clipped.
+
+        Args:
+            args: Say whether to clip.
+            state: The Trainer's.
+            control: The Trainer's.
+            **kwargs: Not used.
+
+        Raises:
+            RuntimeError: Where something else than `accelerator.clip_grad_norm_` has clipped, or nothing has.
+        """
         if self.record is None and args.max_grad_norm and args.max_grad_norm > 0 and not self._clipped:
             raise RuntimeError(
                 f"max_grad_norm={args.max_grad_norm} was not applied by accelerator.clip_grad_norm_(), where "
@@ -141,7 +185,14 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         self._clipped = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let go of the model."""
+        """Stop balancing, and give the original model back if asked to.
+
+        Args:
+            args: The Trainer's.
+            state: The Trainer's.
+            control: The Trainer's.
+            **kwargs: Trainer passes the model in it.
+        """
         self._let_go()
         if self.revert_at_end:
             prophet.revert(kwargs["model"])
@@ -150,7 +201,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
     # --- parts ---
 
     def _recording(self, trainer: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stands for `trainer.train`."""
+        """Take the place of `trainer.train`: record while it runs."""
         path: Any = self.record
         with prophet.record(trainer.model, path, ranks=self.ranks, adapters=self.adapters, training_only=True):
             return inner(*args, **kwargs)
@@ -165,7 +216,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
             self._replicas = None
 
     def _log(self, inner: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Stands for `trainer.log`: what it hands out has the balance in it, wherever it is written."""
+        """Take the place of `trainer.log`: add the balance to what is logged, wherever it is written."""
         if "loss" in logs and self.monitor is not None:
             self.monitor.log(loss=logs["loss"])
         if "loss" in logs and self._unlogged:
@@ -176,21 +227,24 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         inner(logs, *args, **kwargs)
 
     def _clip(self, inner: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Stands for `accelerator.clip_grad_norm_`: the norm is that over all ranks' experts."""
+        """Take the place of `accelerator.clip_grad_norm_`: clip by the norm over all ranks' experts."""
         if self._experts is None:
             return inner(parameters, max_norm, norm_type)
         held: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # Without a limit Trainer asks for the norm only
         self._clipped |= max_norm != float("inf")
-        self._accelerator.unscale_gradients()  # fp16; as accelerate's own clipping does
+        # For fp16, as accelerate's own clipping does
+        self._accelerator.unscale_gradients()
         if self.engine is not None:
             return self.engine.clip_grad_norm_(held, max_norm, norm_type)
         return clip_grad_norm_(held, max_norm, self._experts, held[0].device, norm_type)
 
 
 def _holder(callback: ProphetCallback) -> Any:
-    """The Trainer that is being built with `callback`: callbacks are not told, so search the callers for it."""
+    """Find the Trainer that is being built with `callback`: transformers passes none, so search the callers for it."""
     frame = sys._getframe(1)
     while frame is not None:
+        # `Trainer.__init__` calls `on_init_end`, so the Trainer is `self` in one of the frames above.
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
             return caller
@@ -204,6 +258,7 @@ def _holder(callback: ProphetCallback) -> Any:
 def _check_settings(trainer: Any) -> None:
     """Raise ValueError for what would not work, before anything changes."""
     args = trainer.args
+    # Some devices' scalers keep what they find to themselves
     scaler = getattr(trainer.accelerator, "scaler", None)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(

@@ -1,7 +1,7 @@
 """What a Trainer saves and loads, done by all ranks.
 
-Trainer saves on rank 0 alone, which has one rank's experts and their optimizer state, and it tells callbacks of a save
-when it has already pushed the checkpoint and deleted older ones. It never tells them which folder it resumes from. So
+Trainer saves on rank 0 alone, which has one rank's experts and their optimizer state. It calls callbacks after a save
+when it has already pushed the checkpoint and deleted older ones, and never passes the folder that it resumes from. So
 its own methods are wrapped, on the instance: each still runs, with the model or the optimizer taken care of.
 
 A checkpoint is whole once its `trainer_state.json` is there, which Trainer writes last: before it pushes, and before
@@ -34,16 +34,27 @@ from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet, process_rank
 from prophet_transformers.optimizer_parts import SHARED, OptimizerParts
 
+# Trainer writes this file last
 STATE = "trainer_state.json"
 FILES = "prophet_files.json"
 SCHEDULER = "scheduler.pt"
+# Suffixes of files whose size must be what was listed
 _TENSORS = {".pt", ".pth", ".bin", ".safetensors"}
 _REPLACED = "replaced-"
 _FOLDER = re.compile(rf"({_REPLACED})?checkpoint-(\d+)")
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let `owner.name(...)` call `around(inner, ...)`, where `inner` is what it was."""
+    """Replace a method on one object, so that it can do more.
+
+    Args:
+        owner: The object.
+        name: Of the method.
+        around: Called as `around(inner, ...)`, where `inner` is the method as it was.
+
+    Raises:
+        RuntimeError: Where there is no such method.
+    """
     inner = getattr(owner, name, None)
     if inner is None:
         raise RuntimeError(
@@ -59,26 +70,29 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def whole_checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoints in a Trainer's folder that have all their files, oldest step first, a replaced one before its
-    successor.
+    """The checkpoints in a Trainer's folder that have all their files.
+
+    Returns:
+        The oldest step first; one that was moved aside comes before its successor.
     """
     found = [(int(m[2]), not m[1], p) for p in output_dir.glob("*checkpoint-*") if (m := _FOLDER.fullmatch(p.name))]
     return [path for *_, path in sorted(found) if flaw(path) is None]
 
 
 def flaw(folder: Path) -> str | None:
-    """Why `folder` is no whole checkpoint: a file, and what is wrong with it; None where nothing is."""
+    """Why `folder` is not a whole checkpoint, which file and what is wrong with it; None where nothing is."""
     for name, field in ((STATE, "global_step"), (FILES, "files")):
         try:
-            said = json.loads((folder / name).read_text(encoding="utf-8"))
-            if field not in said:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            if field not in content:
                 return f"{folder / name}: expected the field {field}"
         except (OSError, ValueError, TypeError) as error:
             return f"{folder / name}: expected the file that ends a checkpoint, but it cannot be read ({error})"
     try:
-        for name, size in said["files"].items():
+        for name, size in content["files"].items():
             found = (folder / name).stat().st_size
-            if found != size and Path(name).suffix in _TENSORS:  # a text may have been edited
+            # A text may have been edited
+            if found != size and Path(name).suffix in _TENSORS:
                 return f"{folder / name}: expected {size} bytes, got {found}"
     except (OSError, AttributeError, TypeError) as error:
         return f"{folder}: expected the files that {FILES} lists ({error})"
@@ -90,10 +104,11 @@ def _replaced(folder: Path) -> Path:
 
 
 def _make_room(folder: Path) -> None:
-    """For a save into `folder`: what it holds is no checkpoint any more, or lies aside."""
+    """Prepare a save into `folder`: what it holds is moved aside, or is no checkpoint any more."""
     if folder.exists() and flaw(folder) is None:
         shutil.rmtree(_replaced(folder), ignore_errors=True)
         folder.rename(_replaced(folder))
+    # Without this file a half-written folder is not taken for a checkpoint.
     (folder / STATE).unlink(missing_ok=True)
 
 
@@ -104,10 +119,15 @@ def _list_files(folder: Path) -> None:
 
 
 class Checkpoints:
-    """Wraps the methods of `trainer` that save and load; see the module.
+    """Wraps the methods of a Trainer that save and load; see the module.
 
-    before_best: called before the best model is loaded. model_from, optimizer_from: the folders that this training was
-    resumed from, None where it was not.
+    Attributes:
+        model_from: The folder that the model was resumed from, None where it was not.
+        optimizer_from: The same of the optimizer.
+
+    Args:
+        trainer: Its methods are replaced on this instance.
+        before_best: Called before the best model is loaded.
     """
 
     def __init__(self, trainer: Any, before_best: Callable[[], None]) -> None:
@@ -115,7 +135,8 @@ class Checkpoints:
         self.model_from: Path | None = None
         self.optimizer_from: Path | None = None
         self._in_checkpoint = False
-        self._saved: list[Path] = []  # models, since the last checkpoint began
+        # Folders of models, since the last checkpoint began
+        self._saved: list[Path] = []
         self._reading = False
         for name, around in (
             ("train", self._train),
@@ -131,7 +152,7 @@ class Checkpoints:
             wrap(trainer, name, functools.partial(self._while_converted, around))
 
     def _while_converted(self, around: Callable[..., Any], inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """A model that was reverted is saved and loaded as any other."""
+        """Call a wrapper, or the method itself for a model that was reverted: it is saved and loaded as any other."""
         if next(converted(self._trainer.model), None) is None:
             return inner(*args, **kwargs)
         return around(inner, *args, **kwargs)
@@ -155,11 +176,12 @@ class Checkpoints:
         return inner(resume_from_checkpoint, *args, **kwargs)
 
     def _newest(self) -> Path:
-        """The newest whole checkpoint of the output folder; the same on all ranks."""
+        """The newest whole checkpoint of the output folder; collective, and the same on all ranks."""
         folder = Path(self._trainer.args.output_dir)
         found = whole_checkpoints(folder)
         newest = int(found[-1].name.split("-")[-1]) if found else -1
         limit_s = float(self._trainer.args.ddp_timeout)
+        # Ranks may see a shared folder at different times; a mixture of checkpoints would train on.
         steps = [int(n) for n in meet(Operation("choice of a checkpoint"), str(newest), timeout_s=limit_s)]
         if min(steps) < 0:
             there = sorted(p.name for p in folder.glob("checkpoint-*"))
@@ -174,6 +196,7 @@ class Checkpoints:
     def _load_model(self, inner: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(resume_from_checkpoint)
         with self._together("reading of the model from", folder):
+            # Before anything is read, on all ranks: a rank alone with an error would leave the others waiting.
             wrong = flaw(folder)
             if wrong is not None:
                 beside = [p.name for p in whole_checkpoints(folder.parent)]
@@ -188,9 +211,10 @@ class Checkpoints:
             self._read_model(folder, lambda: inner(*args, **kwargs))
 
     def _read_model(self, folder: Path, inner: Callable[[], Any]) -> None:
-        """Trainer's own reading, which knows adapters, then the experts' and what else the file calls differently."""
+        """Read as Trainer does, which knows adapters; then read experts, and what else the file calls differently."""
         model = self._trainer.model
-        if hasattr(model, "peft_config"):  # adapters: the experts are the base model's
+        # Adapters: the experts are in the base model, which is not in this folder
+        if hasattr(model, "peft_config"):
             inner()
             return
         self._reading = True
@@ -208,7 +232,7 @@ class Checkpoints:
             self._reading = False
 
     def _warn(self, inner: Any, *args: Any, **kwargs: Any) -> None:
-        """Trainer misses the experts, which are read afterwards: that reading raises for whatever is missing then."""
+        """Keep quiet about experts that Trainer misses: the reading that follows raises for what is missing."""
         if not self._reading:
             inner(*args, **kwargs)
 
@@ -218,6 +242,7 @@ class Checkpoints:
             return
         folder = Path(checkpoint)
         with self._together("reading of the optimizer's state from", folder):
+            # Trainer reads one file on every rank; the stand-in adds this rank's experts..
             with self._by_name(folder) as optimizer:
                 try:
                     inner(checkpoint, *args, **kwargs)
@@ -246,6 +271,7 @@ class Checkpoints:
             inner(*args, **kwargs)
         finally:
             self._in_checkpoint = False
+        # A subclass that saves differently would write one rank's experts, and nobody would notice.
         if not self._saved:
             raise RuntimeError(
                 f"{type(self._trainer).__name__} saved a checkpoint without calling Trainer._save() on this rank, "
@@ -263,6 +289,7 @@ class Checkpoints:
                 _make_room(folder)
         save_pretrained(model, folder)
         with self._together("writing of what is beside the model to", folder):
+            # The tokenizer and the arguments are still Trainer's to write
             with _written(model):
                 inner(output_dir, *args, **kwargs)
             if writer:
@@ -275,12 +302,16 @@ class Checkpoints:
             with self._by_name(folder) as optimizer:
                 inner(output_dir, *args, **kwargs)
             parts = optimizer.parts
-            if process_rank() == parts.rank:  # the first of the groups, which hold copies
+            # Only the first of the groups writes: the others hold copies
+            if process_rank() == parts.rank:
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(parts.experts(), folder / parts.experts_file())
 
     def _save_rng(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
-        """Every rank writes a file, and rank 0 may go on to delete older checkpoints: not before all have."""
+        """Wait until every rank has written its file.
+
+        Rank 0 may go on to delete older checkpoints, and must not before all have written.
+        """
         with self._together("writing of random states to", output_dir):
             inner(output_dir, *args, **kwargs)
         with self._together("listing of the files in", output_dir):
@@ -291,7 +322,7 @@ class Checkpoints:
 
     @contextmanager
     def _by_name(self, folder: Path) -> Iterator[_OptimizerByName]:
-        """For Trainer, the optimizer's state is that of the parameters which all ranks share."""
+        """Let Trainer see, as the optimizer's state, that of the parameters which all ranks share."""
         trainer = self._trainer
         optimizer = trainer.optimizer
         trainer.optimizer = _OptimizerByName(optimizer, OptimizerParts(trainer.model, optimizer), folder)
@@ -305,10 +336,17 @@ class Checkpoints:
 
 
 class _OptimizerByName:
-    """Stands for the optimizer while Trainer writes or reads its state. asked: whether it did."""
+    """Stands for the optimizer while Trainer writes or reads its state.
+
+    Args:
+        optimizer: The one that it stands for.
+        parts: Its state by names.
+        folder: Where Trainer writes or reads.
+    """
 
     def __init__(self, optimizer: Any, parts: OptimizerParts, folder: Path) -> None:
         self._optimizer, self.parts, self._folder = optimizer, parts, folder
+        # Whether Trainer has written or read a state
         self.asked = False
 
     def __getattr__(self, name: str) -> Any:
@@ -325,7 +363,7 @@ class _OptimizerByName:
 
 @contextmanager
 def _written(model: Any) -> Iterator[None]:
-    """While it lasts `model.save_pretrained` does nothing: the model has been written."""
+    """Make `model.save_pretrained` do nothing inside the `with` block: the model has been written."""
     before = model.__dict__.get("save_pretrained")
     model.save_pretrained = lambda *args, **kwargs: None
     try:

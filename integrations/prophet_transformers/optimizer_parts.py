@@ -1,7 +1,7 @@
 """The optimizer's state as files that any number of ranks can read.
 
 One file holds the settings, and the state of the parameters that all ranks share. Each rank of an expert-parallel
-group adds a file with the state of its own experts, each by itself. A reading rank takes the experts it has from
+group adds a file with the state of its experts, each by itself. A reading rank takes the experts it has from
 whichever files hold them. Parameters are told apart by name.
 """
 
@@ -20,16 +20,18 @@ from prophet.engine.checkpoint.expert_state import Share, join_state, split_stat
 from prophet.engine.checkpoint.training import NOT_SETTINGS, Training, settings_by_group
 from prophet.errors import CheckpointError
 
-SHARED = "optimizer.pt"  # Trainer's name
+# Trainer's name for the optimizer's file
+SHARED = "optimizer.pt"
 EXPERTS = "optimizer_experts_{rank}_of_{ranks}.pt"
 FORMAT = 2
 
 
 class OptimizerParts:
-    """The state of `optimizer` by the names of a converted model's parameters; see the module."""
+    """The state of an optimizer by the names of a converted model's parameters; see the module."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        # accelerate wraps it
+        self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self._training = Training(model, self._optimizer)
         group = next(layer.collective for *_, layer in converted(model))
         self.rank, self.ranks = group.rank, group.size
@@ -48,13 +50,14 @@ class OptimizerParts:
         return {"format": FORMAT, "optimizer": kind, "ranks": self.ranks, "groups": groups, "states": states}
 
     def experts(self) -> dict[str, Any]:
-        """The state of this rank's experts, every expert's by itself; what they share, by the parameter's name."""
+        """The state of this rank's experts, each by itself; state that they share stands under the parameter's name."""
         states: dict[str, Any] = {}
         shared: dict[str, Any] = {}
         for name, p, state in self._training.trained():
             if name in self._shares:
                 try:
                     states |= split_state(name, p, self._shares[name], state)
+                # This state cannot be cut by expert, so it is of use to the same number of ranks only.
                 except ValueError:
                     shared[name] = {"experts": [s.key for s in self._shares[name]], "state": state}
         return {"format": FORMAT, "states": states, "shared": shared}
@@ -66,10 +69,15 @@ class OptimizerParts:
     # --- reading ---
 
     def read(self, shared: Any, folder: Path) -> dict[str, Any]:
-        """What the optimizer's `load_state_dict` takes, for this rank's experts.
+        """Make what the optimizer's `load_state_dict` takes, for this rank's experts.
 
-        shared: the contents of the file of that name in `folder`. Raises `CheckpointError` where state is missing, is
-        of another optimizer, or cannot be divided among this number of ranks.
+        Args:
+            shared: The contents of the file with the shared state.
+            folder: Where that file is, and those of the experts.
+
+        Raises:
+            CheckpointError: Where state is missing, is of another optimizer, or cannot be divided among this number of
+                ranks.
         """
         path = folder / SHARED
         if not isinstance(shared, dict) or shared.get("format") != FORMAT:
@@ -85,10 +93,12 @@ class OptimizerParts:
         groups: list[dict[str, Any]] = []
         states: dict[int, Any] = {}
         for group, new in zip(self._optimizer.param_groups, settings, strict=True):
+            # torch numbers parameters over all groups in a state dict
             numbers = range(len(states), len(states) + len(group["params"]))
             kept = {key: group[key] for key in NOT_SETTINGS if key in group}
-            # a group without parameters, as Trainer makes one where all are adapters, keeps its settings
+            # A group without parameters, as Trainer makes one where all are adapters, keeps its settings.
             groups.append({**(new or group), **kept, "params": list(numbers)})
+            # Such optimizers keep even the step count in a tensor on the device.
             on_device = bool(group.get("capturable") or group.get("fused"))
             for number, p in zip(numbers, group["params"], strict=True):
                 name = self._training.name_of(p)
@@ -109,7 +119,13 @@ class OptimizerParts:
 
 
 class _ExpertFiles:
-    """The files of all ranks that wrote, opened when they are needed. likely: the rank whose file to try first."""
+    """The files of all ranks that wrote, opened when they are needed.
+
+    Args:
+        folder: Where they are.
+        ranks: How many ranks wrote.
+        likely: The rank whose file to try first.
+    """
 
     def __init__(self, folder: Path, ranks: int, likely: int | None) -> None:
         self._folder, self._ranks = folder, ranks
@@ -146,6 +162,7 @@ class _ExpertFiles:
         if rank not in self._open:
             path = self._folder / EXPERTS.format(rank=rank, ranks=self._ranks)
             try:
+                # mmap: a rank reads few of the experts in most files
                 part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise CheckpointError(

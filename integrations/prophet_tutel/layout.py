@@ -14,11 +14,12 @@ from prophet.convert import RoutedExperts
 
 
 def keep_original_layout(layer: RoutedExperts) -> None:
-    """Translate what `state_dict` of a converted layer gives and what `load_state_dict` is given.
+    """Translate what `state_dict` of a converted layer returns and what `load_state_dict` is given.
 
-    What it gives are copies, not the parameters themselves. Checkpoints of prophet's own layout load as before.
+    What it returns are copies, not the parameters themselves. Checkpoints in this library's layout load as before.
     """
-    module: Any = layer  # whose hooks torch has not annotated
+    # torch has not annotated these methods
+    module: Any = layer
     module.register_state_dict_post_hook(_save)
     module.register_load_state_dict_pre_hook(_load)
 
@@ -32,12 +33,14 @@ def _save(layer: RoutedExperts, state_dict: dict[str, Any], prefix: str, _: Any)
 
 
 def _load(layer: RoutedExperts, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Replace original entries by the layer's; what is not there or does not fit leaves the experts as they are."""
+    """Replace original entries by the layer's; where some are missing or do not fit, the experts stay as they are."""
     _metadata, _strict, missing_keys, _unexpected_keys, error_msgs = rest
     shapes = {name: tuple(p.shape) for name, p in layer.origin.skeleton.named_parameters()}
     inner = f"{prefix}experts."
-    here = inner if layer.keys_prefix("") == "" else prefix  # whose keys the layer has moved already
+    # Such a layer has moved these keys already
+    here = inner if layer.keys_prefix("") == "" else prefix
     given = {name: state_dict.pop(here + name) for name in shapes if here + name in state_dict}
+    # A checkpoint in this library's own layout: nothing to translate
     if not given and any(key.startswith(inner) for key in state_dict):
         return
     usable = True
@@ -51,5 +54,7 @@ def _load(layer: RoutedExperts, state_dict: dict[str, Any], prefix: str, *rest: 
             error_msgs.append(f"{prefix}{name}: expected a tensor of shape {list(shape)}, got {got}")
             usable = False
         else:
-            given[name] = value.view(shape)  # Tutel takes flat ones, too
+            # Tutel takes flat ones, too
+            given[name] = value.view(shape)
+    # Where something is wrong, what the layer has is loaded again: torch raises for the messages afterwards.
     state_dict |= {inner + key: value for key, value in layer.entries_of(given if usable else layer.here()).items()}

@@ -1,7 +1,7 @@
 """`balance`: convert a model's Tutel layers, attach an engine, and keep what Tutel's users rely on.
 
-Tutel leaves an expert's gradient as the sum over the ranks of its group, and users' loops pass over parameters that
-carry a mark of their choice (`skip_allreduce`, say) when they average the others. Both stay so.
+Tutel leaves an expert's gradient as the sum over the ranks of its group. Users' loops average gradients but for those
+of parameters that carry a mark of their choice, such as `skip_allreduce`. Both stay so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class TutelError(ValueError):
 class Balanced:
     """A model whose Tutel layers are balanced; see `balance`.
 
-    model: without a DistributedDataParallel around it. engine: the engine that drives. report: what was converted.
+    Attributes:
+        model: Without a DistributedDataParallel around it.
+        engine: The engine that balances.
+        report: What was converted.
     """
 
     model: nn.Module
@@ -41,7 +44,7 @@ class Balanced:
     report: ConversionReport
 
     def close(self) -> None:
-        """Stop balancing. The model stays converted, plain expert parallelism; again is harmless."""
+        """Stop balancing. The model stays converted, with plain expert parallelism; calling it again is harmless."""
         self.engine.close()
 
     def revert(self) -> None:
@@ -64,21 +67,26 @@ def balance(
 ) -> Balanced:
     """Balance the `tutel.moe.moe_layer`s of `model` from now on; collective over the processes of their group.
 
-    model: as it is, or in a DistributedDataParallel that leaves the experts alone. optimizer: the one that trains it,
-    any of torch's or a `TutelDistributedOptimizer`; it may have made steps. config: how to balance. timeout_s: limit on
-    every wait. verify: compare layers that hold all experts before and after on a few tokens.
+    The training loop stays as it is. `l_aux` is set on the layer and on its output, and new parameters carry the marks
+    of the old ones. An expert's gradient is complete when `backward()` returns, and is the sum over the ranks of the
+    layer's group. `state_dict` is in Tutel's layout. Lists of parameters that the loop keeps are made after this call.
 
-    The training loop stays: `l_aux` is set on the layer and on its output, the new parameters carry the marks of the
-    old ones, an expert's gradient is complete when `backward()` returns and is the sum over the ranks of the layer's
-    group, and `state_dict` is in Tutel's layout. Lists of parameters that the loop keeps are made after this call.
+    Args:
+        model: As it is, or in a DistributedDataParallel that leaves the experts alone.
+        optimizer: The one that trains it, any of torch's or a `TutelDistributedOptimizer`; it may have made steps.
+        config: How to balance; None takes the defaults.
+        timeout_s: Seconds that any wait for other ranks may take.
+        verify: Compare layers that hold all experts before and after on a few tokens.
 
-    Raises `TutelError` where there is no Tutel layer, where layers have different groups, where
-    DistributedDataParallel averages experts, and for an optimizer that is none or lacks experts; and what
-    `prophet.convert` and `prophet.attach` raise. Model and optimizer are then as they were.
+    Raises:
+        TutelError: Where there is no Tutel layer, layers have different groups, DistributedDataParallel averages
+            experts, or the optimizer is none or lacks experts. What `prophet.convert` and `prophet.attach` raise comes
+            as it is. Model and optimizer are then as they were.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     group = _group(inner)
-    local = getattr(optimizer, "local_optim", optimizer)  # Tutel's distributed one wraps another
+    # Tutel's distributed optimizer wraps the one that steps the experts.
+    local = getattr(optimizer, "local_optim", optimizer)
     held = _experts(inner)
     _check_holds(local, held)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -88,6 +96,7 @@ def balance(
                 f"DistributedDataParallel averages the experts' {min(averaged)}: name them in the model's "
                 f"_ddp_params_and_buffers_to_ignore before wrapping it, as Tutel's helloworld_ddp.py does"
             )
+    # `convert` puts the optimizer back itself if it fails; this is for what comes after it.
     before = _Before(local, held)
     report = prophet.convert(inner, optimizer=local, group=group, timeout_s=timeout_s, verify=verify)
     layers = [layer for *_, layer in converted(inner)]
@@ -100,11 +109,14 @@ def balance(
         before.put_back(dict(inner.named_parameters()))
         raise
     for layer in layers:
+        # Only once nothing can fail any more, as a hook of `state_dict` cannot be taken back
         keep_original_layout(layer)
     experts = dict(expert_parameters(inner))
     if isinstance(model, nn.parallel.DistributedDataParallel):
+        # Under their new names, too
         model.parameters_to_ignore |= experts.keys()
     if local is not optimizer:
+        # In place: Tutel's optimizer skips these when it averages gradients.
         optimizer.expert_params[:] = experts.values()
     return Balanced(model=inner, engine=engine, report=report)
 
@@ -135,9 +147,10 @@ def _experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The group that all Tutel layers of `model` share."""
+    """The group that all Tutel layers of `model` share; raises `TutelError` where they differ."""
     layers = _blocks(model)
     if dist.is_initialized():
+        # Groups are compared by their members: Tutel makes a new object for each layer.
         (first, wanted), *others = [(name, dist.get_process_group_ranks(layer.group)) for name, layer in layers]
         for name, found in others:
             if found != wanted:
@@ -149,7 +162,7 @@ def _group(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _check_holds(optimizer: Any, experts: Mapping[str, nn.Parameter]) -> None:
-    """Raise `TutelError` unless that is an optimizer which holds all experts that train."""
+    """Raise `TutelError` unless `optimizer` is one that holds all experts that train."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TutelError(
             f"optimizer: expected a torch.optim.Optimizer, or a TutelDistributedOptimizer after warp_local, got "
@@ -172,7 +185,7 @@ class _Before:
         self._states = {name: optimizer.state[p] for name, p in experts.items() if p in optimizer.state}
 
     def put_back(self, params: Mapping[str, nn.Parameter]) -> None:
-        """The optimizer holds what it held, with these parameters."""
+        """Let the optimizer hold what it held, with these parameters by name."""
         held = {id(p) for group in self._groups for p in group if not isinstance(p, str)}
         for p in [p for p in self._optimizer.state if id(p) not in held]:
             del self._optimizer.state[p]
@@ -185,8 +198,9 @@ class _Before:
 
 
 def _keep_conventions(layer: RoutedExperts) -> None:
-    """Marks of the old parameters on the new ones, and gradients that are sums."""
+    """Put the marks of the old parameters on the new ones, and make gradients sums over ranks, as Tutel's are."""
     if isinstance(layer, CutExperts):
+        # A cut expert's parameter is a part of one original; a stacked bank's may come from several.
         pairs = [(name, p) for _, p, name, _ in layer.pieces()]
     else:
         names = source_names(layer.origin.spec)
@@ -195,5 +209,7 @@ def _keep_conventions(layer: RoutedExperts) -> None:
         for key, value in layer.origin.attributes.get(name, {}).items():
             setattr(p, key, value)
         if layer.collective.size < processes():
-            p.prophet_averaged = True  # type: ignore[attr-defined]  # or not, as the user's loop has it
+            # Whether to average over groups is up to the user's loop, so the engine must not refuse
+            p.prophet_averaged = True  # type: ignore[attr-defined]
+    # By default a bank divides by the ranks, which gives the mean that DistributedDataParallel gives.
     layer.experts.grad_scale = 1.0

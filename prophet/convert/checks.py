@@ -181,7 +181,7 @@ def _is_named(full: str, wanted: str | Iterable[str]) -> bool:
 def check_not_shared(model: nn.Module, experts: Sequence[tuple[str, nn.Module]], blocks: Sequence[str]) -> None:
     """Raise `ConversionError` where experts, or a part of one, have another place in the model.
 
-    Layers may share a whole block; an expert may use one of its own modules several times.
+    Layers may share a whole block; an expert may use one of its modules several times.
 
     Args:
         model: The model that holds them.

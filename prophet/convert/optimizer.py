@@ -132,7 +132,7 @@ class Carried:
         return None
 
     def digest(self) -> Iterator[bytes]:
-        """What must be equal on all ranks, in bytes: groups, numbers, and a sample of every state that all ranks hold."""
+        """What must be equal on all ranks: groups, numbers, and a sample of every state that all ranks hold."""
         for name, p in self.params.items():
             yield f"{self.where}.{name}: {self._group_of(p)} {sorted(self._plain(name).items())}; ".encode()
             for _, value in sorted(self._state_of(name).items()):

@@ -91,7 +91,7 @@ class Seen:
     # --- what adapters call ---
 
     def ids(self, ids: Tensor, tokens: int) -> None:
-        """Count the experts of `tokens` tokens, integers of any shape. A number that no expert has is a dropped choice."""
+        """Count the experts of `tokens` tokens, integers of any shape; a number of no expert is a dropped choice."""
         if self._now.running:
             flat = ids.detach().reshape(-1).long()
             there = (flat >= 0) & (flat < self.experts)

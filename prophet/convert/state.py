@@ -62,7 +62,7 @@ def _by_every_name(model: nn.Module) -> dict[str, RoutedExperts]:
 
 
 def names_before(layers: Mapping[str, RoutedExperts]) -> dict[str, str]:
-    """Map keys of a state dict that the conversion has renamed to what they were; `layers` are the converted, by name."""
+    """Map keys of a state dict that the conversion has renamed to the former ones; `layers` stand by name."""
     holders = {name.rpartition(".")[0]: layer.origin.renamed for name, layer in layers.items()}
     starts = {name: f"{name}." if name else "" for name in holders}
     return {starts[name] + now: starts[name] + then for name, own in holders.items() for now, then in own.items()}

@@ -22,18 +22,27 @@ from prophet.machine.calibrate import Calibration, calibration_of, shape_of
 from prophet.machine.fit import Point
 from prophet.machine.measure import Measured
 
+# Bounds on a file from outside: far above what the benchmarks write
 MAX_FILE_BYTES = 1 << 24
 MAX_ROWS = 100_000
 MAX_RANKS = 1 << 16
 BENCHMARKS = ("a2a", "expert_compute", "trans_agg")
 _DTYPES = ("float32", "bfloat16", "float16")
 Measurable = Literal["gelu", "swiglu"]
-_LIMIT = 1 << 50  # of any number of bytes or tokens
+# Of any number of bytes or tokens
+_LIMIT = 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertKind:
-    """One expert that was measured; None where the caller leaves it to the file."""
+    """One expert that was measured; None where the caller leaves it to the file.
+
+    Attributes:
+        dim: D, width of a token.
+        hidden: Inner width.
+        activation: Between its layers.
+        dtype: Name of the elements' type, such as "float32".
+    """
 
     dim: int | None = None
     hidden: int | None = None
@@ -52,7 +61,14 @@ class ExpertKind:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What files hold: the calibration, its expert, and what it stands on."""
+    """What files hold.
+
+    Attributes:
+        calibration: The fit to them.
+        kind: The expert that was measured.
+        device: Where it was measured.
+        repeats: Samples per size.
+    """
 
     calibration: Calibration
     kind: ExpertKind
@@ -62,7 +78,16 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One row that is wanted: a point, and the seconds of each rank [R'] where they are known."""
+    """One row that is wanted.
+
+    Attributes:
+        where: The file and row, for messages.
+        operation: What was timed.
+        ranks: On how many.
+        point: Size and seconds.
+        by_rank: Seconds of each rank, where they are known.
+        kind: The expert; None for an exchange.
+    """
 
     where: str
     operation: str
@@ -82,14 +107,23 @@ def calibrate_from(
     held_out: bool = False,
     name: str = "calibrated",
 ) -> Found:
-    """Fit the performance model to the rows of `files`; of each benchmark there may be several.
+    """Fit the performance model to the rows of files; of each benchmark there may be several.
 
-    kind: the expert, where the files hold several. ranks: expected of the files; None takes theirs. ranks_per_node:
-    None for one node; with several, the all-to-all counts as one between nodes. held_out: keep every other size out of
-    the fit, and compare it. Experts that were measured on one rank count for all.
+    Experts that were measured on one rank count for all.
 
-    Raises `BenchmarkFileError` for a file that cannot be read, and where files do not fit together or lack something.
+    Args:
+        files: Written by the benchmarks.
+        kind: The expert, where the files hold several.
+        ranks: Expected of the files; None takes theirs.
+        ranks_per_node: None for one node. With several, the all-to-all counts as one between nodes.
+        free_bytes: Bytes that replicas may take on every rank, for the topology.
+        held_out: Keep every other size out of the fit, and compare it.
+        name: Of the topology.
+
+    Raises:
+        BenchmarkFileError: For a file that cannot be read, and where files do not fit together or lack something.
     """
+    # Rows of all files together: forward and backward may be in one file, exchanges in another.
     rows: list[_Row] = []
     device, repeats = "cpu", 0
     for file in files:
@@ -104,6 +138,7 @@ def calibrate_from(
             rows, kind, ranks, ranks_per_node, free_bytes=free_bytes, held_out=held_out, name=name
         )
     except BenchmarkFileError as error:
+        # A fault of one file is named already; others belong to all files together.
         if any(str(file) in str(error) for file in files):
             raise
         raise BenchmarkFileError(f"{', '.join(map(str, files))}: {error}") from None
@@ -129,13 +164,14 @@ def _calibrated(
     measured: dict[str, Measured] = {}
     for operation in dict.fromkeys(r.operation for r in chosen):
         of_it = [r for r in chosen if r.operation == operation]
-        # an exchange with everybody crosses the links between nodes, and waits for them
+        # An exchange with everybody crosses the links between nodes, and waits for them.
         known_as = f"a2a_{'intra' if per_node == size else 'inter'}" if operation == "a2a" else operation
         measured[known_as] = _measured(known_as, of_it, size, held_out)
     for needed in ("expert_forward", "expert_backward"):
         if needed not in measured:
             raise BenchmarkFileError(f"no rows of {needed}: expected a file of benchmarks.expert_compute among them")
     forward, backward = measured["expert_forward"], measured["expert_backward"]
+    # Rank for rank and row for row both are added up in `calibration_of`.
     if _sizes(forward) != _sizes(backward):
         raise BenchmarkFileError(
             "expert_forward, expert_backward: expected rows of the same tokens and experts for both"
@@ -170,7 +206,7 @@ def _of_kind(rows: Sequence[_Row], kind: ExpertKind) -> tuple[list[_Row], Expert
 
 
 def _ranks(rows: Sequence[_Row], wanted: int | None) -> int:
-    """The number of ranks that all rows agree on; experts that were measured on one rank alone agree with any."""
+    """The number of ranks that all rows agree on. Experts that were measured on one rank agree with any."""
     sizes = sorted({r.ranks for r in rows if r.kind is None or r.ranks > 1})
     if len(sizes) > 1:
         raise BenchmarkFileError(f"ranks: expected files of one number of ranks, got {sizes}")
@@ -185,6 +221,7 @@ def _measured(operation: str, rows: Sequence[_Row], ranks: int, held_out: bool) 
     sizes = sorted({r.point.size for r in rows})
     if len(sizes) < 2:
         raise BenchmarkFileError(f"{rows[0].where}: {operation}: expected at least two sizes, got {sizes}")
+    # The ends stay in the fit, so that no held-out size lies beyond them.
     apart = set(sizes[1:-1:2]) if held_out else set()
     ordered = sorted(rows, key=lambda r: (r.point.size in apart, r.point.count, r.point.size))
     by_rank = np.array([_by_rank(r, ranks) for r in ordered], dtype=np.float64)
@@ -198,6 +235,7 @@ def _measured(operation: str, rows: Sequence[_Row], ranks: int, held_out: bool) 
 
 
 def _by_rank(row: _Row, ranks: int) -> Sequence[float]:
+    # Experts measured on one rank stand for all of them
     return row.by_rank if len(row.by_rank) == ranks else (row.point.seconds,) * ranks
 
 
@@ -205,7 +243,7 @@ def _by_rank(row: _Row, ranks: int) -> Sequence[float]:
 
 
 def _read(file: Path) -> tuple[list[_Row], Mapping[str, Any]]:
-    """The rows of one file that a calibration can use, and the whole of it."""
+    """The rows of one file that a calibration can use, and the file's whole content."""
     table = read_json(file, most_bytes=MAX_FILE_BYTES, expected="a benchmark's rows", error=BenchmarkFileError)
     if not isinstance(table, dict) or table.get("benchmark") not in BENCHMARKS:
         got = table.get("benchmark") if isinstance(table, dict) else type(table).__name__
@@ -216,6 +254,7 @@ def _read(file: Path) -> tuple[list[_Row], Mapping[str, Any]]:
     take = _READERS[table["benchmark"]]
     found = []
     for i, row in enumerate(rows):
+        # The benchmark's own check failed, so its time means nothing
         if "wrong" in row:
             continue
         taken = take(row, f"{file}: rows[{i}]")
@@ -225,10 +264,14 @@ def _read(file: Path) -> tuple[list[_Row], Mapping[str, Any]]:
 
 
 def _a2a(row: Mapping[str, Any], where: str) -> _Row | None:
-    """An even exchange in one step. Its size there counts what a rank keeps, here only what it sends to others."""
+    """Read an even exchange in one step; None for any other.
+
+    The benchmark's size counts what a rank keeps, too. Here it is only what a rank sends to others.
+    """
     if _number(row, "uneven", where, 0, 1) != 0 or _number(row, "levels", where, 1, 2) != 1:
         return None
     ranks = _integer(row, "ranks", where, 2, MAX_RANKS)
+    # An even exchange keeps one part in `ranks` at home
     size = _integer(row, "bytes", where, 1, _LIMIT) * (ranks - 1) / ranks
     return _Row(where, "a2a", ranks, _exchange_point(row, where, size))
 
@@ -251,7 +294,7 @@ def _expert(row: Mapping[str, Any], where: str) -> _Row:
 
 
 def _transfer(row: Mapping[str, Any], where: str) -> _Row | None:
-    """A direct transfer in which every rank sends and receives alike."""
+    """Read a direct transfer in which every rank sends and receives alike; None for any other."""
     homes, form = _choice(row, "homes", where, ("all", "one")), _choice(row, "form", where, ("direct", "two-phase"))
     if homes != "all" or form != "direct":
         return None
@@ -268,8 +311,9 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str], _Row | None]] = {
 
 
 def _exchange_point(row: Mapping[str, Any], where: str, size: float) -> Point:
-    """Of an exchange the median counts, as in `prophet.machine.measure`."""
+    """A point with the median of an exchange's samples, as in `prophet.machine.measure`."""
     seconds, spread = _seconds(row, where)
+    # A row has the lower quartile as its seconds; the median lies `spread` above.
     return Point(size, 1, seconds * (1.0 + spread), spread)
 
 
@@ -290,6 +334,7 @@ def _number(row: Mapping[str, Any], key: str, where: str, low: float, high: floa
 
 def _integer(row: Mapping[str, Any], key: str, where: str, low: int, high: int) -> int:
     value = row.get(key)
+    # In Python a bool is an int
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise BenchmarkFileError(f"{where}.{key}: expected an integer from {low} to {high}, got {shown(value)}")
     return value

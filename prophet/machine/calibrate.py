@@ -14,15 +14,19 @@ from prophet.machine.measure import Measured, Probe, Ranges, measure_all, measur
 from prophet.ranks.collective import Collective
 from prophet.spec import Activation, LayerShape, Link, Topology
 
-_LEAST = 1e-15  # seconds per unit: where a probe takes no measurable time
+# Seconds per unit where a probe takes no measurable time
+_LEAST = 1e-15
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """The fitted topology, how well each operation's line describes it, and how well the planners' model does.
 
-    model: the same held-out points against what the performance model makes of `topology`: one latency for all-to-all,
-    Trans and Agg, and a backward pass of twice the forward one.
+    Attributes:
+        topology: What was fitted.
+        fits: Each operation's line, with the points that it has not seen.
+        model: The same held-out points against what the performance model makes of `topology`: one latency for
+            all-to-all, Trans and Agg, and a backward pass of twice the forward one.
     """
 
     topology: Topology
@@ -47,9 +51,19 @@ def calibrate(
 ) -> Calibration:
     """Measure and fit; collective over all ranks, and equal on all of them.
 
-    dim, hidden, activation, dtype: the expert to be timed. ranks_per_node: None for one node. free_bytes: what replicas
-    may take on every rank, for the topology. repeats: samples per size. held_out: measure sizes between the fitted
-    ones, too, and compare them with the fit.
+    Args:
+        collective: The ranks to measure on.
+        dim: D of the expert to be timed.
+        hidden: Its inner width.
+        activation: Its activation.
+        dtype: Of its elements.
+        device: Where it is timed.
+        ranks_per_node: None for one node.
+        free_bytes: Bytes that replicas may take on every rank, for the topology.
+        ranges: Sizes to measure; None takes the defaults of `Ranges`.
+        repeats: Samples per size.
+        held_out: Measure sizes between the fitted ones, too, and compare them with the fit.
+        name: Of the topology.
     """
     shape, place = shape_of(dim, hidden, activation, dtype), torch.device(device)
 
@@ -72,7 +86,8 @@ def calibrate(
         Probe(collective, place, repeats),
         bank,
         rows=chosen.tokens[1],
-        n_bytes=chosen.halves[1] * bank.expert_numel // 2 * bank.dtype.itemsize,  # short ones drown in noise
+        # The longest transfer, as short ones drown in noise
+        n_bytes=chosen.halves[1] * bank.expert_numel // 2 * bank.dtype.itemsize,
     )
     return calibration_of(
         measured,
@@ -95,19 +110,34 @@ def calibration_of(
     overlap_cost: float = 0.0,
     name: str,
 ) -> Calibration:
-    """Fit what was measured, by operation; `a2a_intra` or `a2a_inter`, `trans` and `agg` may be missing."""
+    """Fit what was measured.
+
+    Args:
+        measured: By operation. `a2a_intra` or `a2a_inter`, `trans` and `agg` may be missing.
+        shape: The expert that was timed.
+        ranks: R.
+        ranks_per_node: Of the topology.
+        free_bytes: Bytes that replicas may take on every rank.
+        overlap_cost: As `Topology.overlap_cost`.
+        name: Of the topology.
+    """
+    # Least relative errors, so that small sizes count as much as large ones
     fits = {o: Fit(o, m.unit, fit_line(m.fitted), m.fitted, m.held_out) for o, m in measured.items()}
     links = {
         level: Link(bytes_per_s=1.0 / max(fit.line.unit_s, _LEAST), latency_s=fit.line.fixed_s)
         for level in ("intra", "inter")
         if (fit := fits.get(f"a2a_{level}"))
     }
+    # A rank alone has no link; the model then gets one that costs next to nothing.
     intra = links.get("intra") or links.get("inter") or Link(bytes_per_s=1e12)
-    # the model counts a backward pass as twice the forward one: its figures are those of both together
+    # The model counts a backward pass as twice the forward one, so both together are three forward passes.
     forward, backward = fits["expert_forward"].line, fits["expert_backward"].line
     per_token = max((forward.unit_s + backward.unit_s) / 3.0, _LEAST)
-    relative = measured["expert_forward"].by_rank + measured["expert_backward"].by_rank  # [points, R]
+    # [points, R]
+    relative = measured["expert_forward"].by_rank + measured["expert_backward"].by_rank
+    # By rank, relative to the slowest; the median over points, as other work disturbs some of them.
     slowness = np.median(relative / relative.max(axis=1, keepdims=True), axis=0)
+    # Replicas go anywhere, so Trans and Agg are compared with the slower link.
     slower = links.get("inter") or intra
     trans_rate, agg_rate = (rate_of(fits[o].fitted, slower) if o in fits else 1.0 for o in ("trans", "agg"))
     topology = Topology(
@@ -115,6 +145,7 @@ def calibration_of(
         ranks_per_node=ranks_per_node,
         intra=intra,
         inter=links.get("inter", intra),
+        # The line is that of the slowest rank; faster ranks get more FLOP/s in proportion.
         flops_per_s=tuple(float(shape.forward_flops_per_token / (per_token * s / slowness.max())) for s in slowness),
         free_bytes=(free_bytes,) * ranks,
         expert_overhead_s=(forward.count_s + backward.count_s) / 3.0,
@@ -140,7 +171,20 @@ def check(
     ranges: Ranges | None = None,
     repeats: int = 15,
 ) -> tuple[Fit, ...]:
-    """Measure the held-out sizes only, and compare them with `lines` by operation; collective. Nothing is fitted."""
+    """Measure the held-out sizes only, and compare them with known lines; collective. Nothing is fitted.
+
+    Args:
+        collective: The ranks to measure on.
+        lines: By operation; operations without one are left out.
+        dim: D of the expert to be timed.
+        hidden: Its inner width.
+        activation: Its activation.
+        dtype: Of its elements.
+        device: Where it is timed.
+        ranks_per_node: None for one node.
+        ranges: Sizes to measure; None takes the defaults of `Ranges`.
+        repeats: Samples per size.
+    """
     measured = measure_all(
         collective,
         lambda n: FeedForwardBank(dim, hidden, n, activation=activation).to(torch.device(device), dtype),
@@ -154,7 +198,7 @@ def check(
 
 
 def compare(fits: Iterable[Fit], lines: Mapping[str, Line]) -> tuple[Fit, ...]:
-    """The held-out points of `fits` against other lines."""
+    """Put the held-out points of `fits` against other lines."""
     return tuple(
         Fit(f.operation, f.unit, lines[f.operation], (), f.held_out)
         for f in fits
@@ -163,7 +207,7 @@ def compare(fits: Iterable[Fit], lines: Mapping[str, Line]) -> tuple[Fit, ...]:
 
 
 def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
-    """What the performance model makes of `topology`, by operation: the slowest rank's compute, the slower link."""
+    """Lines of the performance model for `topology`, by operation: the slowest rank's compute, the slower link."""
     per_token = shape.forward_flops_per_token / min(topology.flops_per_s)
     forward = Line(topology.call_overhead_s, per_token, topology.expert_overhead_s)
     intra, inter = (Line(link.latency_s, 1.0 / link.bytes_per_s) for link in (topology.intra, topology.inter))
@@ -179,7 +223,14 @@ def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
 
 
 def shape_of(dim: int, hidden: int, activation: Activation, dtype: torch.dtype) -> LayerShape:
-    """The sizes of the expert that is timed."""
+    """The sizes of the expert that is timed.
+
+    Args:
+        dim: D.
+        hidden: Inner width.
+        activation: Between its layers.
+        dtype: Of parameters, gradients and tokens.
+    """
     size = dtype.itemsize
     return LayerShape.feed_forward(
         dim=dim, hidden=hidden, activation=activation, param_bytes=size, grad_bytes=size, token_element_bytes=size

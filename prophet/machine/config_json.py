@@ -1,7 +1,7 @@
 """A model's sizes from its Hugging Face `config.json`, read as it is: no transformers, and nothing in it is run.
 
-Families write the same sizes under different names. Which fields a family has is read off its file. What its file does
-not say is in `FAMILIES`, which tests hold to the models that transformers builds.
+Families write the same sizes under different names. Which fields a family has is read off its file. What is not in the
+file is in `FAMILIES`, which tests compare with the models that transformers builds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from prophet.files import is_number, read_json, shown
 from prophet.machine.sizes import MOST, ModelSizes
 from prophet.spec import ACTIVATIONS, Activation, Bias, parts_of
 
+# Bounds on a file from outside; layers are looped over
 MAX_CONFIG_BYTES = 1 << 22
 _MOST_LAYERS = 1 << 12
-_SEQUENCE = 4096  # tokens, where a model takes more
+# Tokens of a sequence where a model takes more: what predictions cost grows with it
+_SEQUENCE = 4096
 _INSTEAD = "give --layers, --experts, --top-k, --dim, --hidden and --heads in place of --model"
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Names of functions in configurations, and in this library
 _FUNCTIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -37,11 +40,16 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What a family's files leave unsaid.
+    """What a family's files leave out.
 
-    gated: feed-forward networks have three matrices. activation, bias: those of experts, where no field names them.
-    tied: the head is the embedding, where no field says. shared: shared experts as wide as a routed one, likewise.
-    output_gate: attention has one more projection, of the queries' size. left_out: parts that are not counted.
+    Attributes:
+        gated: Feed-forward networks have three matrices.
+        activation: Of experts, where no field names it.
+        bias: Of experts; no field names it.
+        tied: The head is the embedding, where no field gives it.
+        shared: Shared experts as wide as a routed one, where no field gives them.
+        output_gate: Attention has one more projection, of the queries' size.
+        left_out: Parts that are not counted, in words.
     """
 
     gated: bool = True
@@ -54,6 +62,7 @@ class Family:
 
 
 _TIED, _GATED_OUTPUT = Family(tied=True), Family(output_gate=True)
+# Families whose files leave nothing out: those with experts first, then dense ones
 _PLAIN = """
     aria_text axk1 cohere2_moe deepseek_v2 deepseek_v3 dots1 exaone_moe flex_olmo flint glm4_moe glm4_moe_lite
     glm4v_moe_text granitemoe granitemoe_swa granitemoehybrid granitemoeshared hy_v3 jamba kolibri1 laguna mellum
@@ -92,7 +101,7 @@ class _Fields:
         return SpecError(f"{self.file}: {name}: expected {expected}, got {shown(self.get(name))}")
 
     def whole(self, *names: str, least: int = 0, most: int = MOST) -> int | None:
-        """The number under `names`, which may not differ; None where none of them has one."""
+        """Read the number under `names`, which may not differ; None where none of them has one."""
         there = {name: self._number(name, least, most) for name in names if self.get(name) is not None}
         (first, value), *others = there.items() or ((None, None),)
         for name, other in others:
@@ -102,21 +111,22 @@ class _Fields:
 
     def _number(self, name: str, least: int, most: int) -> int:
         value = self.get(name)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):  # by layer, all alike
+        # A number by layer, all alike
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
             value = value[0]
         if not is_number(value) or value != int(value) or not least <= value <= most:
             raise self.refused(name, f"a whole number from {least} to {most}")
         return int(value)
 
     def needed(self, *names: str, most: int = MOST) -> int:
-        """The same, where there has to be one."""
+        """Read a number as `whole` does, where there has to be one."""
         found = self.whole(*names, least=1, most=most)
         if found is None:
             raise SpecError(f"{self.file}: expected a field {' or '.join(names)}")
         return found
 
     def by_layer(self, name: str, layers: int) -> list[Any] | None:
-        """A list with an entry for every layer; None where there is none."""
+        """Read a list with an entry for every layer; None where there is none."""
         value = self.get(name)
         if not isinstance(value, list):
             return None
@@ -125,7 +135,7 @@ class _Fields:
         return value
 
     def numbers(self, name: str, layers: int) -> Sequence[int] | None:
-        """Numbers of layers; None where there is no such list."""
+        """Read numbers of layers; None where there is no such list."""
         value = self.get(name)
         if value is None:
             return None
@@ -135,10 +145,13 @@ class _Fields:
 
 
 def read_config(text: str | os.PathLike[str]) -> ModelSizes:
-    """The sizes that a `config.json`, or the one in a folder, describes. A model of several parts: its text decoder.
+    """Read the sizes that a `config.json`, or the one in a folder, describes.
 
-    Raises `SpecError`, one sentence with file and field: no such file, no JSON, a family that is not known, a size that
-    is missing or contradicts another.
+    Of a model of several parts they are those of its text decoder.
+
+    Raises:
+        SpecError: For no such file, no JSON, a family that is not known, or a size that is missing or contradicts
+            another. It is one sentence with file and field.
     """
     path = Path(text)
     if path.is_dir():
@@ -149,11 +162,13 @@ def read_config(text: str | os.PathLike[str]) -> ModelSizes:
     if not isinstance(found, dict):
         raise SpecError(f"{path}: expected a model's configuration, an object, got {shown(found)}")
     whole, assumed = found, []
+    # A text part may hold another one; its model_type names the family.
     while isinstance(found.get("text_config"), dict):
         found = {"model_type": found.get("model_type"), **found["text_config"]}
     if found is not whole:
         assumed.append("the text decoder alone: vision and other parts are left out")
-    for name in ("dtype", "torch_dtype", "tie_word_embeddings"):  # said once for all parts
+    # Given once for all parts
+    for name in ("dtype", "torch_dtype", "tie_word_embeddings"):
         if whole.get(name) is not None:
             found = {name: whole[name], **{k: v for k, v in found.items() if v is not None}}
     kind = found.get("model_type")
@@ -173,6 +188,7 @@ def _sizes(c: _Fields, family: Family, name: str, assumed: list[str]) -> ModelSi
     if dim % heads and c.get("head_dim") is None and c.get("kv_lora_rank") is None:
         raise c.refused("num_attention_heads", f"a divisor of hidden_size = {dim}, where there is no head_dim")
     experts = c.whole("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
+    # Without experts the fields about them mean nothing
     sparse = _blocks_with_experts(c, layers) if experts else 0
     top_k, hidden, shared, dense = 1, width, 0, 0
     if experts:
@@ -188,15 +204,17 @@ def _sizes(c: _Fields, family: Family, name: str, assumed: list[str]) -> ModelSi
     if experts:
         shared = _shared(c, family, hidden)
     else:
-        hidden = c.whole("shared_intermediate_size", least=1) or hidden  # Granite's networks where it has no experts
+        # Granite calls its networks so where it has no experts
+        hidden = c.whole("shared_intermediate_size", least=1) or hidden
     element_bytes = _ELEMENT_BYTES.get(str(c.get("dtype") or c.get("torch_dtype")))
     if element_bytes is None:
         assumed.append(f"elements of the machine's usual size: dtype is none of {', '.join(_ELEMENT_BYTES)}")
     positions = c.whole("max_position_embeddings", least=1)
     if positions is None or positions > _SEQUENCE:
-        said = "is not there" if positions is None else f"is {positions}"
-        assumed.append(f"sequence {_SEQUENCE}: max_position_embeddings {said}")
+        state = "is not there" if positions is None else f"is {positions}"
+        assumed.append(f"sequence {_SEQUENCE}: max_position_embeddings {state}")
     sequence = min(positions or _SEQUENCE, _SEQUENCE)
+    # A window saves compute that predictions still count, so `assumed` names it.
     window = c.whole("sliding_window") or sequence
     if window < sequence and c.get("use_sliding_window") is not False:
         assumed.append(f"attention over the whole sequence: sliding_window is {window}")
@@ -226,14 +244,14 @@ def _sizes(c: _Fields, family: Family, name: str, assumed: list[str]) -> ModelSi
 
 
 def _tied(c: _Fields, family: Family) -> bool:
-    said = c.get("tie_word_embeddings")
-    if said is not None and not isinstance(said, bool):
+    value = c.get("tie_word_embeddings")
+    if value is not None and not isinstance(value, bool):
         raise c.refused("tie_word_embeddings", "true or false")
-    return family.tied if said is None else said
+    return family.tied if value is None else value
 
 
 def _blocks_with_experts(c: _Fields, layers: int) -> int:
-    """How many layers have experts: by the field that says it, in the order in which transformers asks."""
+    """Count the layers with experts by the field that gives it, in the order in which transformers asks."""
     kinds, freq = c.by_layer("mlp_layer_types", layers), c.by_layer("moe_layer_freq", layers)
     if kinds is not None:
         return sum(kind != "dense" for kind in kinds)
@@ -256,13 +274,14 @@ def _blocks_with_experts(c: _Fields, layers: int) -> int:
     if period is not None:
         offset = c.whole("expert_layer_offset") or 0
         return sum(k % period == offset for k in every)
+    # The last resort: no field at all makes every layer one with experts.
     step = c.whole("decoder_sparse_step", "interleave_moe_layer_step", least=1) or 1
     dense = set(c.numbers("mlp_only_layers", layers) or ())
     return sum((k + 1) % step == 0 and k not in dense for k in every)
 
 
 def _shared(c: _Fields, family: Family, hidden: int) -> int:
-    """Width of all shared experts of a block together."""
+    """The width of all shared experts of a block together."""
     width = c.whole("shared_expert_intermediate_size", "shared_experts_intermediate_size", "shared_intermediate_size")
     if width is not None:
         return width
@@ -273,12 +292,13 @@ def _shared(c: _Fields, family: Family, hidden: int) -> int:
 def _attention(
     c: _Fields, family: Family, layers: int, dim: int, heads: int, kv_heads: int, assumed: list[str]
 ) -> dict[str, int | None]:
-    """Size of a head, and what attention has and costs where it is not four projections in every layer."""
+    """Size of a head, and attention's weights and cost where it is not four projections in every layer."""
     rank, size = c.whole("kv_lora_rank", least=1), c.whole("head_dim", least=1) or dim // heads
     if rank is not None:
         nope, rope = c.needed("qk_nope_head_dim"), c.needed("qk_rope_head_dim")
         query, value = nope + rope, c.needed("v_head_dim")
         down = c.whole("q_lora_rank", least=1)
+        # Multi-head latent attention: keys and values come from one vector of `rank`, plus a shared rotary key.
         weights = dim * (rank + rope) + rank * heads * (nope + value) + heads * value * dim
         weights += heads * query * dim if down is None else down * (dim + heads * query)
         size, cost = value, heads * (query + value) // 2
@@ -290,6 +310,7 @@ def _attention(
     usual = rank is None and value == size and not family.output_gate
     other = _without_attention(c, layers)
     if other:
+        # Sizes have one figure for all layers, so it is the mean over both kinds.
         weights = ((layers - other) * weights + other * _mixer(c, dim, heads * size)) // layers
         cost = cost * (layers - other) // layers
         assumed.append(f"{other} of {layers} layers mix tokens without attention, at no cost by position")
@@ -302,7 +323,7 @@ def _attention(
 
 
 def _without_attention(c: _Fields, layers: int) -> int:
-    """Layers with linear attention, a state space or a convolution in place of attention."""
+    """Count layers with linear attention, a state space or a convolution in place of attention."""
     kinds = c.by_layer("layer_types", layers)
     if kinds is not None:
         return sum(kind in ("linear_attention", "conv") for kind in kinds)
@@ -311,20 +332,31 @@ def _without_attention(c: _Fields, layers: int) -> int:
 
 
 def _mixer(c: _Fields, dim: int, width: int) -> int:
-    """Matrices of such a layer; `width`: of all heads of an attention layer."""
+    """The weights of the matrices of a layer without attention.
+
+    Args:
+        c: The fields.
+        dim: D.
+        width: Of all heads of an attention layer together.
+    """
     values = c.whole("linear_num_value_heads")
-    if values is not None:  # gated delta rule: queries, keys, values, gate, output
+    # Gated delta rule: queries, keys, values, gate, output
+    if values is not None:
         value = values * c.needed("linear_value_head_dim")
         key = c.needed("linear_num_key_heads") * c.needed("linear_key_head_dim")
         return dim * (2 * key + 3 * value + 2 * values)
     many, expand = c.whole("linear_num_heads"), c.whole("mamba_expand")
-    if many is not None:  # the same, with as many heads of each
+    # The same, with as many heads of each
+    if many is not None:
         return 4 * dim * many * c.needed("linear_head_dim")
-    if expand is not None:  # Mamba: two ways in, one out
+    # Mamba: two matrices in, one out
+    if expand is not None:
         return 3 * expand * dim * dim
-    if c.get("conv_L_cache") is not None:  # a gated convolution: three ways in, one out
+    # A gated convolution: three matrices in, one out
+    if c.get("conv_L_cache") is not None:
         return 4 * dim * dim
-    return 5 * dim * width  # lightning attention: queries, keys, values, gate, output
+    # Lightning attention: queries, keys, values, gate, output
+    return 5 * dim * width
 
 
 def _activation(c: _Fields, family: Family) -> Activation:

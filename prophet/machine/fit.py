@@ -16,9 +16,13 @@ from prophet.spec import FloatArray, Link
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured size: `size` bytes or tokens, `count` experts (1 where there are none), and its `seconds`.
+    """One measured size.
 
-    spread: how far the samples' median lies above their lower quartile, as a fraction: what other work added.
+    Attributes:
+        size: Bytes or tokens.
+        count: Experts; 1 where there are none.
+        seconds: The time that counts.
+        spread: How far the samples' median lies above their lower quartile, as a fraction: what other work added.
     """
 
     size: float
@@ -29,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """seconds = fixed_s + count_s · count + unit_s · size."""
+    """The line seconds = fixed_s + count_s · count + unit_s · size."""
 
     fixed_s: float
     unit_s: float
@@ -46,7 +50,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One operation's line, the points it was fitted to, and those that it has not seen."""
+    """One operation's line, the points it was fitted to, and those that it has not seen.
+
+    Attributes:
+        operation: What was timed.
+        unit: "byte" or "token", of the points' sizes.
+        line: The fit.
+        fitted: Points that it was fitted to.
+        held_out: Points that it was not fitted to.
+    """
 
     operation: str
     unit: str
@@ -73,6 +85,7 @@ def fit_line(points: Sequence[Point]) -> Line:
     """
     design = np.array([(1.0, p.count, p.size) for p in points])
     seconds = np.array([p.seconds for p in points])
+    # With one count for all points its cost and the fixed cost cannot be told apart.
     wanted = [0, 2] if np.ptp(design[:, 1]) == 0 else [0, 1, 2]
     chosen = list(wanted)
     while True:
@@ -80,30 +93,44 @@ def fit_line(points: Sequence[Point]) -> Line:
         negative = [c for c, w in zip(chosen, weights, strict=True) if w < 0]
         if not negative or len(chosen) == 1:
             break
+        # A negative part is noise; without it the others are fitted anew
         chosen.remove(negative[0])
     found = dict(zip(chosen, np.maximum(weights, 0.0).tolist(), strict=True))
     return Line(fixed_s=found.get(0, 0.0), unit_s=found.get(2, 0.0), count_s=found.get(1, 0.0))
 
 
 def rate_of(points: Sequence[Point], link: Link) -> float:
-    """The rate of transfers over the link's at which `link.latency_s + size / (rate * bytes_per_s)` has the least mean
-    relative error.
+    """The rate of transfers over the link's, fitted to the least mean relative error.
+
+    The model is `link.latency_s + size / (rate * bytes_per_s)`.
     """
     size = np.array([p.size for p in points]) / link.bytes_per_s
     seconds = np.array([p.seconds for p in points])
+    # A point below the latency still gets a slowness above zero
     slowness = np.maximum(seconds - link.latency_s, 1e-3 * seconds) / size
     order = np.argsort(slowness)
+    # The least absolute error has the weighted median as its solution.
     weight = np.cumsum((size / seconds)[order])
     return float(1.0 / slowness[order][np.searchsorted(weight, 0.5 * weight[-1])])
 
 
 def least_relative(design: FloatArray, seconds: FloatArray, rounds: int = 50) -> FloatArray:
-    """Least mean of |design · w / seconds - 1| over w, by re-weighted least squares."""
+    """Minimise the mean of |design · w / seconds - 1| over w, by re-weighted least squares.
+
+    Args:
+        design: [points, parts].
+        seconds: [points].
+        rounds: Of re-weighting.
+
+    Returns:
+        w, [parts].
+    """
     relative = design / seconds[:, None]
     weight = np.ones(len(seconds))
     solution: FloatArray = np.zeros(design.shape[1])
     for _ in range(rounds):
         root = np.sqrt(weight)
         solution = np.asarray(np.linalg.lstsq(relative * root[:, None], root, rcond=None)[0], dtype=np.float64)
+        # Weights of 1 / |error| turn squares into absolute values; the bound keeps exact points finite.
         weight = 1.0 / np.maximum(np.abs(relative @ solution - 1.0), 1e-4)
     return solution

@@ -28,10 +28,14 @@ from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.spec import FloatArray
 
-_MOST_OVERLAP_COST = 0.95  # measured figures of all of a transfer's time and more are noise
-_OFTEN = 8  # samples of a short run for one of the longest, at most
-_DEVIATION, _MEDIANS_ERROR = 1.4826, 1.2533  # of a normal distribution: over its median deviation; over a mean's error
-_TURN_S = 0.01  # a run takes at least so long in its turn, unless it has been sampled that often
+# Measured figures of all of a transfer's time and more are noise
+_MOST_OVERLAP_COST = 0.95
+# Samples of a short run for one of the longest, at most
+_OFTEN = 8
+# Of a normal distribution: standard deviation over median deviation, and a median's standard error over a mean's
+_DEVIATION, _MEDIANS_ERROR = 1.4826, 1.2533
+# Seconds that a run takes in its turn at least, unless it has been sampled so often
+_TURN_S = 0.01
 
 # Chooses what to measure from the (size, count) pairs to be fitted and those to be held out.
 Cases = list[tuple[int, int]]
@@ -40,11 +44,14 @@ Parts = Callable[[Cases, Cases], tuple[Cases, Cases]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranges:
-    """What is measured: (smallest, largest), both included, with `points` fitted sizes from end to end.
+    """What is measured: (smallest, largest), both included.
 
-    rows: token rows that a rank sends to others in one all-to-all. tokens: rows that a rank's experts compute in one
-    call; groups: experts it computes them with. halves: half experts that a rank sends to others in one Trans, which
-    moves replicas in two chunks.
+    Attributes:
+        rows: Token rows that a rank sends to others in one all-to-all.
+        tokens: Rows that a rank's experts compute in one call.
+        groups: Numbers of experts that it computes them with.
+        halves: Half experts that a rank sends to others in one Trans, which moves replicas in two chunks.
+        points: Fitted sizes from end to end.
     """
 
     rows: tuple[int, int] = (256, 2048)
@@ -63,7 +70,13 @@ class Ranges:
 
 
 class Probe:
-    """Times operations on all ranks at once; a sample is the time of the slowest rank."""
+    """Times operations on all ranks at once; a sample is the time of the slowest rank.
+
+    Args:
+        collective: The ranks.
+        device: Where the operations run.
+        repeats: Turns of every run.
+    """
 
     def __init__(self, collective: Collective, device: torch.device, repeats: int) -> None:
         self.collective = collective
@@ -76,8 +89,10 @@ class Probe:
             torch.cuda.synchronize(self.device)
 
     def typical(self, runs: Sequence[Callable[[], float | None]]) -> tuple[FloatArray, FloatArray]:
-        """Lower-quartile and median seconds of every run by the slowest rank [2, runs], and lower quartiles by each
-        rank [runs, R]; of the `samples`.
+        """Typical seconds of every run.
+
+        Returns:
+            Lower quartile and median by the slowest rank [2, runs], and lower quartiles by each rank [runs, R].
         """
         samples = self.samples(runs)
         by_rank = np.stack([np.quantile(found, 0.25, axis=0) for found in samples])
@@ -91,12 +106,14 @@ class Probe:
         in its turn a short one is timed several times, since its time varies more.
         """
         for run in runs:
-            run()  # first touch of memory and connections
+            # First touch of memory and connections
+            run()
         first = [float(self._sample(run).max()) for run in runs]
         turn_s = max(*first, _TURN_S)
         often = [max(1, min(_OFTEN, int(turn_s / max(seconds, 1e-9)))) for seconds in first]
         samples: list[list[FloatArray]] = [[] for _ in runs]
         for _ in range(self.repeats):
+            # In turns: other load on the machine meets all runs alike
             for run, times, found in zip(runs, often, samples, strict=True):
                 found.extend(self._sample(run) for _ in range(times))
         return [np.stack(found) for found in samples]
@@ -106,6 +123,7 @@ class Probe:
 
         Both time themselves.
         """
+        # Each pair in one sample, so slow drifts of the machine cancel out.
         return np.array([self._sample(lambda: -first() + second()).max() for _ in range(self.repeats)])
 
     def lower(self, runs: Sequence[Callable[[], float | None]]) -> list[float]:
@@ -116,6 +134,7 @@ class Probe:
 
     def _sample(self, run: Callable[[], float | None]) -> FloatArray:
         """Seconds of one call on every rank, [R]; collective."""
+        # All ranks start together, as in training
         self.collective.all_gather(torch.zeros(1, device=self.device), op=Operation("start of a probe"))
         self.sync()
         before = time.perf_counter()
@@ -129,7 +148,15 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Points of one operation, fitted ones first; seconds of each rank [points, R]."""
+    """What was measured of one operation.
+
+    Attributes:
+        operation: Its name.
+        unit: "byte" or "token", of the points' sizes.
+        fitted: Points to fit a line to.
+        held_out: Points to compare it with.
+        by_rank: Seconds of each rank [points, R], fitted points first.
+    """
 
     operation: str
     unit: str
@@ -154,9 +181,16 @@ def _measure(
     *,
     quartile: Literal[1, 2],
 ) -> Measured:
-    """Time `run(size, count)`, which gives the size in units and what to call, at all sizes in turn.
+    """Time an operation at all sizes in turn.
 
-    quartile: which one of the samples counts.
+    Args:
+        probe: Times it.
+        operation: Its name.
+        unit: Of its sizes.
+        run: Called with size and count; returns the size in units and what to call.
+        fitted: Sizes and counts to fit a line to.
+        held_out: Sizes and counts to compare it with.
+        quartile: Which one of the samples counts: 1 the lower one, 2 the median.
     """
     cases = [(*run(size, count), count) for size, count in (*fitted, *held_out)]
     (lower, median), by_rank = probe.typical([call for _, call, _ in cases])
@@ -170,12 +204,13 @@ def _measure(
 def _measure_exchange(
     probe: Probe, operation: str, peers: np.ndarray, bank: Bank, ranges: Ranges, parts: Parts
 ) -> Measured:
-    """An all-to-all in which every rank sends the same number of rows [D], in all, to its `peers` [R]."""
+    """Time an all-to-all in which every rank sends the same number of rows [D], in all, to its `peers` [R]."""
     op = Operation("probe of the all-to-all")
     count = max(1, int(peers.sum()))
     row_bytes = bank.dim * bank.dtype.itemsize
 
     def run(rows: int, _: int) -> tuple[float, Callable[[], None]]:
+        # Rounded up, so the size that counts is what is really sent
         share = -(-rows // count)
         sent = [share if p else 0 for p in peers]
         x = _zeros(bank, (sum(sent), bank.dim))
@@ -190,18 +225,18 @@ def _measure_exchange(
 
 
 def _zeros(bank: Bank, size: int | tuple[int, ...]) -> torch.Tensor:
-    """As the bank's rows are."""
+    """Zeros of the dtype and on the device of the bank's rows."""
     return torch.zeros(size, dtype=bank.dtype, device=bank.device)
 
 
 def discard(_: object) -> None:
-    """Let go of a result."""
+    """Let go of a result, so that a run returns None and the whole call counts as its time."""
 
 
 def _measure_experts(
     probe: Probe, banks: Mapping[int, Bank], ranges: Ranges, parts: Parts
 ) -> tuple[Measured, Measured]:
-    """Forward and backward pass of `tokens` rows over G experts, for every G of `banks`."""
+    """Time forward and backward pass of `tokens` rows over G experts, for every G of `banks`."""
     tokens, between = _spaced(*ranges.tokens, ranges.points)
     fitted = [(n, g) for g in banks for n in tokens]
     held_out = [(n, g) for g in banks for n in between]
@@ -222,6 +257,7 @@ def _measure_experts(
             out = bank.run(x, sizes)
             grad = torch.ones_like(out)
             probe.sync()
+            # The forward pass comes first each time, and is not timed here
             before = time.perf_counter()
             out.backward(grad)
             probe.sync()
@@ -237,7 +273,7 @@ def _measure_experts(
 
 
 def _measure_transfers(probe: Probe, bank: Bank, ranges: Ranges, parts: Parts) -> tuple[Measured, Measured]:
-    """Trans and Agg: every rank sends half experts to the ranks after it, and takes in as many, as the runtime does."""
+    """Time Trans and Agg: every rank sends half experts to the ranks after it, and takes in as many."""
     size, rank = probe.collective.size, probe.collective.rank
     numel = max(1, bank.expert_numel // 2)
     fitted, held_out = _spaced(*ranges.halves, ranges.points)
@@ -254,6 +290,7 @@ def _measure_transfers(probe: Probe, bank: Bank, ranges: Ranges, parts: Parts) -
         op, replicas = Operation("probe of Trans"), _zeros(bank, sum(back))
 
         def run() -> None:
+            # Packing and copying are part of a Trans, so they are timed with it.
             sent = torch.cat(bank.flat_views(0, 0, numel) * halves)
             got = probe.collective.all_to_all(sent, there, back, op=op, channel="weights").wait()
             replicas.copy_(got)
@@ -281,13 +318,22 @@ def _measure_transfers(probe: Probe, bank: Bank, ranges: Ranges, parts: Parts) -
 
 
 def measure_overlap(probe: Probe, bank: Bank, *, rows: int, n_bytes: int) -> float:
-    """`Topology.overlap_cost`: by how much of its own seconds a transfer of about `n_bytes` per rank lengthens the
-    products of `rows` rows that run beside it; collective, the same on all ranks. 0 on one rank, and where the median
-    difference between products beside a transfer and the ones before them, alone, is within two standard errors.
+    """Measure `Topology.overlap_cost`; collective, the same on all ranks.
+
+    A transfer lengthens the products that run beside it; the result is by which share of the transfer's seconds. It is
+    0 on one rank. It is also 0 where the median difference between products beside a transfer and the ones right
+    before, alone, is within two standard errors.
+
+    Args:
+        probe: Times both.
+        bank: Computes the products.
+        rows: Of a product.
+        n_bytes: Of a transfer per rank, about.
     """
     size = probe.collective.size
     if size == 1:
         return 0.0
+    # An even all-to-all, which loads every link alike
     share = max(1, n_bytes // ((size - 1) * bank.dtype.itemsize))
     sent = [0 if r == probe.collective.rank else share for r in range(size)]
     payload, op = _zeros(bank, sum(sent)), Operation("probe of a hidden transfer")
@@ -302,7 +348,8 @@ def measure_overlap(probe: Probe, bank: Bank, *, rows: int, n_bytes: int) -> flo
         discard(probe.collective.all_to_all(payload, sent, sent, op=op, channel="weights").wait())
 
     transfer_s, one_s = probe.lower((transfer, products))
-    calls = 1 + int(2.0 * transfer_s / one_s)  # so that all of the transfer is covered
+    # So that all of the transfer is covered
+    calls = 1 + int(2.0 * transfer_s / one_s)
 
     def alone() -> float:
         before = time.perf_counter()
@@ -319,6 +366,7 @@ def measure_overlap(probe: Probe, bank: Bank, *, rows: int, n_bytes: int) -> flo
 
     difference_s = probe.differences(alone, beside)
     many, added_s = difference_s.size, float(np.median(difference_s))
+    # From the median deviation: a few disturbed pairs would blow up a standard deviation.
     deviation_s = _DEVIATION * float(np.median(np.abs(difference_s - added_s)))
     certain = added_s > 2.0 * _MEDIANS_ERROR * deviation_s / math.sqrt(many)
     return min(added_s / transfer_s, _MOST_OVERLAP_COST) if certain else 0.0
@@ -334,9 +382,19 @@ def measure_all(
     repeats: int,
     parts: Parts,
 ) -> dict[str, Measured]:
-    """All operations by name; collective. `parts` chooses among the fitted and the held-out sizes.
+    """Measure all operations; collective.
 
-    bank_of: makes a bank of so many of the experts to be timed, on `device`.
+    Args:
+        collective: The ranks.
+        bank_of: Makes a bank of so many of the experts to be timed, on `device`.
+        ranges: Sizes to measure.
+        device: Where the operations run.
+        ranks_per_node: Ranks that share a node, consecutive ones.
+        repeats: Turns of every run.
+        parts: Chooses among the fitted and the held-out sizes.
+
+    Returns:
+        By operation. `a2a_intra`, `a2a_inter`, `trans` and `agg` are missing where no rank has a peer for them.
     """
     probe = Probe(collective, device, repeats)
     size, rank = collective.size, collective.rank
@@ -345,6 +403,7 @@ def measure_all(
     found: list[Measured] = []
     node = np.arange(size) // ranks_per_node
     for level, peers in (("intra", (node == node[rank]) & (np.arange(size) != rank)), ("inter", node != node[rank])):
+        # The last node may be smaller, and a rank without peers must still take part.
         if _collective_max(collective, int(peers.sum()), device):
             found.append(_measure_exchange(probe, f"a2a_{level}", peers, first, ranges, parts))
     found += _measure_experts(probe, banks, ranges, parts)

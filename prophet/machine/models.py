@@ -17,7 +17,7 @@ from prophet.machine.sizes import ModelSizes
 
 
 def _moe_gpt(name: str, layers: int, dim: int, hidden: int) -> ModelSizes:
-    # The number of experts is that of the ranks (section VI); 16 stands for it where nothing else is said.
+    # The number of experts is that of the ranks (section VI); 16 stands for it where no option gives another.
     return ModelSizes(
         name=name,
         layers=layers,
@@ -34,6 +34,7 @@ def _moe_gpt(name: str, layers: int, dim: int, hidden: int) -> ModelSizes:
 
 
 def _gpt3(name: str, layers: int, dim: int, heads: int) -> ModelSizes:
+    # Padded from 50,257, as trainers do for even matrices
     hidden, vocabulary = 4 * dim, 50304
     return ModelSizes(
         name=name,
@@ -64,6 +65,7 @@ def _qwen3(name: str, layers: int, dim: int, hidden: int, heads: int) -> ModelSi
         top_k=8,
         heads=heads,
         kv_heads=4,
+        # A field of these configurations: it is not dim / heads
         head_dim=128,
         vocabulary=151936,
     )
@@ -121,12 +123,16 @@ MODELS: dict[str, ModelSizes] = {m.name: m for m in _MODELS}
 def model_named(text: str) -> ModelSizes:
     """The sizes of a model: one of `MODELS`, in any capitals, or a Hugging Face `config.json` or its folder.
 
-    A name wins over a folder of that name. Raises `SpecError` for what is neither, and for a configuration that cannot
-    be read; it names the file, the field and what was expected.
+    A name wins over a folder of that name.
+
+    Raises:
+        SpecError: For what is neither, and for a configuration that cannot be read; it names the file, the field and
+            what was expected.
     """
     found = {known.lower(): sizes for known, sizes in MODELS.items()}.get(text.lower())
     if found is not None:
         return found
+    # It is meant as a path even where nothing is there: the message then speaks of a file.
     if text.endswith(".json") or os.sep in text or Path(text).exists():
         return read_config(text)
     raise SpecError(f"{no_such('model', text, list(MODELS))}, or give a Hugging Face config.json or its folder")

@@ -12,14 +12,17 @@ from prophet.machine.sizes import ModelSizes
 from prophet.machine.topology import read_topology
 from prophet.spec import Topology
 
-_MEASURED_ELEMENT_BYTES = 4  # the precision that `prophet calibrate` measures unless told otherwise
+# Of the precision that `prophet calibrate` measures by default
+_MEASURED_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A preset's cluster, which comes in any size, or a measured topology, which has its own.
+    """A preset's cluster, which comes in any size, or a measured topology, which has one size.
 
-    name: as tables and files show it.
+    Attributes:
+        name: As tables and files show it.
+        source: The cluster or the topology.
     """
 
     name: str
@@ -37,12 +40,12 @@ class Machine:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of a rank's device; None for a topology file, which does not say it."""
+        """Bytes of memory of a rank's device; None for a topology file, which does not give it."""
         return self.source.memory_bytes if isinstance(self.source, Cluster) else None
 
     @property
     def assumed(self) -> str | None:
-        """What nobody measured, in words; None for a topology file."""
+        """A sentence on what nobody measured; None for a topology file."""
         if not isinstance(self.source, Cluster):
             return None
         c = self.source
@@ -68,9 +71,11 @@ def machine_named(text: str) -> Machine:
     """
     if text in CLUSTERS:
         return Machine(name=text, source=CLUSTERS[text])
+    # `cluster:model` is how presets are named in tests and benchmarks, but no command takes it.
     head, _, model = text.rpartition(":")
     if (head in CLUSTERS or head.endswith(".toml")) and not Path(text).exists():
         raise SpecError(f"expected a machine alone, got {text!r}: write --machine {head} --model {model or 'NAME'}")
+    # Anything that looks like a path is read as one, and refused as one.
     if not (Path(text).exists() or text.endswith(".toml") or os.sep in text):
         raise SpecError(f"{no_such('machine', text, list(CLUSTERS))}, or give the path of a topology file")
     topology = read_topology(text)

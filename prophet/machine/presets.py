@@ -20,10 +20,27 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """One kind of machine; bandwidths per rank and direction, in bytes/s, at peak."""
+    """One kind of machine; bandwidths per rank and direction, in bytes/s, at peak.
+
+    Attributes:
+        name: The preset's.
+        ranks_per_node: None: every rank shares one fast domain.
+        peak_flops_per_s: FLOP/s of one device.
+        intra_bytes_per_s: Within a node.
+        inter_bytes_per_s: Between nodes.
+        memory_bytes: Of one device.
+        element_bytes: Of a parameter, gradient or activation.
+        flops_efficiency: Assumed share of the peak that is reached.
+        intra_efficiency: The same within a node.
+        inter_efficiency: The same between nodes.
+        intra_latency_s: Seconds of a message within a node.
+        inter_latency_s: Seconds of a message between nodes.
+        expert_overhead_s: Seconds that each expert adds to a call.
+        replica_memory_fraction: Assumed share of device memory that one layer's replicas may take.
+    """
 
     name: str
-    ranks_per_node: int | None  # None: every rank shares one fast domain
+    ranks_per_node: int | None
     peak_flops_per_s: float
     intra_bytes_per_s: float
     inter_bytes_per_s: float
@@ -35,7 +52,7 @@ class Cluster:
     intra_latency_s: float
     inter_latency_s: float
     expert_overhead_s: float
-    replica_memory_fraction: float = 0.1  # assumed: the share of device memory that one layer's replicas may take
+    replica_memory_fraction: float = 0.1
 
     def topology(self, ranks: int) -> Topology:
         """The cluster cut to `ranks` ranks."""
@@ -71,10 +88,15 @@ class Preset:
         top_k: int | None = None,
         slots_per_rank: int = 4,
     ) -> PlanContext:
-        """What a planner needs for `experts` experts on `ranks` ranks.
+        """Make what a planner needs.
 
-        `routed_per_rank` counts every token once per chosen expert; `top_k` (the model's where not given)
-        turns it into tokens, which is what the rest of the block computes.
+        Args:
+            ranks: R.
+            experts: E, a multiple of R.
+            routed_per_rank: Choices of one rank: every token counts once per chosen expert.
+            top_k: Experts per token; None takes the model's. It turns choices into tokens, which is what the rest of
+                the block computes.
+            slots_per_rank: Replicas that a rank has room for.
         """
         m = check_experts_per_rank(experts, ranks)
         topology = self.cluster.topology(ranks)

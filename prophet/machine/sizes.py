@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from prophet.errors import SpecError
 from prophet.spec import Activation, Bias, LayerShape, Windows, parts_of
 
+# Of any size: more is a mistake, and its products leave the range of numbers
 MOST = 1 << 24
-"""Of any size; more is a slip, and its products leave the range of numbers."""
 
 
 class Parameters(NamedTuple):
@@ -34,7 +34,7 @@ class ModelSizes:
         moe_layers: Blocks with experts; None: all, or none in a dense model.
         dense_hidden: Inner width of the feed-forward network of blocks without experts; 0: there are none.
         shared_hidden: Inner width of all shared experts of a block together; 0: none.
-        activation: The experts' activation, which says whether they are gated.
+        activation: The experts' activation, from which follows whether they are gated.
         bias: Which biases the experts have.
         heads: Attention heads.
         kv_heads: Heads of keys and values; None: as many.
@@ -47,7 +47,7 @@ class ModelSizes:
         tied: The head is the embedding.
         sequence: Tokens of one sequence.
         element_bytes: Bytes of a parameter, gradient or activation; None: what the machine usually has.
-        assumed: What nobody said, in words, one item each.
+        assumed: Descriptions of what was assumed, one item each.
 
     Raises:
         SpecError: A size is not positive, or contradicts another.
@@ -81,6 +81,7 @@ class ModelSizes:
             if not 1 <= getattr(self, name) <= MOST:
                 raise SpecError(f"{self.name}: {name}: expected from 1 to {MOST}, got {getattr(self, name)}")
         try:
+            # Raises for an activation that is not known
             parts_of(self.activation)
         except SpecError as error:
             raise SpecError(f"{self.name}: {error}") from None
@@ -90,6 +91,7 @@ class ModelSizes:
             raise SpecError(
                 f"{self.name}: moe_layers: expected at most the {self.layers} layers, got {self.blocks_with_experts}"
             )
+        # Only a given head_dim may leave dim undivided
         if self.head_dim is None and self.dim % self.heads:
             raise SpecError(f"{self.name}: heads: expected a divisor of dim {self.dim}, got {self.heads}")
         if self.heads % (self.kv_heads or self.heads):
@@ -112,6 +114,7 @@ class ModelSizes:
         """Weights of one block's attention: queries and output, keys and values."""
         if self.attention_params is not None:
             return self.attention_params
+        # Queries and output have `heads`, keys and values `kv_heads`
         return 2 * self.dim * self.size_of_head * (self.heads + (self.kv_heads or self.heads))
 
     @property
@@ -140,16 +143,18 @@ class ModelSizes:
         dense = (self.layers - sparse) * (self.dense_hidden if self.experts else self.hidden)
         routed = sparse * self.experts * self.shape(1).expert_params
         total = (
+            # Embedding and head
             (1 if self.tied else 2) * self.vocabulary * self.dim
             + self.layers * self.attention
             + feed_forward * (dense + sparse * self.shared_hidden)
+            # Routers
             + sparse * self.experts * self.dim
             + routed
         )
         return Parameters(total, routed)
 
     def shape(self, element_bytes: int) -> LayerShape:
-        """One MoE layer; `element_bytes` where the sizes do not say what an element takes."""
+        """The sizes of one MoE layer; `element_bytes` counts where these sizes have none."""
         n_bytes = self.element_bytes or element_bytes
         return LayerShape.feed_forward(
             dim=self.dim,
@@ -162,30 +167,43 @@ class ModelSizes:
         )
 
     def windows(self, tokens_per_rank: float, flops_per_s: float) -> Windows:
-        """Compute of a block outside its experts: 2 flops per weight, causal attention, twice that backward."""
+        """Predict the compute of a block outside its experts.
+
+        The rules: 2 FLOP per weight and token, causal attention, twice that backward.
+
+        Args:
+            tokens_per_rank: Of a microbatch.
+            flops_per_s: FLOP/s of a rank.
+        """
+        # Scores and weighted values cost 4 x sequence x width; the causal half of it counts.
         width = self.heads * self.size_of_head if self.attention_dim is None else self.attention_dim
         forward_s = tokens_per_rank * (2.0 * self.met_by_every_token + 2.0 * self.sequence * width) / flops_per_s
         return Windows(fnec_s=forward_s, bnec_s=2.0 * forward_s)
 
     def with_options(self, given: Mapping[str, Any]) -> ModelSizes:
-        """The same model with the sizes that are given and not None, which win; unknown names are an error.
+        """The same model with other sizes; unknown names are an error.
 
-        What followed from a size that changes follows from the new one: as large a share of the layers has experts, and
+        What followed from a size that changes follows from the new one. As large a share of the layers has experts, and
         attention is that of four projections.
+
+        Args:
+            given: Sizes by name; None leaves a size as it is.
         """
         known = {f.name for f in fields(self)}
         if unknown := sorted(given.keys() - known):
             raise SpecError(f"{self.name}: no sizes of a model: {', '.join(unknown)}")
         new = {name: value for name, value in given.items() if value is not None and value != getattr(self, name)}
-        said = []
+        assumed = []
         if "layers" in new and "moe_layers" not in new and self.moe_layers:
             new["moe_layers"] = max(1, round(new["layers"] * self.moe_layers / self.layers))
-            said.append(f"experts in {new['moe_layers']} of {new['layers']} layers: as many in a hundred as before")
+            assumed.append(f"experts in {new['moe_layers']} of {new['layers']} layers: as many in a hundred as before")
         if new.keys() & {"dim", "heads"}:
+            # One option must not make the model contradict itself
             if "heads" in new and self.kv_heads and new["heads"] % self.kv_heads:
                 new.setdefault("kv_heads", new["heads"])
-                said.append(f"{new['kv_heads']} heads of keys and values: {self.kv_heads} do not divide the heads")
+                assumed.append(f"{new['kv_heads']} heads of keys and values: {self.kv_heads} do not divide the heads")
+            # Its ranks were chosen for the old width, so they cannot be scaled.
             if self.attention_params is not None:
                 new |= {"attention_params": None, "attention_dim": None}
-                said.append("attention of four projections: its ranks are of other sizes")
-        return replace(self, **new | {"assumed": (*new.get("assumed", self.assumed), *said)})
+                assumed.append("attention of four projections: its ranks are of other sizes")
+        return replace(self, **new | {"assumed": (*new.get("assumed", self.assumed), *assumed)})

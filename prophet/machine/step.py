@@ -12,8 +12,11 @@ from prophet.spec import Topology, Windows
 class RestOfStep:
     """Seconds outside the MoE layers on the slowest rank, forward and backward.
 
-    blocks_s: what is beside the experts in blocks that have some, such as attention. dense_s: blocks without experts.
-    head_s: the output head. These three are of one microbatch. average_s: the average of gradients, once a step.
+    Attributes:
+        blocks_s: What is beside the experts in blocks that have some, such as attention; of one microbatch.
+        dense_s: Blocks without experts; of one microbatch.
+        head_s: The output head; of one microbatch.
+        average_s: The average of gradients, once a step.
     """
 
     blocks_s: float
@@ -22,7 +25,7 @@ class RestOfStep:
     average_s: float
 
     def seconds(self, microbatches: float) -> float:
-        """Those of a whole step."""
+        """The seconds of a whole step."""
         return microbatches * (self.blocks_s + self.dense_s + self.head_s) + self.average_s
 
 
@@ -36,7 +39,7 @@ def rest_of_step(
     ranks_per_node: int,
     groups: int = 1,
 ) -> RestOfStep:
-    """By the same rules as `ModelSizes.windows`: 2 flops per weight and token, causal attention, twice that backward.
+    """Predict by the rules of `ModelSizes.windows`: 2 FLOP per weight and token, causal attention, twice that back.
 
     Args:
         sizes: Of the model; all of its layers are on every rank.
@@ -52,7 +55,7 @@ def rest_of_step(
     width = sizes.heads * sizes.size_of_head if sizes.attention_dim is None else sizes.attention_dim
     dense_flops = 2.0 * sizes.dense_block + 2.0 * sizes.sequence * width
     head_params = sizes.vocabulary * sizes.dim
-    # a ring over all ranks for what all share, and one over the groups for the experts, on the slowest link there is
+    # A ring over all ranks for what all share, and one over the groups for the experts, on the slowest link there is.
     ranks = topology.ranks * groups
     link = topology.inter if ranks > ranks_per_node else topology.intra
     shared = sizes.blocks_with_experts * sizes.met_by_every_token + dense_blocks * sizes.dense_block
@@ -60,8 +63,10 @@ def rest_of_step(
     experts = sizes.blocks_with_experts * sizes.experts // topology.ranks * _expert_params(sizes)
     return RestOfStep(
         blocks_s=sizes.blocks_with_experts * (windows.fnec_s + windows.bnec_s),
+        # 3: a backward pass costs twice the forward one
         dense_s=3.0 * dense_blocks * tokens * dense_flops / flops_per_s,
         head_s=3.0 * tokens * 2.0 * head_params / flops_per_s,
+        # A ring all-reduce sends 2 (n - 1) / n of the bytes from every rank
         average_s=link.seconds(2.0 * element_bytes * shared * (ranks - 1) / ranks)
         + link.seconds(2.0 * element_bytes * experts * (groups - 1) / groups),
     )

@@ -19,6 +19,7 @@ from prophet.spec import Link, Topology
 
 T = TypeVar("T")
 
+# Bounds on a file from outside; MAX_RANKS ranks have two numbers each
 MAX_FILE_BYTES = 1 << 20
 MAX_RANKS = 1 << 16
 FORMAT = 1
@@ -58,6 +59,7 @@ def _fits(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 def _topology(table: Mapping[str, Any]) -> Topology:
     _known(table, "", _FIELDS)
+    # A later format may mean something else by the same names
     if table.get("format") != FORMAT:
         raise TopologyError(f"format: expected {FORMAT}, got {shown(table.get('format'))}")
     ranks = _integer(table, "ranks", 1, MAX_RANKS)
@@ -76,6 +78,7 @@ def _topology(table: Mapping[str, Any]) -> Topology:
         flops_per_s=tuple(_per_rank(rank, "rank.flops_per_s", ranks)),
         free_bytes=tuple(int(b) for b in _per_rank(rank, "rank.free_bytes", ranks)),
         expert_overhead_s=_number(table, "expert_overhead_s", "expert_overhead_s"),
+        # Files of older releases lack this field and the three below
         call_overhead_s=_number({"call_overhead_s": 0.0, **table}, "call_overhead_s", "call_overhead_s"),
         trans_rate=_number({"trans_rate": 1.0, **table}, "trans_rate", "trans_rate"),
         agg_rate=_number({"agg_rate": 1.0, **table}, "agg_rate", "agg_rate"),
@@ -85,6 +88,7 @@ def _topology(table: Mapping[str, Any]) -> Topology:
 
 
 def _known(table: Mapping[str, Any], prefix: str, names: set[str]) -> None:
+    # A misspelt field would be left at its default, and nobody would notice.
     unknown = sorted(set(table) - names)
     if unknown:
         raise TopologyError(f"{prefix}{unknown[0][:64]}: unknown field; expected {', '.join(sorted(names))}")
@@ -116,7 +120,7 @@ def _link(table: Mapping[str, Any], key: str) -> Link:
 
 
 def _per_rank(table: Mapping[str, Any], where: str, ranks: int) -> list[float]:
-    """A list with one number per rank, or one number for all."""
+    """Read a list with one number per rank, or one number for all."""
     value = table.get(where.rpartition(".")[2])
     values = value if isinstance(value, list) else [value] * ranks
     if len(values) != ranks:
@@ -132,12 +136,19 @@ def _quoted(text: str) -> str:
 def write_topology(
     path: str | os.PathLike[str], topology: Topology, *, fits: Mapping[str, Mapping[str, float]] | None = None
 ) -> None:
-    """Write `topology`; `fits` records, by operation, what the measured lines were (see `read_fits`)."""
+    """Write a topology file; it appears whole or not at all.
+
+    Args:
+        path: The file; its folder is made.
+        topology: What to write.
+        fits: Figures of the measured lines by operation (see `read_fits`); None records none.
+    """
     lines = [
         f"format = {FORMAT}",
         f"name = {_quoted(topology.name)}",
         f"ranks = {topology.ranks}",
         f"ranks_per_node = {topology.ranks_per_node}",
+        # repr gives as many digits as it takes to read back the same number.
         f"expert_overhead_s = {topology.expert_overhead_s!r}",
         f"call_overhead_s = {topology.call_overhead_s!r}",
         f"trans_rate = {topology.trans_rate!r}",
@@ -156,6 +167,7 @@ def write_topology(
         lines += ["", f"[fit.{operation}]"] + [f"{name} = {float(value)!r}" for name, value in figures.items()]
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
+    # Under another name first: whoever reads meanwhile sees the old file.
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
     temporary.replace(file)

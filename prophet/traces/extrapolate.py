@@ -1,6 +1,6 @@
 """How long a step would take on more ranks than there are: the simulator on a stretched topology, with an error bar.
 
-Ranks are numbered group by group, and groups stage by stage. Each expert-parallel group has loads of its own. They meet
+Ranks are numbered group by group, and groups stage by stage. Each expert-parallel group has separate loads. They meet
 once a step, when gradients are averaged, so a step is as long as that of the slowest group. A run of many steps is
 planned as the engine plans it, and its last step is simulated. The error bar comes from steps that were both simulated
 and measured. Those ran on few hosts, so for more ranks it is a lower bound of the error.
@@ -33,8 +33,10 @@ from prophet.scheduler.windows import predicted_window_us
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
 
 MAX_FILE_BYTES = 1 << 24
-_SHOWN = 4  # errors in a message
-BALANCED = "forced-balance"  # not a planner: the routing itself is perfectly even
+# Errors in a message
+_SHOWN = 4
+# Not a planner: the routing itself is perfectly even
+BALANCED = "forced-balance"
 # Assumed seconds of one slow core, a call's and those of one rank and expert: see
 # benchmarks/results/2026-11-25-planner-times.md.
 _PLAN_S, _PLAN_PAIR_S = 2e-5, 1e-8
@@ -62,11 +64,12 @@ class ErrorBar:
         return float(np.mean(np.abs(self.errors)))
 
     def around(self, simulated_s: float) -> tuple[float, float]:
-        """Seconds between which a measured step would lie if its error were one of those seen."""
+        """Seconds between which a measured step would lie if its error were one of those in `errors`."""
+        # error = simulated / measured - 1, so measured = simulated / (1 + error); 0 keeps the simulated time inside.
         return simulated_s / (1.0 + max(*self.errors, 0.0)), simulated_s / (1.0 + min(*self.errors, 0.0))
 
 
-# static, pro-prophet and prophet of every profile of that page, and prophet-blocking of the first
+# Of static, pro-prophet and prophet on every profile of that page, and of prophet-blocking on the first
 MEASURED = ErrorBar(
     errors=(-0.024, -0.049, -0.070, -0.063, 0.019, 0.033, -0.043, 0.031, -0.032, -0.136),
     source="10 cases of an older model on 4 and 8 emulated hosts (benchmarks/results/2026-11-22-cluster-peers.md)",
@@ -83,6 +86,7 @@ def read_error_bar(path: str | os.PathLike[str]) -> ErrorBar:
         raise SpecError(f"{file}: rows: expected a list of objects with simulated_error and hosts")
     errors, hosts = [], set()
     for i, row in enumerate(rows):
+        # A policy that was not simulated has null there
         if row.get("simulated_error", "") is None:
             continue
         for name in ("simulated_error", "hosts"):
@@ -154,12 +158,23 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extrapolated:
-    """Seconds of a step with one planner; max_mean is the mean over layers and groups.
+    """Seconds of a step with one planner.
 
-    parts_s: what the slowest group's step consists of. In every layer the busiest rank counts, so the sum may lie above
-    step_s; "transfers" is the mean over ranks of what Trans and Agg lengthen a step by. exposed_s, idle_s: means over
-    ranks, by operation, of the microbatch with transfers. replica_bytes: of all layers on the fullest rank, parameters
-    and gradients. plan_s: host seconds of planning all layers of a stage, most of them beside the step.
+    Attributes:
+        ranks: Of the job.
+        group: Ranks of one expert-parallel group.
+        planner: Its name.
+        step_s: The slowest group's step.
+        low_s: Lower end of the error bar.
+        high_s: Upper end of the error bar.
+        parts_s: What the slowest group's step consists of. In every layer the busiest rank counts, so the sum may lie
+            above step_s. "transfers" is the mean over ranks of what Trans and Agg lengthen a step by.
+        exposed_s: Means over ranks, by operation, of the microbatch with transfers.
+        idle_s: The same mean of a rank's idle time.
+        max_mean: Largest rank load over the mean one, averaged over layers and groups.
+        copies_per_rank: Mean replicas of a rank.
+        replica_bytes: Of all layers on the fullest rank, parameters and gradients.
+        plan_s: Host seconds of planning all layers of a stage, most of them beside the step.
     """
 
     ranks: int
@@ -194,6 +209,7 @@ def stretched(topology: Topology, ranks: int) -> Topology:
     return replace(
         topology,
         ranks=ranks,
+        # A machine of one node grows as one node; of several, by nodes of the same size.
         ranks_per_node=min(topology.ranks_per_node, ranks) if topology.nodes > 1 else min(topology.ranks, ranks),
         flops_per_s=(topology.flops_per_s * repeats)[:ranks],
         free_bytes=(topology.free_bytes * repeats)[:ranks],
@@ -206,13 +222,27 @@ def even_load(scenario: Scenario) -> IntArray:
     load = np.full((ranks, experts), scenario.routed_per_rank // experts, dtype=np.int64)
     rest = scenario.routed_per_rank % experts
     for r in range(ranks):
+        # The rest begins at another expert on every rank, so that sums over ranks are even, too.
         load[r, (r * rest + np.arange(rest)) % experts] += 1
     return load
 
 
 def load_of(scenario: Scenario, group: int, layer: int, step: int) -> IntArray:
-    """What a group's ranks choose in a layer of a step, from 1: popular experts stay popular, counts differ; [P, E]."""
+    """Draw what a group's ranks choose in a layer of a step.
+
+    Popular experts stay popular from step to step, and counts differ.
+
+    Args:
+        scenario: The job; its seed, the group, the layer and the step seed the draw.
+        group: Number of the group.
+        layer: Number of the layer.
+        step: From 1.
+
+    Returns:
+        [P, E].
+    """
     ranks, experts = scenario.context.ranks, scenario.context.experts
+    # Without the step: which experts are popular does not change
     order = np.random.default_rng([scenario.seed, group, layer])
     popularity = order.permutation(np.arange(1, experts + 1, dtype=np.float64) ** -scenario.skew)
     popularity /= popularity.sum()
@@ -221,8 +251,19 @@ def load_of(scenario: Scenario, group: int, layer: int, step: int) -> IntArray:
 
 
 def placed(scenario: Scenario, planner: Planner, context: PlanContext, group: int, layer: int) -> Placement:
-    """The placement of the run's last step: planned after every step, from its load and the placement then in force."""
+    """Find the placement of the run's last step.
+
+    It is planned after every step, from its load and the placement then in force.
+
+    Args:
+        scenario: The job.
+        planner: Plans it.
+        context: Of this layer.
+        group: Number of the group.
+        layer: Number of the layer.
+    """
     placement = None
+    # Other planners forget: their last plan needs the last load only
     first = 1 if planner.goes_on else max(1, scenario.steps - 1)
     for step in range(first, scenario.steps):
         placement = planner.place(
@@ -239,7 +280,7 @@ def extrapolate(
     over: Callable[[Callable[[int], list[_Stage]], Iterable[int]], Iterable[list[_Stage]]] = map,
     done: Callable[[], object] = lambda: None,
 ) -> Extrapolated:
-    """The last step of the run.
+    """Simulate the last step of the run.
 
     Args:
         scenario: The job.
@@ -252,6 +293,7 @@ def extrapolate(
     for stages in over(partial(_group, scenario, planner), range(scenario.samples_of)):
         found += stages
         done()
+    # Gradients are averaged once a step, so all groups and stages wait for the slowest.
     worst = max(found, key=lambda stage: stage.step_s)
     low_s, high_s = error.around(worst.step_s)
     return Extrapolated(
@@ -278,17 +320,18 @@ def _group(scenario: Scenario, planner: str, group: int) -> list[_Stage]:
 
 
 def _stages(scenario: Scenario) -> list[range]:
-    """The layers of every pipeline stage."""
+    """The layers of every pipeline stage, as evenly as they divide."""
     cuts = [scenario.layers * stage // scenario.stages for stage in range(scenario.stages + 1)]
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
 def _average_seconds(scenario: Scenario) -> float:
-    """Averaging a stage's gradients: a ring over all its ranks, and for each expert one over the groups."""
+    """Seconds of averaging a stage's gradients: a ring over all its ranks, and for each expert one over the groups."""
     context, groups = scenario.context, scenario.groups
     topology, ranks = context.topology, context.ranks * groups
     alone = ranks <= (scenario.ranks_per_node or topology.ranks_per_node)
     link = topology.intra if alone else topology.inter
+    # By rank: each is home to an equal share of the experts
     expert_bytes = scenario.layers * context.experts / context.ranks * context.shape.expert_grad_bytes
     shared_s = link.seconds(2.0 * scenario.dense_bytes / scenario.stages * (ranks - 1) / ranks)
     return shared_s + link.seconds(2.0 * expert_bytes / scenario.stages * (groups - 1) / groups)
@@ -309,6 +352,7 @@ class _Stage:
 def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: float) -> _Stage:
     planner = get_planner("static" if name == BALANCED else name)
     context = scenario.context
+    # There are no experts before the first block to hide a transfer under.
     first = replace(context, windows=replace(context.windows, experts=False))
     contexts = [first if layer == layers[0] else context for layer in layers]
     placements, splits = [], []
@@ -327,7 +371,7 @@ def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: 
         if planner.withdraws and not placement.is_static:
             trans, agg = chooser.prepare(placement, here)
             load, ahead = splits[i].tokens.sum(axis=2), runs_ahead(schedule, i)
-            # what has been sent of a Trans by then is not played: it ran beside compute
+            # What has been sent of a Trans by then is not played: it ran beside compute.
             if not pays(load, splits[i], here, trans, agg, ahead=ahead, microbatches=scenario.microbatches):
                 placements[i] = context.homes_only()
                 splits[i] = Split.to_homes(load, placements[i])
@@ -338,7 +382,7 @@ def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: 
         splits,
         contexts,
         forms=forms,
-        # what comes before the first block is like what comes before the others; the last block's rest is the head
+        # What comes before the first block is like what comes before the others. The last block's rest is the head.
         start_s=context.windows.fnec_s + dense_s,
         end_s=context.windows.bnec_s + 2.0 * dense_s,
         plan_s=plan_s,
@@ -346,11 +390,12 @@ def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: 
     )
     simulated = simulate(schedule, durations)
     others, bubbles = scenario.microbatches - 1, scenario.stages - 1
-    # Trans, Agg and planning belong to a step, not to its microbatches
+    # Trans, Agg and planning belong to a step, not to its microbatches.
     alone_s = simulate(schedule, _without_transfers(durations)).makespan_s if others + bubbles else 0.0
     parts_s = _parts(durations, simulated, scenario.microbatches)
     parts_s |= {"average": average_s, "bubble": bubbles * alone_s}
     return _Stage(
+        # A pipeline of S stages takes S - 1 microbatches longer than one stage's own.
         step_s=simulated.makespan_s + (others + bubbles) * alone_s + average_s,
         parts_s=parts_s,
         simulated=simulated,
@@ -361,12 +406,16 @@ def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: 
 
 
 def _host_seconds(planner: Planner, context: PlanContext, split: Split) -> tuple[float, float]:
-    """A layer's host seconds: to plan beside the step, and to exchange counts and split, for which the step waits.
+    """Host seconds of a layer.
 
-    Published planners are taken to be as fast as ours.
+    Published planners are taken to be as fast as this library's.
+
+    Returns:
+        Seconds to plan, beside the step, and to exchange counts and split, for which the step waits.
     """
     ranks, experts, topology = context.ranks, context.experts, context.topology
     link = topology.inter if topology.nodes > 1 else topology.intra
+    # A rank sends its int64 count of every expert to all others
     counts_s = link.seconds(8.0 * experts * (ranks - 1))
     if not planner.replicates:
         return 0.0, counts_s
@@ -375,6 +424,7 @@ def _host_seconds(planner: Planner, context: PlanContext, split: Split) -> tuple
     if planner.goes_on:
         load = split.tokens.sum(axis=2)
         homes = context.homes_only()
+        # A planner that improves its plan spends a share of a step on it
         plan_s += EFFORT * step_cost(Split.to_homes(load, homes), homes, context).total_s
     return plan_s, counts_s + _SPLIT_S + _SPLIT_PAIR_S * pairs
 
@@ -385,14 +435,14 @@ def _without_transfers(durations: StepDurations) -> StepDurations:
 
 
 def _parts(durations: StepDurations, simulated: SimulatedStep, microbatches: int) -> dict[Part, float]:
-    """What a step's microbatches consist of; in every layer the busiest rank counts."""
+    """The parts of a step's microbatches; in every layer the busiest rank counts."""
     d = durations
     dense_R = d.fnec_s.sum(axis=0) + d.bnec_s.sum(axis=0) + d.start_s + d.end_s
-    felt_R = simulated.exposed_trans_s + simulated.exposed_agg_s + simulated.slowed_s + simulated.shared_s
+    lengthened_R = simulated.exposed_trans_s + simulated.exposed_agg_s + simulated.slowed_s + simulated.shared_s
     return {
         "experts": microbatches * float((d.fec_s + d.bec_s).max(axis=1).sum()),
         "all-to-all": microbatches * float(d.a2a_s.max(axis=2).sum()),
-        "transfers": float(felt_R.mean()),
+        "transfers": float(lengthened_R.mean()),
         "dense": microbatches * float(dense_R.max()),
         "host": microbatches * d.blocks * d.counts_s + float(simulated.exposed_plan_s.mean()),
     }

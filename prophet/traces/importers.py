@@ -8,9 +8,9 @@
 | `.json` | counts over all ranks: `{"logical_count": ...}` as SGLang takes it, or the bare lists of EPLB and LMDeploy |
 | a folder | files of one of the first three kinds, one per rank; or a run of `prophet.monitor` |
 
-`docs/plan.md` says what each may hold. Ranks and layers are numbered in the order of their own numbers; `table.py` puts
-the records together. Files come from outside: bytes, lines and the resulting array are bounded, and what does not fit
-is refused with the file, the line, the field and what was expected, or with what the file looks like.
+`docs/plan.md` describes what each may hold. Ranks and layers are numbered in the order of their own numbers; `table.py`
+puts the records together. Files come from outside, so bytes, lines and the resulting array are bounded. What does not
+fit is refused with the file, the line, the field and what was expected, or with what the file looks like.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ from prophet.traces.lookalikes import looks_like
 from prophet.traces.npz import MAX_COUNT, MAX_TRACE_BYTES, RoutingTrace, read_trace
 from prophet.traces.table import NO_RANK, Groups, Records, grouped, layer_key, to_trace
 
-STEPS, ROUTING = "steps.jsonl", "routing.npz"  # in the folder of a run that `prophet.monitor` wrote
+# Files in the folder of a run that `prophet.monitor` wrote
+STEPS, ROUTING = "steps.jsonl", "routing.npz"
 MAX_LINE_BYTES = 16 << 20
 MAX_JSON_BYTES = 64 << 20
-MAX_INDEX = 1 << 20  # of a layer, a rank or an expert
+# Highest number of a layer, a rank or an expert
+MAX_INDEX = 1 << 20
 _MAX_FILES = 1 << 14
-_RECORD_BYTES = 64  # of a record in memory, besides its counts
+# Bytes of a record in memory, besides its counts
+_RECORD_BYTES = 64
 
 _CHOSEN, _COUNTS = ("top_indices", "topk_indices"), ("tokens_per_expert",)
 # What the columns of a table and the fields of a record are called.
@@ -54,11 +57,11 @@ _NAMES = {
     "count": ("count",),
 }
 _MOST = {name: MAX_COUNT if name in ("step", "count") else MAX_INDEX for name in _NAMES}
-_WHOLE = re.compile(
-    r"[0-9]{1,19}(?:[.,]0{1,19})?", re.ASCII
-)  # pandas writes 25.0 where a cell of the column is missing
+# pandas writes 25.0 where a cell of the column is missing
+_WHOLE = re.compile(r"[0-9]{1,19}(?:[.,]0{1,19})?", re.ASCII)
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,9})", re.IGNORECASE)
 _TIME_IN_NAME = re.compile(r"timestamp[_-]?(\d{1,19})(?:\.(\d{1,19}))?", re.IGNORECASE)
+# Byte order marks, as Excel and PowerShell write them
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF16_LE, "utf-16"),
@@ -68,22 +71,24 @@ _MARKS = (
 
 @dataclass(slots=True)
 class _Log:
-    """Records as they are read; `Records` says what each array holds. A log has many, so arrays hold them."""
+    """Records as they are read, in arrays as there are many; see `Records` for what each holds."""
 
     place: Path
     step: array[int] = field(default_factory=lambda: array("q"))
     layer: array[int] = field(default_factory=lambda: array("q"))
     rank: array[int] = field(default_factory=lambda: array("q"))
-    sizes: array[int] = field(default_factory=lambda: array("q"))  # cells of each record
+    # Cells of each record
+    sizes: array[int] = field(default_factory=lambda: array("q"))
     expert: array[int] = field(default_factory=lambda: array("q"))
     count: array[int] = field(default_factory=lambda: array("q"))
 
     def add(self, step: int, layer: int, rank: int, experts: IntArray, counts: IntArray) -> None:
-        """One forward pass of a router."""
+        """Add one forward pass of a router."""
         self.step.append(step)
         self.layer.append(layer)
         self.rank.append(rank)
         self.sizes.append(len(experts))
+        # Arrays take eight bytes a number, a list of Python integers about forty.
         self.expert.frombytes(experts.astype(np.int64).tobytes())
         self.count.frombytes(counts.astype(np.int64).tobytes())
         if _RECORD_BYTES * len(self.step) + 16 * len(self.expert) > MAX_TRACE_BYTES:
@@ -93,7 +98,8 @@ class _Log:
         """The trace of the records; several of a step, layer and rank are the step's microbatches."""
         step, layer, rank = (np.asarray(a) for a in (self.step, self.layer, self.rank))
         place = np.arange(len(step))
-        order = np.lexsort((rank, layer, step))  # a stable sort: of equals, the first stays first
+        # A stable sort: of equals, the first stays first
+        order = np.lexsort((rank, layer, step))
         new = np.ones(len(step), dtype=bool)
         new[1:] = np.any([key[order][1:] != key[order][:-1] for key in (step, layer, rank)], axis=0)
         microbatch = np.empty_like(place)
@@ -118,10 +124,10 @@ def read_any(
 
     Args:
         path: a file, or a folder with a file per rank.
-        experts: the number of experts, for logs that do not say; None takes the highest that was ever chosen, rounded
-            up to a multiple of the ranks.
+        experts: the number of experts, for logs without it; None takes the highest that was ever chosen, rounded up to
+            a multiple of the ranks.
         ranks: of one expert-parallel group. A log of more is taken as several groups of consecutive ranks. The counts
-            of a log that says no ranks are shared evenly among so many.
+            of a log without ranks are shared evenly among so many.
         job: ranks of the whole job; what was recorded on another number is regrouped first.
 
     Raises:
@@ -133,11 +139,12 @@ def read_any(
     if reader is not None:
         return reader(file, files, experts, Groups(job=job, group=ranks))
     _refuse_known(file)
+    # Any other suffix is read as a trace, whose own refusals say what was expected.
     trace = read_trace(file)
     if ranks in (None, trace.ranks) and job in (None, trace.ranks):
         return trace
     counts, iteration = trace.counts.astype(np.int64), trace.iteration.astype(np.int64)
-    return grouped(file, counts, iteration, dict(trace.meta), Groups(job=job, group=ranks), says_rank=True)
+    return grouped(file, counts, iteration, dict(trace.meta), Groups(job=job, group=ranks), has_ranks=True)
 
 
 def _of_run(path: Path) -> Path:
@@ -157,6 +164,7 @@ def _of_run(path: Path) -> Path:
 
 def _of_folder(folder: Path) -> list[Path]:
     """The files of the first kind that a folder has any of."""
+    # One kind only: a folder may hold a run's other tables beside its logs.
     for pattern in ("router_trace_rank*.jsonl", "*.jsonl", "rank*.safetensors", "*.csv", "*.tsv", "*.txt"):
         files = sorted(itertools.islice(folder.glob(pattern), _MAX_FILES + 1))
         if len(files) > _MAX_FILES:
@@ -181,12 +189,14 @@ def _refuse_known(file: Path) -> None:
 
 def _read_tables(place: Path, files: Sequence[Path], experts: int | None, groups: Groups) -> RoutingTrace:
     """Tables of text. Rows of one cell add up, cells that never come are zero."""
-    columns = {name: array("q") for name in _NAMES}  # a log has many rows
+    # A log has many rows, so arrays hold them
+    columns = {name: array("q") for name in _NAMES}
     dumps: dict[int, int] = {}
     for file in sorted(files, key=_by_time):
         found = _RANK_IN_NAME.search(file.name) if len(files) > 1 else None
         rank = int(found[1]) if found else NO_RANK
         lacks = _read_table(file, columns, {"step": dumps.get(rank, 0), "rank": rank})
+        # A dump without a step column is one step; its place in time is that of its file.
         if "step" in lacks:
             dumps[rank] = dumps.get(rank, 0) + 1
         if lacks and len(files) > 1 and (found is None or rank > MAX_INDEX):
@@ -222,7 +232,8 @@ def _read_table(file: Path, columns: dict[str, array[int]], absent: dict[str, in
         }
         lacks = {name for name, place in places.items() if place is None}
         others = [name for name in header if name and not any(name in names for names in _NAMES.values())]
-        if lacks - set(absent) or (lacks and others):  # with a column that is not known, a name may be misspelt
+        # With a column that is not known, a name may be misspelt
+        if lacks - set(absent) or (lacks and others):
             _refuse_known(file)
             name = next(name for name in _NAMES if name in lacks)
             raise TraceError(
@@ -231,7 +242,8 @@ def _read_table(file: Path, columns: dict[str, array[int]], absent: dict[str, in
             )
         try:
             for fields in reader:
-                if not any(f.strip() for f in fields):  # spreadsheets end with rows of empty cells
+                # Spreadsheets end with rows of empty cells
+                if not any(f.strip() for f in fields):
                     continue
                 where = f"{file}: line {reader.line_num + before}"
                 if len(fields) != len(header):
@@ -249,7 +261,8 @@ def _read_table(file: Path, columns: dict[str, array[int]], absent: dict[str, in
 def _header(file: Path, lines: Iterator[str]) -> tuple[list[str], str, int]:
     """The names of the columns in small letters, what separates them, and the number of lines that were read."""
     first, before = next(lines, ""), 1
-    if re.fullmatch(r"sep=.\s*", first):  # for Excel
+    # Written for Excel
+    if re.fullmatch(r"sep=.\s*", first):
         first, before = next(lines, ""), 2
     known = {name for names in _NAMES.values() for name in names}
     best: tuple[list[str], str] = ([], ",")
@@ -258,6 +271,7 @@ def _header(file: Path, lines: Iterator[str]) -> tuple[list[str], str, int]:
             names = [name.strip().lower() for name in next(csv.reader([first], delimiter=delimiter), [])]
         except csv.Error as error:
             raise TraceError(f"{file}: line {before}: expected comma-separated values: {error}") from None
+        # The separator that gives the most known names wins; a comma where none does.
         if not best[0] or len(known & set(names)) > len(known & set(best[0])):
             best = names, delimiter
     return *best, before
@@ -286,7 +300,7 @@ def _read_megatron(place: Path, files: Sequence[Path], experts: int | None, grou
 
 
 def _record(log: _Log, line: str, where: str) -> int:
-    """Add one line of a router trace; its experts per token (0 where it does not say)."""
+    """Add one line of a router trace; returns its experts per token, 0 where it lists none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -300,6 +314,7 @@ def _record(log: _Log, line: str, where: str) -> int:
                 return _whole(record[alias], _MOST[name], f"{where}: {alias}")
         raise TraceError(f"{where}: {name}: expected a number from 0 to {_MOST[name]}, the record has no such field")
 
+    # Megatron counts the layers of multi-token prediction from 0 again.
     block = record.get("block", "decoder")
     if not isinstance(block, str):
         raise TraceError(f"{where}: block: expected a string, got {type(block).__name__}")
@@ -311,7 +326,7 @@ def _record(log: _Log, line: str, where: str) -> int:
 
 
 def _counts(record: dict[str, Any], where: str) -> tuple[IntArray, IntArray, int]:
-    """The experts that have tokens, how many they have, and the experts per token if the record lists them."""
+    """Read the experts that have tokens, how many they have, and the experts per token if the record lists them."""
     for name in (*_CHOSEN, *_COUNTS):
         if name not in record:
             continue
@@ -336,7 +351,7 @@ def _counts(record: dict[str, Any], where: str) -> tuple[IntArray, IntArray, int
 
 
 def _read_tensorrt(place: Path, files: Sequence[Path], experts: int | None, groups: Groups) -> RoutingTrace:
-    """Safetensors: eight bytes with the length of a JSON header, the header, the arrays."""
+    """Read safetensors: eight bytes with the length of a JSON header, the header, the arrays."""
     log, most = _Log(place), 0
     for file in files:
         found = _RANK_IN_NAME.search(file.name)
@@ -346,6 +361,7 @@ def _read_tensorrt(place: Path, files: Sequence[Path], experts: int | None, grou
             read_bytes(file, most_bytes=MAX_TRACE_BYTES, expected="an expert statistic", error=TraceError)
         )
         size = int.from_bytes(data[:8], "little")
+        # The length comes from the file, so it is checked before anything of it is read.
         if not 2 <= size <= min(MAX_LINE_BYTES, len(data) - 8):
             raise TraceError(f"{file}: header: expected safetensors, its header of {size} bytes does not fit")
         try:
@@ -367,7 +383,7 @@ def _read_tensorrt(place: Path, files: Sequence[Path], experts: int | None, grou
 
 
 def _statistic(file: Path, name: str, about: Any, data: memoryview) -> tuple[int, int, IntArray]:
-    """Step, layer and counts [E] of one array."""
+    """Read step, layer and counts [E] of one array."""
     where = f"{file}: {shown(name)}"
     parts = name.split("_")
     if len(parts) != 2:
@@ -394,7 +410,7 @@ def _statistic(file: Path, name: str, about: Any, data: memoryview) -> tuple[int
 
 
 def _read_totals(place: Path, files: Sequence[Path], experts: int | None, groups: Groups) -> RoutingTrace:
-    """JSON lists [steps, layers, experts] or [layers, experts], of a dump or of the weights that EPLB takes."""
+    """Read JSON lists [steps, layers, experts] or [layers, experts], of a dump or of the weights that EPLB takes."""
     value = read_json(files[0], most_bytes=MAX_JSON_BYTES, expected="counts of experts", error=TraceError)
     name = "counts"
     if isinstance(value, dict):
@@ -414,13 +430,14 @@ def _read_totals(place: Path, files: Sequence[Path], experts: int | None, groups
         raise TraceError(f"{place}: expected experts below {experts}, got {counts.shape[2]} of them")
     counts = np.pad(counts, ((0, 0), (0, 0), (0, max(more, 0))))[:, :, None]
     meta = {"source": f"{place.name} (counts over all ranks)"}
-    return grouped(place, counts, np.arange(len(counts)), meta, groups, says_rank=False)
+    return grouped(place, counts, np.arange(len(counts)), meta, groups, has_ranks=False)
 
 
 def _totals(value: object) -> IntArray | None:
-    """Lists of counts as an array [T, L, E]; None for anything else."""
+    """Read lists of counts as an array [T, L, E]; None for anything else."""
     if not isinstance(value, list) or not value or not all(isinstance(row, list) for row in value):
         return None
+    # A list of layers alone is one step
     steps = value if all(row and isinstance(row[0], list) for row in value) else [value]
     found = [counts for step in steps if (counts := _integers(step, 2)) is not None and counts.ndim == 2]
     if len(found) < len(steps) or len({counts.shape for counts in found}) > 1:
@@ -443,9 +460,10 @@ _READERS: dict[str, _Reader] = {
 
 
 def _integers(value: object, dimensions: int) -> IntArray | None:
-    """A list of integers, or of such lists of one length, as an array; None for anything else.
+    """Read a list of integers, or of such lists of one length, as an array; None for anything else.
 
-    The items' types are looked at first: from strings numpy makes an array in which each takes as much as the longest.
+    The items' types are checked first. From strings numpy would make an array in which each takes as much room as the
+    longest.
     """
     if not isinstance(value, list) or (dimensions == 2 and not all(isinstance(row, list) for row in value)):
         return None
@@ -459,7 +477,7 @@ def _integers(value: object, dimensions: int) -> IntArray | None:
 
 
 def _whole(value: object, most: int, where: str) -> int:
-    """A whole number from 0 to `most`, from JSON or from text."""
+    """Read a whole number from 0 to `most`, from JSON or from text."""
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
@@ -485,6 +503,7 @@ def _lines(file: Path) -> Iterator[Iterator[str]]:
 def _read(file: Path, stream: IO[str]) -> Iterator[str]:
     for number in itertools.count(1):
         try:
+            # Bounded: a file without line ends would be one line
             line = stream.readline(MAX_LINE_BYTES)
         except UnicodeError:
             _refuse_known(file)

@@ -1,6 +1,6 @@
-"""Files that people pass as routing traces and that none of our readers takes: what each is, and what to do instead.
+"""Files that people pass as routing traces and that no reader here takes: what each is, and what to do instead.
 
-A file is told by its name and its first bytes alone. Nothing in it is decoded.
+A file is recognised by its name and its first bytes alone. Nothing in it is decoded.
 """
 
 from __future__ import annotations
@@ -9,13 +9,22 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+# Bytes that are read of a file
 _HEAD_BYTES = 4096
+# A zip with data.pkl, as torch.save writes since release 1.6, or a bare pickle of protocol 2 to 5
 _TORCH = rb"^PK\x03\x04.{26}[^\0]{0,200}?/data\.pkl|^\x80[\x02-\x05]"
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """name: what the file's name holds. head: what its first bytes hold. Both are regular expressions."""
+    """A kind of file; `name` and `head` are regular expressions.
+
+    Attributes:
+        name: What the file's name holds.
+        head: What its first bytes hold.
+        looks_like: What the file is.
+        instead: What to do.
+    """
 
     name: str
     head: bytes
@@ -99,13 +108,15 @@ _KINDS = (
 
 
 def looks_like(file: Path) -> str | None:
-    """A clause that says what `file` looks like and what to do instead; None for what is not known."""
+    """Describe what `file` looks like and what to do instead, as a clause; None for what is not known."""
     try:
         with file.open("rb") as stream:
             head = stream.read(_HEAD_BYTES)
+    # The caller has a better message for a file that is missing
     except OSError:
         return None
     for kind in _KINDS:
+        # DOTALL: the first bytes of a binary file hold line ends anywhere.
         if re.search(kind.name, file.name) and re.search(kind.head, head, re.DOTALL):
             return f"this looks like {kind.looks_like}: {kind.instead}"
     return None

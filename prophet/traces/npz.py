@@ -4,14 +4,13 @@ Shape legend: T steps, L layers, R ranks, E experts.
 
 A trace is an npz archive without pickle:
 
-- `counts`: integers [T, L, R, E]; `counts[t, l, r, e]` tokens of rank r that layer l routed to expert e at
-  step t;
+- `counts`: integers [T, L, R, E]; `counts[t, l, r, e]` tokens of rank r that layer l routed to expert e at step t;
 - `iteration`: int32 [T], never falling; several steps share an iteration when it has microbatches;
 - `meta`: a JSON object as one string (model, top_k, tokens, source); it may be absent.
 
-Files come from outside, so the reader trusts nothing: every size is checked against what the file declares
-and against a limit before memory is taken, object arrays are refused before anything is decoded, and what
-does not fit is refused with a `TraceError` that names the file, the field and what was expected.
+Files come from outside, so the reader trusts nothing. Every size is checked against what the file declares and against
+a limit before memory is taken. Object arrays are refused before anything is decoded. What does not fit is refused with
+a `TraceError` that names the file, the field and what was expected.
 """
 
 from __future__ import annotations
@@ -38,18 +37,21 @@ from prophet.spec import IntArray
 
 AnyIntArray = npt.NDArray[np.integer[Any]]
 
-MAX_TRACE_BYTES = 2 << 30  # decoded; a day of training of a large model fits
+# Decoded bytes; a day of training of a large model fits
+MAX_TRACE_BYTES = 2 << 30
 MAX_META_BYTES = 1 << 20
-MAX_COUNT = (1 << 31) - 1  # per cell, so that sums over ranks and experts stay exact in int64
+# Per cell, so that sums over ranks and experts stay exact in int64
+MAX_COUNT = (1 << 31) - 1
 _MAX_MEMBERS = 64
-_FREE_BYTES = 1 << 28  # any file may decode to as much; a larger array to _MOST_RATIO times its file
+# Any file may decode to as many bytes; a larger array to _MOST_RATIO times its file.
+_FREE_BYTES = 1 << 28
 _MOST_RATIO = 256
 _MAX_HEADER_BYTES = 4096
 _CHUNK_BYTES = 1 << 20
 
 
 def _check_counts(counts: npt.NDArray[Any]) -> str | None:
-    """Say what is wrong with `counts`, or None."""
+    """Describe what is wrong with `counts`, or return None."""
     if counts.dtype.kind not in "iu":
         return f"counts: expected integers, got {counts.dtype}"
     if counts.ndim != 4:
@@ -64,7 +66,7 @@ def _check_counts(counts: npt.NDArray[Any]) -> str | None:
 
 
 def _check_iteration(iteration: npt.NDArray[Any], steps: int) -> str | None:
-    """Say what is wrong with `iteration`, or None."""
+    """Describe what is wrong with `iteration`, or return None."""
     if iteration.dtype.kind not in "iu":
         return f"iteration: expected integers, got {iteration.dtype}"
     if iteration.shape != (steps,):
@@ -78,11 +80,15 @@ def _check_iteration(iteration: npt.NDArray[Any], steps: int) -> str | None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RoutingTrace:
-    """The routing of a training run.
+    """The routing of a training run. Arrays are read-only.
 
-    `counts` are integers [T, L, R, E], kept in the width they came in (a trace may be large); `iteration`
-    is int32 [T]; `meta` is free-form and JSON-like. Arrays are read-only. Raises `TraceError` when built
-    from figures that do not fit.
+    Attributes:
+        counts: Integers [T, L, R, E], kept in the width they came in, as a trace may be large.
+        iteration: int32 [T].
+        meta: Free-form and JSON-like.
+
+    Raises:
+        TraceError: When built from figures that do not fit.
     """
 
     counts: AnyIntArray
@@ -95,6 +101,7 @@ class RoutingTrace:
         problem = _check_counts(counts) or _check_iteration(iteration, counts.shape[0])
         if problem:
             raise TraceError(problem)
+        # A view: making it read-only leaves the caller's own array writable.
         counts = np.ascontiguousarray(counts).view()
         counts.setflags(write=False)
         iteration = iteration.astype(np.int32)
@@ -166,14 +173,14 @@ def _read_member(
         raise ValueError(f"expected stored or deflated data, got compression method {info.compress_type}")
     if info.file_size > max_bytes + _MAX_HEADER_BYTES:
         raise ValueError(f"expected at most {max_bytes} bytes, the archive declares {info.file_size}")
+    # Deflate reaches 1000 to 1, so a small file could ask for gigabytes.
     if info.file_size > max(_FREE_BYTES, _MOST_RATIO * info.compress_size):
         raise ValueError(
             f"expected at most {_MOST_RATIO} times the {info.compress_size} bytes it takes in the archive, the archive "
             f"declares {info.file_size}"
         )
     with archive.open(info) as stream:
-        # The header goes through a buffer of its own: a header that declares gigabytes gets a short read
-        # instead.
+        # The header is parsed from a separate buffer: one that declares gigabytes gets a short read instead.
         head = stream.read(_MAX_HEADER_BYTES)
         buffer = io.BytesIO(head)
         shape, fortran, dtype = _parse_header(buffer)
@@ -191,6 +198,7 @@ def _read_member(
         rest = head[buffer.tell() :]
         data[: len(rest)] = rest
         filled = len(rest)
+        # In pieces: the archive may declare more than it holds
         while filled < n_bytes:
             chunk = stream.read(min(_CHUNK_BYTES, n_bytes - filled))
             if not chunk:
@@ -199,6 +207,7 @@ def _read_member(
             filled += len(chunk)
     array: npt.NDArray[Any] = np.frombuffer(data, dtype=dtype)
     array = array.reshape(shape[::-1]).T if fortran else array.reshape(shape)
+    # Files may come from machines of the other byte order
     return array.astype(dtype.newbyteorder("="), copy=False)
 
 
@@ -207,12 +216,13 @@ def _reject_constant(name: str) -> Any:
 
 
 def _parse_meta(array: npt.NDArray[Any]) -> dict[str, Any]:
-    """A JSON object from a string array with one entry; raises ValueError."""
+    """Read a JSON object from a string array with one entry; raises ValueError."""
     if array.size != 1:
         raise ValueError(f"expected one JSON string, got shape {list(array.shape)}")
     value: Any = array.reshape(-1)[0].item()
     text = value.decode("utf-8") if isinstance(value, bytes) else str(value)
     try:
+        # NaN and Infinity are no JSON, and others could not read what is written again.
         meta = json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
         raise ValueError("expected JSON that is not nested this deeply") from None
@@ -222,10 +232,14 @@ def _parse_meta(array: npt.NDArray[Any]) -> dict[str, Any]:
 
 
 def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_TRACE_BYTES) -> RoutingTrace:
-    """Read a routing trace.
+    """Read a routing trace; never unpickles anything.
 
-    `max_bytes` bounds the decoded size of `counts`, and the file's own size. Raises `TraceError` for a file
-    that is missing, damaged, hostile or of another format; never unpickles anything.
+    Args:
+        path: The file.
+        max_bytes: Bounds the decoded size of `counts`, and the file's size.
+
+    Raises:
+        TraceError: For a file that is missing, damaged, hostile or of another format.
     """
     file = Path(path)
     if not file.exists():
@@ -241,6 +255,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_TRACE_BYTES
     with archive:
         members = archive.infolist()
         names = [m.filename for m in members]
+        # Of two members of one name readers may take different ones
         if len(members) > _MAX_MEMBERS or len(set(names)) != len(names):
             raise TraceError(f"{file}: expected at most {_MAX_MEMBERS} arrays of different names, got {len(members)}")
 
@@ -294,12 +309,12 @@ class TraceWriter:
     it had routed.
 
     Args:
-        path: where the archive goes; its folder is made.
-        layers, ranks, experts: the shape of one step.
-        meta: a JSON object that describes the run; it may be added to, as `meta`, until the writer is closed.
+        path: Where the archive goes; its folder is made.
+        layers, ranks, experts: The shape of one step.
+        meta: A JSON object that describes the run; it may be added to, as `meta`, until the writer is closed.
 
     Raises:
-        TraceError: when a step has another shape, or anything but non-negative integers.
+        TraceError: When a step has another shape, or anything but non-negative integers.
     """
 
     def __init__(
@@ -316,6 +331,7 @@ class TraceWriter:
         if min(self.shape) < 1:
             raise TraceError(f"{self.path}: counts: expected at least one layer, rank and expert, got {self.shape}")
         self.meta = dict(meta or {})
+        # At the start: metadata that no JSON holds must not fail when the run ends.
         _encode_meta(self.path, self.meta)
         self._iteration: list[int] = []
         self._max = 0
@@ -357,6 +373,7 @@ class TraceWriter:
         spool, self._spool = self._spool, None
         with spool:
             spool.seek(0)
+            # Only now is the largest count known, and most traces fit in half the bytes.
             dtype = np.dtype("<u2") if self._max <= np.iinfo(np.uint16).max else np.dtype("<u4")
             _write_archive(
                 self.path,
@@ -420,6 +437,7 @@ def _write_archive(
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with os.fdopen(handle, "wb") as raw, zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as archive:
+            # force_zip64: the size is not known when the member begins
             with archive.open("counts.npy", "w", force_zip64=True) as out:
                 header = {
                     "descr": np.lib.format.dtype_to_descr(dtype),

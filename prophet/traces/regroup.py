@@ -15,13 +15,25 @@ from prophet.traces.npz import MAX_COUNT, RoutingTrace
 
 
 def regrouped(counts: IntArray, iteration: IntArray, ranks: int) -> tuple[IntArray, IntArray]:
-    """Counts [T, L, R, E] as `ranks` would-be ranks, and the iteration of every step that there is then.
+    """Turn counts of recorded ranks into those of another number of would-be ranks.
 
     Fewer ranks: consecutive ones are merged. More: K consecutive steps become one, with the ranks of all side by side.
     These are microbatches of one iteration where every iteration has a multiple of K of them, else whole iterations.
-    Steps that are left over at the end are left out. Raises `TraceError` where the steps do not allow it.
+    Steps that are left over at the end are left out.
+
+    Args:
+        counts: [T, L, R, E].
+        iteration: [T].
+        ranks: Would-be ranks.
+
+    Returns:
+        Counts with so many ranks, and the iteration of every step that there is then.
+
+    Raises:
+        TraceError: Where the steps do not allow it.
     """
     steps, layers, recorded, experts = counts.shape
+    # Merging goes down to the common divisor, joining steps from there up: nothing is ever split.
     common = math.gcd(recorded, ranks)
     merged = counts.reshape(steps, layers, common, recorded // common, experts).sum(axis=3, dtype=np.int64)
     together = ranks // common
@@ -31,7 +43,9 @@ def regrouped(counts: IntArray, iteration: IntArray, ranks: int) -> tuple[IntArr
             f"ranks: {ranks} of {recorded} recorded ones take {together} steps each, there are {steps}: record more "
             f"steps, or ask for fewer ranks"
         )
+    # Steps of each iteration, from where its number changes
     lengths = np.diff(np.flatnonzero(np.diff(iteration, prepend=iteration[0] - 1, append=iteration[-1] + 1)))
+    # A step from two iterations that are not joined whole would have no iteration.
     if (lengths % together).any() and (np.ptp(lengths) or together % lengths[0]):
         raise TraceError(
             f"ranks: {ranks} of {recorded} recorded ones take {together} steps each, and iterations have "
@@ -42,7 +56,7 @@ def regrouped(counts: IntArray, iteration: IntArray, ranks: int) -> tuple[IntArr
 
 
 def scaled(trace: RoutingTrace, routed: int) -> RoutingTrace:
-    """The routing with `routed` choices of every rank in every step and layer, [T, L, R, E] exact integers.
+    """Scale a routing to `routed` choices of every rank in every step and layer, [T, L, R, E] exact integers.
 
     A rank's counts keep their proportions. What division leaves over goes to the largest remainders, and of equal ones
     to the lower expert. A rank that routed nothing goes on routing nothing.
@@ -54,6 +68,7 @@ def scaled(trace: RoutingTrace, routed: int) -> RoutingTrace:
         total = np.maximum(step.sum(axis=2, keepdims=True, dtype=np.int64), 1)
         counts[t], rest = np.divmod(step.astype(np.int64) * routed, total)
         over = rest.sum(axis=2, keepdims=True) // total
+        # The rank of each remainder: argsort twice; stable, so that ties go to the lower expert.
         place = np.argsort(np.argsort(-rest, axis=2, kind="stable"), axis=2, kind="stable")
         counts[t] += place < over
     return RoutingTrace(counts, trace.iteration, trace.meta)

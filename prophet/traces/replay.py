@@ -2,9 +2,9 @@
 
 Shape legend: T steps, I judged iterations, L layers, R ranks, E experts.
 
-An iteration's placement is planned from the iteration before it (nothing else would have been known in time) and
-holds for all of its microbatches; each microbatch is split by its own counts. Only iterations that have a predecessor
-are judged, for every planner alike.
+An iteration's placement is planned from the iteration before it, as nothing else would have been known in time. It
+holds for all of the iteration's microbatches; each microbatch is split by its own counts. Only iterations that have a
+predecessor are judged, for every planner alike.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ from prophet.traces.npz import RoutingTrace
 class Replay:
     """What one planner made of a trace.
 
-    max_mean: [n] largest rank load over the mean, one entry per judged step and layer. layer_s: mean predicted seconds
-    of one layer in one step, of which a2a_s, expert_s, exposed_trans_s and exposed_agg_s (what nothing hides) are the
-    parts. layers_s: [I, L] the same of every layer and judged iteration, over all of its microbatches. rank_load:
-    [L, R] mean tokens that a rank computes in a step. copies: [I, L, E] replicas of every expert in the judged
-    iterations; rank_copies: [I, L, R] those on every rank. place_s, split_s: measured seconds of this process, of the
-    plans for one iteration and of the splits in it, all layers together.
+    Attributes:
+        planner: Its name.
+        max_mean: [n] largest rank load over the mean, one entry per judged step and layer.
+        a2a_s: Part of `layer_s`, the mean predicted seconds of one layer in one step.
+        expert_s: Part of `layer_s`.
+        exposed_trans_s: Part of `layer_s`: what nothing hides of Trans.
+        exposed_agg_s: Part of `layer_s`: what nothing hides of Agg.
+        layers_s: [I, L] predicted seconds of every layer and judged iteration, over all of its microbatches.
+        rank_load: [L, R] mean tokens that a rank computes in a step.
+        copies: [I, L, E] replicas of every expert in the judged iterations.
+        rank_copies: [I, L, R] replicas on every rank.
+        place_s: Measured seconds of this process for the plans of one iteration, all layers together.
+        split_s: Measured seconds of this process for the splits in one iteration, all layers together.
     """
 
     planner: str
@@ -60,12 +67,12 @@ class Replay:
 
     @property
     def exposed_s(self) -> float:
-        """Trans and Agg that nothing hides."""
+        """Seconds of Trans and Agg that nothing hides."""
         return self.exposed_trans_s + self.exposed_agg_s
 
     @property
     def layer_s(self) -> float:
-        """Seconds of the layer: what is not hidden of it."""
+        """Mean predicted seconds of one layer in one step: what is not hidden of it."""
         return self.a2a_s + self.expert_s + self.exposed_s
 
     @property
@@ -89,21 +96,41 @@ def choose_iterations(trace: RoutingTrace, at_most: int) -> list[tuple[slice, sl
         raise SpecError(
             f"the trace has {len(slices)} iteration(s); planning from the last one and judging the next needs two"
         )
+    # From 1: the first iteration has none before it to plan from
     chosen = np.unique(np.linspace(1, len(slices) - 1, num=min(at_most, len(slices) - 1)).astype(int))
     return [(slices[i - 1], slices[i]) for i in chosen]
 
 
 def predicted_load(trace: RoutingTrace, steps: slice, layer: int) -> IntArray:
-    """Mean load [R, E] over an iteration's microbatches, rounded to whole tokens."""
+    """Predict an iteration's load by the mean of the microbatches before it.
+
+    Args:
+        trace: The recorded routing.
+        steps: Those of the iteration before.
+        layer: Its number.
+
+    Returns:
+        [R, E], rounded to whole tokens.
+    """
     window = trace.counts[steps, layer].astype(np.int64)
+    # Half a divisor added first, so that division rounds to the nearest.
     load: IntArray = (window.sum(axis=0) + len(window) // 2) // len(window)
     return load
 
 
 def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: Iterable[tuple[slice, slice]]) -> Replay:
-    """Run `planner` over the iterations `pairs` (from `choose_iterations`) of all layers.
+    """Run a planner on the chosen iterations of all layers.
 
     Trans and Agg happen once per iteration: Trans is hidden under its first microbatch, Agg under its last.
+
+    Args:
+        trace: The recorded routing.
+        planner: Plans and splits.
+        context: Of the trace's ranks and experts.
+        pairs: From `choose_iterations`.
+
+    Raises:
+        SpecError: Where trace and context have different ranks or experts.
     """
     if (context.ranks, context.experts) != (trace.ranks, trace.experts):
         raise SpecError(
@@ -112,7 +139,8 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: I
         )
     max_mean: list[float] = []
     placements: list[list[Placement]] = []
-    seconds: list[FloatArray] = []  # [L, parts] of every iteration
+    # [L, parts] of every iteration
+    seconds: list[FloatArray] = []
     rank_load = np.zeros((trace.layers, trace.ranks))
     previous: list[Placement | None] = [None] * trace.layers
     place_s = split_s = 0.0
@@ -120,6 +148,7 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: I
         placements.append([])
         seconds.append(np.zeros((trace.layers, 4)))
         for layer in range(trace.layers):
+            # A planner that improves its last plan gets that, as in training
             here = replace(context, previous=previous[layer])
             load = predicted_load(trace, before, layer)
             began = perf_counter()
@@ -132,6 +161,7 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: I
                 began = perf_counter()
                 split = planner.split(load, placement, here)
                 split_s += perf_counter() - began
+                # As the engine: once the first microbatch's counts are known, replicas that do not pay are dropped.
                 if planner.withdraws and step == now.start:
                     microbatches = now.stop - now.start
                     settled, cost = settled_cost(load, split, placement, here, microbatches=microbatches)
@@ -144,6 +174,8 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: I
                 seconds[-1][layer] += (
                     cost.a2a_s,
                     cost.expert_s,
+                    # Replicas stay for all microbatches: they come before the first and their gradients leave after the
+                    # last.
                     cost.exposed_trans_s if step == now.start else 0.0,
                     cost.exposed_agg_s if step == now.stop - 1 else 0.0,
                 )
@@ -157,7 +189,9 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: I
         exposed_trans_s=exposed_trans_s,
         exposed_agg_s=exposed_agg_s,
         layers_s=by_part.sum(axis=2),
+        # Summed over judged steps of each layer, and max_mean has an entry per step and layer.
         rank_load=rank_load * (trace.layers / len(max_mean)),
+        # Every expert is held once by its home
         copies=np.stack([[p.holds.sum(axis=1) - 1 for p in layers] for layers in placements]),
         rank_copies=np.stack([[p.copies_per_rank() for p in layers] for layers in placements]),
         place_s=place_s / len(placements),

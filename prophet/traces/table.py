@@ -22,15 +22,25 @@ from prophet.spec import IntArray
 from prophet.traces.npz import MAX_TRACE_BYTES, RoutingTrace
 from prophet.traces.regroup import regrouped
 
-NO_RANK = -1  # of a record that sums over ranks, or does not say
-_FREE_BYTES = 1 << 28  # any log may make as large a table; of a larger one, one cell in _MOST_EMPTY is in the log
+# Rank of a record that sums over ranks, or has none
+NO_RANK = -1
+# Any log may make as large a table; of a larger one, one cell in _MOST_EMPTY is in the log.
+_FREE_BYTES = 1 << 28
 _MOST_EMPTY = 64
-_TELLING = 16  # different counts of a rank, in which another does not agree by chance or because somebody made them up
+# Different counts of a rank from which on another rank does not agree by chance, or because somebody made them up
+_TELLING = 16
+# Layers and depths go to 2^20, which takes 21 bits
 _LAYER_BITS = 21
 
 
 def layer_key(block: int, depth: int, layer: int) -> int:
-    """One number for a layer, that sorts by block, then depth, then layer; `depth` and `layer` to 2^20."""
+    """Make one number of a layer, that sorts by block, then depth, then layer.
+
+    Args:
+        block: Number of the block's kind.
+        depth: Up to 2^20.
+        layer: Up to 2^20.
+    """
     return (block << 2 * _LAYER_BITS) + (depth << _LAYER_BITS) + layer
 
 
@@ -40,9 +50,11 @@ def _layer_number(key: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Which groups recorded ranks form. job: would-be ranks of the whole job; None: as recorded, see `regrouped`.
+    """Which groups recorded ranks form.
 
-    group: consecutive ranks of one expert-parallel group; None: all ranks are one.
+    Attributes:
+        job: Would-be ranks of the whole job; None: as recorded, see `regrouped`.
+        group: Consecutive ranks of one expert-parallel group; None: all ranks are one.
     """
 
     job: int | None = None
@@ -51,9 +63,17 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Records:
-    """What a log holds. step, microbatch, layer (as `layer_key`), rank: [N]; record, expert, count: [C].
+    """The content of a log.
 
-    complete: whether a rank that has no record of a layer and step is a gap, and not a zero.
+    Attributes:
+        step: [N].
+        microbatch: [N].
+        layer: [N], as `layer_key`.
+        rank: [N].
+        record: [C] number of the record that a cell belongs to.
+        expert: [C].
+        count: [C] tokens.
+        complete: Whether a rank that has no record of a layer and step is a gap, and not a zero.
     """
 
     step: IntArray
@@ -69,13 +89,21 @@ class Records:
 def to_trace(
     file: Path, records: Records, meta: dict[str, Any], *, experts: int | None, groups: Groups
 ) -> RoutingTrace:
-    """The trace of all records.
+    """Put all records together into one trace.
 
-    experts: their number; None takes the highest that has tokens, rounded up to a multiple of the ranks.
-    Raises `TraceError`, with `file`.
+    Args:
+        file: For messages.
+        records: The log.
+        meta: Of the trace.
+        experts: Their number; None takes the highest that has tokens, rounded up to a multiple of the ranks.
+        groups: Which groups the ranks form.
+
+    Raises:
+        TraceError: For records that do not fit together.
     """
     if not len(records.step):
         raise TraceError(f"{file}: expected at least one record, the log is empty")
+    # Step and microbatch in one number, as both are below 2^31
     steps, t = np.unique(records.step << 31 | records.microbatch, return_inverse=True)
     layers, at_layer = np.unique(records.layer, return_inverse=True)
     of_layer, r, size = _ranks_of_layers(at_layer, records.rank)
@@ -97,19 +125,31 @@ def to_trace(
                 f"(microbatch {steps[gap[0]] & (1 << 31) - 1})"
             )
     at = records.record
+    # Not `+=`, which would add the cells of a repeated index once only.
     np.add.at(counts, (t[at], at_layer[at], r[at], records.expert), records.count)
-    return grouped(file, counts, steps >> 31, meta, groups, says_rank=bool((records.rank != NO_RANK).any()))
+    return grouped(file, counts, steps >> 31, meta, groups, has_ranks=bool((records.rank != NO_RANK).any()))
 
 
 def grouped(
-    file: Path, counts: IntArray, iteration: IntArray, meta: dict[str, Any], groups: Groups, *, says_rank: bool
+    file: Path, counts: IntArray, iteration: IntArray, meta: dict[str, Any], groups: Groups, *, has_ranks: bool
 ) -> RoutingTrace:
-    """The trace of counts [T, L, R, E] in `groups`.
+    """Make the trace of counts [T, L, R, E].
 
-    Several groups that hold the same layers are balanced apart, so a layer of the second group is a layer more.
-    Counts that say no rank are shared evenly among the ranks, whose number must then be given. Raises `TraceError`.
+    Several groups that hold the same layers are balanced apart, so a layer of the second group is a layer more. Counts
+    without ranks are shared evenly among the ranks, whose number must then be given.
+
+    Args:
+        file: For messages.
+        counts: [T, L, R, E].
+        iteration: [T].
+        meta: Of the trace.
+        groups: Which groups the ranks form.
+        has_ranks: Whether the counts are those of ranks, and no sums over them.
+
+    Raises:
+        TraceError: Where the ranks cannot be grouped so.
     """
-    if not says_rank:
+    if not has_ranks:
         size = groups.job or groups.group
         if size is None:
             raise TraceError(
@@ -139,20 +179,21 @@ def grouped(
 
 
 def _ranks_of_layers(at_layer: IntArray, rank: IntArray) -> tuple[list[IntArray], IntArray, int]:
-    """The ranks of every layer, each record's place among those of its layer [N], and how many a layer has."""
+    """Find the ranks of every layer, each record's place among those of its layer [N], and how many a layer has."""
     numbers, at_rank = np.unique(rank, return_inverse=True)
     pairs, at_pair = np.unique(at_layer * len(numbers) + at_rank, return_inverse=True)
     begins = np.searchsorted(pairs // len(numbers), np.arange(int(at_layer.max()) + 1))
     of_layer = [numbers[p % len(numbers)] for p in np.split(pairs, begins[1:])]
     stages = {ranks.tobytes(): len(ranks) for ranks in of_layer}
     size = len(of_layer[0])
+    # Sets of one size that share no rank: pipeline stages
     if size > 1 and sum(stages.values()) == len(numbers) and set(stages.values()) == {size}:
         return of_layer, at_pair - begins[at_layer], size
     return [numbers] * len(of_layer), at_rank, len(numbers)
 
 
 def _shared(counts: IntArray, ranks: int) -> IntArray:
-    """Counts [T, L, 1, E] as [T, L, ranks, E] with the same sum; what is left over begins at another rank each time."""
+    """Share counts [T, L, 1, E] among ranks, [T, L, ranks, E]; the rest begins at another rank for each expert."""
     whole, rest = np.divmod(counts, ranks)
     turn = (np.arange(ranks)[:, None] - np.arange(counts.shape[3])) % ranks  # [ranks, E]
     shared: IntArray = whole + (turn < rest)
@@ -160,11 +201,15 @@ def _shared(counts: IntArray, ranks: int) -> IntArray:
 
 
 def _refuse_copies(file: Path, counts: IntArray) -> None:
-    """Two ranks that routed the same in every step and layer have routed the same tokens: they are counted twice."""
+    """Raise `TraceError` where two ranks routed the same in every step and layer.
+
+    They have routed the same tokens, which would count twice.
+    """
     seen: dict[bytes, int] = {}
     for r in range(counts.shape[2]):
         mine = np.ascontiguousarray(counts[:, :, r])
         first = seen.setdefault(hashlib.sha256(mine.data).digest(), r)
+        # A short or empty log may have equal ranks by chance
         if first != r and len(np.unique(mine)) >= _TELLING:
             raise TraceError(
                 f"{file}: ranks {first} and {r} (in order) have the same counts in every step and layer, so they "
@@ -180,7 +225,7 @@ def _room(file: Path, shape: tuple[int, ...]) -> int:
 
 
 def _zeros(file: Path, shape: tuple[int, ...], cells: int) -> IntArray:
-    """Room for the counts, of which `cells` are in the log; far more of it than that is refused."""
+    """Make room for the counts, of which `cells` are in the log; far more room than that is refused."""
     size = _room(file, shape)
     if size > max(_FREE_BYTES, 8 * _MOST_EMPTY * cells):
         raise TraceError(f"{file}: expected fewer empty cells: its {list(shape)} take {size} bytes for {cells} counts")

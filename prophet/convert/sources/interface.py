@@ -1,7 +1,7 @@
 """The experts of `transformers` since its release 5, whatever the family: one interface, which describes itself.
 
 Classes under its `use_experts_implementation` stack the parameters of all experts, are called with (tokens, ids,
-weights), and say in attributes how their matrices lie. So an adapter reads these, and no family has a line of its own.
+weights), and have attributes for how their matrices lie. So an adapter reads these, and no family needs a line here.
 What `_apply_gate` computes is found by trying.
 
 It is the experts' module that is known here, not the block: some decoder layers call it themselves.
