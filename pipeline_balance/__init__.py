@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipeline_balance.spec import RankLimits, StageMap
     from prophet.state.pretrained import init_empty_weights
 
+# a library prints nothing by itself: what is logged is up to the program
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
@@ -59,6 +60,7 @@ _MODULE_OF = {
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # so that `import pipeline_balance` alone needs neither torch nor numpy
     return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
@@ -67,9 +69,15 @@ def attach(
 ) -> Controller:
     """Balance `pipeline` from now on: train with the returned controller's `step` instead of the pipeline's.
 
-    `limits` [P] are the memory (bytes) and speed of a replica's ranks (None: all alike, without a limit). `config` says
-    how often to measure and when a move pays. Both are equal on all ranks. Call it again after the group has changed.
+    Call it again after the group has changed.
+
+    Args:
+        pipeline: The pipeline, on all ranks alike.
+        limits: [P] memory (bytes) and speed of a replica's ranks, equal on all ranks (None: all alike, without a
+            limit).
+        config: How often to measure and when a move pays, equal on all ranks (None: the defaults).
     """
+    # imported here, as it needs torch and numpy
     from pipeline_balance.control.controller import Controller
 
     return Controller(pipeline, limits, config)

@@ -47,7 +47,16 @@ class DecisionMismatch(PlanMismatch):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overhead:
-    """Seconds this rank spent, training included, and the fractions that balancing took of it."""
+    """What balancing has cost this rank, in seconds.
+
+    Attributes:
+        total_s: All of its time since the start, training included.
+        measure_s: Of that, measuring.
+        decide_s: Deciding, or waiting for a decision that was made beside a step.
+        move_s: Moving layers.
+        moves: How many moves there were.
+        moved_bytes: What this rank has sent in them.
+    """
 
     total_s: float
     measure_s: float
@@ -58,14 +67,20 @@ class Overhead:
 
     @property
     def fraction(self) -> float:
-        """Of all the time, what measuring, deciding and moving took."""
+        """The share of all the time that measuring, deciding and moving took."""
         spent = self.measure_s + self.decide_s + self.move_s
         return spent / self.total_s if self.total_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A decision that is ready to be carried out, the costs it was made from, and what a move needs beforehand."""
+    """A decision that is ready to be carried out.
+
+    Attributes:
+        costs: The costs that it was made from.
+        decision: The decision.
+        prepared: What a move needs beforehand.
+    """
 
     costs: list[LayerCost]
     decision: Decision
@@ -75,9 +90,17 @@ class _Ready:
 class Controller:
     """Runs the steps of an `ElasticPipeline` and keeps its stages balanced. All ranks drive theirs in step.
 
-    `limits` [P] are the ranks' memory and speed, equal on all ranks. Layer times measured on a rank of speed v are
-    taken as v times as long on a rank of speed 1. `learner` holds what earlier decisions have taught. `stages` are
-    what is balanced, where that is not the whole pipeline's own.
+    Args:
+        pipeline: The pipeline to balance.
+        limits: [P] the ranks' memory and speed, equal on all ranks (None: all alike, without a limit). Layer times
+            measured on a rank of speed v are taken as v times as long on a rank of speed 1.
+        config: How often to measure and when a move pays; equal on all ranks.
+        stages: What is balanced, where that is not the whole pipeline's own.
+
+    Attributes:
+        learner: What earlier decisions have taught.
+        decisions: All decisions so far.
+        costs: [L] costs that the last decision was made from, once it was carried out.
     """
 
     def __init__(
@@ -102,11 +125,12 @@ class Controller:
         self.stages: BalancedStages = stages if stages is not None else PipelineStages(pipeline)
         self.config = config or ControllerConfig()
         self.decisions: list[Decision] = []
-        self.costs: list[LayerCost] = []  # of the last decision that was carried out
+        self.costs: list[LayerCost] = []
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
         self._moves: list[Switched] = []
         self._report: list[Move] = []
-        self._steps_s: list[float] = []  # of this rank, since the last decision
+        # of this rank, since the last decision
+        self._steps_s: list[float] = []
         self._thread = Waiter("prepares a move") if self.config.prepare_in_backward else None
         self._learned: Learner | None = None
         self.restart(limits)
@@ -127,14 +151,17 @@ class Controller:
         self._learned = self.learner
         self.imbalance: Imbalance | None = None
         self._ahead: Future[_Ready] | None = None
-        self._decided: _Ready | None = None  # after the last step, carried out when the next one begins
+        # made after the last step, carried out when the next one begins
+        self._decided: _Ready | None = None
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
         self._trainable = self.pipeline.owned.trainable()
         meter = self.pipeline.meter
         meter.on_backward = None
         if self._thread is not None:
+            # made here, where all ranks are: later only a thread asks for it
             self.pipeline.side_collective()
+            # without a reset between decisions, so that samples of the last measured steps are what is left
             meter.max_samples = self.config.measure_steps * stages.microbatches
         meter.enabled = self.learner.timer.measuring
 
@@ -147,9 +174,19 @@ class Controller:
         max_norm: float | None = None,
         scaler: Any = None,
     ) -> float:
-        """`ElasticPipeline.step`, and a decision where one is due, after an update.
+        """Train as `ElasticPipeline.step` does, and decide where a decision is due, after an update.
 
         A decided move is made when the next step begins: until then `p.grad` is what the step has left.
+
+        Args:
+            inputs: A batch, or a sequence of its microbatches.
+            labels: Labels, in the same form.
+            update: Whether this batch ends the update.
+            max_norm: What the gradients' norm is clipped to (None: not).
+            scaler: What `pipeline.scaler()` makes (None: the loss is not scaled).
+
+        Returns:
+            The mean loss of the update so far, equal on all ranks.
         """
         if len(self.limits) != self.stages.ranks:
             now = f"the group has {self.stages.ranks} ranks now, the controller was made for {len(self.limits)}"
@@ -159,19 +196,21 @@ class Controller:
         )
 
     def around(self, train: Callable[[], float], *, update: bool) -> float:
-        """What `train` returns, which is one step of the pipeline; before it a decided move, after it a decision."""
+        """Call `train`, one step of the pipeline; before it a decided move is made, after it a decision is due."""
         with self._spending("total"):
             if self._decided is not None:
                 with self._concluding():
                     self._carry_out(self._decided)
             timer = self.learner.timer
             trainable = self.pipeline.owned.trainable()
+            # frozen or thawed layers: loads have changed for certain
             if trainable != self._trainable:
                 self._trainable = trainable
                 timer.loads_changed()
             self.pipeline.meter.enabled = timer.measuring
             due = update and timer.due and (self._thread is None or timer.step >= self._timed_from)
             if due and self._thread is not None:
+                # times of this step's forward are known by then, and the backward pass hides the work
                 self.pipeline.meter.on_backward = self._begin
             began = time.perf_counter()
             loss = train()
@@ -204,6 +243,7 @@ class Controller:
         """Move where the decision says so, unless the stages were changed by hand since, and learn from it."""
         self._decided, self.costs = None, ready.costs
         with self._spending("move"):
+            # a user may have called `rebuild` in between
             moves = ready.decision.move and ready.decision.current == self.stages.stage_map
             move = self._move(ready) if moves else None
             self.learner.learn(ready.decision, move)
@@ -211,16 +251,18 @@ class Controller:
             if self._thread is None:
                 self.pipeline.meter.reset()
             elif move is not None:
+                # the move has reset the meter, and the next backward pass begins without times of new layers
                 self._timed_from = self.learner.timer.step + 1
 
     def _note(self, decision: Decision, move: MoveTime | None) -> None:
         """Keep what a decision came to, and what the steps since the last one say of the move before them."""
         step_s = statistics.median(self._steps_s) if self._steps_s else None
         self._steps_s.clear()
-        said: list[Move] = []
+        to_log: list[Move] = []
         if self._report and self._report[-1].after_s is None:
+            # the steps since then are those after the last move
             self._report[-1] = replace(self._report[-1], after_s=step_s)
-            said.append(self._report[-1])
+            to_log.append(self._report[-1])
         if move is not None:
             made = Move(
                 step=self.pipeline.progress.updates,
@@ -231,10 +273,10 @@ class Controller:
                 seconds=move.seconds,
             )
             self._report.append(made)
-            said.append(made)
+            to_log.append(made)
         if self.pipeline.collective.rank == 0:
             _log.debug("step %d: %s", self.pipeline.progress.updates, decision.reason)
-            for one in said:
+            for one in to_log:
                 _log.info("%s", one)
 
     @property
@@ -257,6 +299,7 @@ class Controller:
         assert self._thread is not None
         with self._spending("measure"):
             local = self.pipeline.local_costs()
+            # costs are read here, in the step's thread: the meter goes on changing
             self._ahead = self._thread.submit(lambda: self._decide_beside(local))
 
     def _decide_beside(self, local: Mapping[int, LayerCost]) -> _Ready:
@@ -268,7 +311,8 @@ class Controller:
 
     def _decided_ahead(self) -> _Ready:
         """What was worked out beside the backward pass, once it is ready; raises what went wrong there."""
-        if self._ahead is None:  # a rank that had nothing to do in backward
+        if self._ahead is None:
+            # a rank without a stage has no backward pass, so nothing has begun yet
             self.pipeline.meter.on_backward = None
             self._begin()
         ahead, self._ahead = self._ahead, None
@@ -299,7 +343,9 @@ class Controller:
         return decision
 
     def _check_agreed(self, decision: Decision, collective: Collective) -> None:
+        """Raise `DecisionMismatch` unless all ranks go to the same map; collective."""
         next_map = decision.best if decision.move else decision.current
+        # the map and not the prediction: figures may differ in their last bits without harm
         array = np.array([*next_map.boundaries, *next_map.ranks])
         mine = torch.tensor([digest(array)], device=self.pipeline.config.device)
         every = collective.all_gather(mine, op=Operation("comparing decisions")).cpu().reshape(-1).tolist()
@@ -317,6 +363,7 @@ class Controller:
         figures = [done.seconds, float(done.sent_bytes + done.received_bytes)]
         mine = torch.tensor(figures, dtype=torch.float64, device=self.pipeline.config.device)
         every = self.pipeline.collective.all_gather(mine, op=Operation("timing a move")).cpu()
+        # the slowest rank holds all others up, and equal figures keep later decisions equal
         return MoveTime(seconds=float(every[:, 0].max()), busiest_bytes=float(every[:, 1].max()))
 
     @contextmanager
@@ -327,7 +374,7 @@ class Controller:
         self._spent_s[what] += time.perf_counter() - began
 
     def overhead(self) -> Overhead:
-        """What balancing has taken so far on this rank."""
+        """Return what balancing has taken so far on this rank."""
         return Overhead(
             total_s=self._spent_s["total"],
             measure_s=self._spent_s["measure"],

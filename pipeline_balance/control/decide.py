@@ -1,7 +1,7 @@
 """Whether another stage map is worth going to: functions from values to values.
 
 Shape legend: L layers, P ranks, M microbatches. A map is changed only if the predicted gain over the coming steps
-exceeds what the move is expected to cost. Why loads change is not known here.
+exceeds what the move is expected to cost. Why loads change does not matter here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ Policy = Literal["partition", "partition-by-parameters", "diffusion", "diffusion
 @checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveCost:
-    """What a move is expected to cost: a fixed part for rebuilding, and the bytes of the busiest rank."""
+    """What a move is expected to cost: a fixed part for rebuilding, and the bytes of the busiest rank.
+
+    Attributes:
+        fixed_s: Seconds, whatever moves.
+        bytes_per_s: Rate at which the busiest rank sends and receives.
+    """
 
     fixed_s: float = 0.1
     bytes_per_s: float = 1e9
@@ -41,9 +46,17 @@ class MoveCost:
             raise SpecError(f"a move's cost needs fixed_s >= 0 and bytes_per_s > 0, got {self}")
 
     def seconds(self, costs: Sequence[LayerCost], before: StageMap, after: StageMap, ranks: int) -> float:
-        """Seconds to go from one map to the other; none if they are equal."""
+        """Predict the seconds of a move; none if the maps are equal.
+
+        Args:
+            costs: [L] the layers.
+            before: The map in force.
+            after: The map to go to.
+            ranks: P.
+        """
         busiest = [0] * ranks
         for move in before.moves_to(after):
+            # a rank's port carries what it sends and what it receives
             for rank in (move.source, move.destination):
                 busiest[rank] += costs[move.layer].moved_bytes
         return 0.0 if before == after else self.fixed_s + max(busiest) / self.bytes_per_s
@@ -52,20 +65,29 @@ class MoveCost:
 @checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerConfig:
-    """When the controller of a pipeline measures, and which moves pay. Raises `SpecError` where values contradict.
+    """When the controller of a pipeline measures, and which moves pay.
 
-    `every_steps` steps lie between two decisions; the last `measure_steps` of them are measured. After each decision
-    that finds nothing to gain, that distance doubles up to `max_every_steps`. After a move it is `every_steps` again.
     Freezing or thawing layers changes the loads: the next decision comes as soon as they have been measured.
 
-    `policy` is "partition" (the exact search over all maps) or "diffusion" (single layers between neighbours). With
-    "-by-parameters" behind either, a layer's parameters count in place of its time.
-    `min_gain` is the least relative gain that counts as more than noise. `repack_slowdown` allows fewer ranks where a
-    step then gets longer by at most this fraction of the best step on all ranks (None: never). `transfer_s` is how many
-    seconds an activation takes between two stages, `move_cost` what a move is taken to cost before one was measured. A
-    gain is expected to last `horizon_steps` steps at most (None: four times `every_steps`), and shorter where earlier
-    gains did. With `prepare_in_backward` the controller measures, decides and prepares a move beside the backward pass
-    before it, from the times known when that pass begins.
+    Attributes:
+        every_steps: Steps between two decisions. After each decision that finds nothing to gain, that distance doubles
+            up to `max_every_steps`. After a move it is `every_steps` again.
+        measure_steps: How many of them are measured, the last ones.
+        policy: "partition" (the exact search over all maps) or "diffusion" (single layers between neighbours). With
+            "-by-parameters" behind either, a layer's parameters count in place of its time.
+        min_gain: The least relative gain that counts as more than noise.
+        repack_slowdown: Allows fewer ranks where a step then gets longer by at most this fraction of the best step on
+            all ranks (None: never).
+        transfer_s: Seconds that an activation takes between two stages.
+        move_cost: What a move is taken to cost before one was measured.
+        horizon_steps: For how many steps a gain is expected to last at most (None: four times `every_steps`), and
+            shorter where earlier gains did.
+        prepare_in_backward: Whether the controller measures, decides and prepares a move beside the backward pass
+            before it, from the times known when that pass begins.
+        max_every_steps: The longest distance between two decisions (None: `every_steps`).
+
+    Raises:
+        SpecError: Values contradict each other.
     """
 
     every_steps: int = 50
@@ -94,9 +116,17 @@ class ControllerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What was decided and why. `move` says whether to go from `current` to `best`.
+    """What was decided and why.
 
-    `gains` says whether the predicted gain is more than noise, whether or not it pays for the move.
+    Attributes:
+        move: Whether to go from `current` to `best`.
+        gains: Whether the predicted gain is more than noise, whether or not it pays for the move.
+        current: The map in force.
+        best: The best map that was found.
+        current_makespan_s: Predicted seconds of a step on `current`.
+        best_makespan_s: Predicted seconds of a step on `best`.
+        move_s: Expected seconds of the move.
+        reason: The decision in one phrase, for people.
     """
 
     move: bool
@@ -125,15 +155,22 @@ def decide(
     missed_s: float = 0.0,
     first_ranks: int = 0,
 ) -> Decision:
-    """The map to go on with for `horizon_steps` steps. Equal figures give equal decisions on every rank.
+    """Choose the map to go on with. Equal figures give equal decisions on every rank.
 
-    `missed_s` is what staying has lost since the last time there was nothing to gain: once that and the gain to come
-    exceed a move's cost it is made, so no more is ever lost by waiting than a move would have taken.
+    Args:
+        costs: [L] the layers.
+        limits: [P] the ranks' memory and speed.
+        current: The map in force.
+        microbatches: M.
+        horizon_steps: For how many steps a gain counts.
+        config: Which moves pay.
+        missed_s: What staying has lost since the last time there was nothing to gain. Once that and the gain to come
+            exceed a move's cost, the move is made. So waiting never loses more than a move would have taken.
+        first_ranks: How many ranks the run began with. `repack_slowdown` compares with a step on as many, however often
+            it has packed since.
 
-    `first_ranks` is how many ranks the run began with. `repack_slowdown` compares with a step on as many, however often
-    it has packed since.
-
-    Raises `PartitionError` if nothing fits, the map in force included.
+    Raises:
+        PartitionError: Nothing fits, the map in force included.
     """
     compared = _Comparison(costs, limits, current, microbatches, config)
     everyone = tuple(range(min(len(limits), len(costs))))
@@ -150,6 +187,7 @@ def decide(
         if on_used and min(s for s, _ in on_used) <= allowed_s * (1.0 + config.min_gain):
             options = on_used
     elif current.used_ranks != everyone:
+        # a map on all ranks may cost more to reach than it gains, where one on those in use pays
         options += compared.proposed(_in_stage_order(current))
     if not options and not compared.now_fits:
         why = explain_memory(costs, limits, microbatches)
@@ -158,7 +196,9 @@ def decide(
     def net_s(option: tuple[float, StageMap]) -> float:
         return (compared.now_s - option[0]) * horizon_steps - compared.move_s(option[1])
 
+    # the best map is the one that is worth most once the move is paid, not the fastest one
     best_s, best = max(options, key=net_s, default=(compared.now_s, current))
+    # a rank would run out of memory: no gain is asked for
     if not compared.now_fits:
         return compared.decision(True, best_s, best, "the map in force no longer fits")
     stay = compared.decision(False, best_s, best, "nothing to gain")
@@ -203,6 +243,7 @@ class _Comparison:
         """The policy's maps on `ranks` (in this order) that fit and may gain, each with its makespan."""
         propose = partial(_maps_of_policy, self.costs, microbatches=self.microbatches, policy=self.config.policy)
         found = maps_on(ranks, self.limits, self.current, propose)
+        # policies may propose the same map twice
         fitting = [m for m in dict.fromkeys(found) if fits(self.costs, m, self.limits, self.microbatches)]
         return [(self.makespan_s(m), m) for m in fitting if not self._cannot_gain(m)]
 
@@ -210,12 +251,14 @@ class _Comparison:
         """Whether the slowest rank stays as slow: then there is nothing to simulate, which costs most here."""
         if self.config.repack_slowdown is not None or not self.now_fits:
             return False
+        # a step takes at least as long as its slowest rank works, whatever the schedule
         loads = rank_loads_s(self.costs, stage_map, self.limits)
         return max(loads) > (1.0 - self.config.min_gain / 2) * max(rank_loads_s(self.costs, self.current, self.limits))
 
     def first_s(self, options: Sequence[tuple[float, StageMap]], first_ranks: int) -> float:
         """Predicted seconds of a step on as many ranks as the run began with; those that left are like the first."""
         if first_ranks > len(self.limits):
+            # ranks that left cannot be asked any more, so they are taken to be like the first
             limits = (*self.limits, *[self.limits[0]] * (first_ranks - len(self.limits)))
             first = _Comparison(self.costs, limits, self.current, self.microbatches, self.config)
             options = first.proposed(tuple(range(min(first_ranks, len(self.costs)))))
@@ -226,6 +269,7 @@ class _Comparison:
         fastest = sorted((r.speed for r in self.limits), reverse=True)
         work_s = sum(c.total_s for c in self.costs) * self.microbatches
         for size in range(1, len(self.current.used_ranks)):
+            # a lower bound: not even perfect balance on the fastest ranks would do
             if work_s / sum(fastest[:size]) > allowed_s:
                 continue
             try:
@@ -264,6 +308,7 @@ def _maps_of_policy(
     if policy == "partition-by-parameters":
         return [partition_by_parameters(costs, there, microbatches=microbatches)]
     if policy == "partition":
+        # also maps that are nearly as good and nearer to the one in force: less has to move
         near = [partition_near(costs, there, local, microbatches=microbatches, slack=slack) for slack in (0.0, 0.01)]
         return [partition_by_time(costs, there, microbatches=microbatches), *near]
     start = local

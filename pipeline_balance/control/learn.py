@@ -1,6 +1,6 @@
 """What a controller learns: when the next decision is due, how long gains last, what moves cost.
 
-Shape legend: L layers, P ranks. No clock and no process group: ranks that are told the same figures agree.
+Shape legend: L layers, P ranks. No clock and no process group: ranks that are given the same figures agree.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class DecisionTimer:
         return self.step + 1 >= self.due_at
 
     def loads_changed(self) -> None:
-        """Loads have changed for certain: decide as soon as they have been measured."""
+        """Decide as soon as the loads, which have changed for certain, have been measured."""
         self.interval_steps = self.config.every_steps
         self.due_at = min(self.due_at, self.step + self._measured)
 
     def decided(self, *, quiet: bool) -> None:
-        """A decision was made after the last step; `quiet`: it found nothing to gain."""
+        """Set when the next decision is due, after one that was made; `quiet`: it found nothing to gain."""
         most = self.config.max_every_steps or self.config.every_steps
         self.interval_steps = min(2 * self.interval_steps, most) if quiet else self.config.every_steps
         self.due_at = self.step + self.interval_steps
@@ -59,8 +59,15 @@ class DecisionTimer:
 class Learner:
     """Decides with what earlier decisions and moves have taught.
 
-    `trust` from 0 to 1 is how much of a predicted gain was still there at the next decision. `missed_s` is what staying
-    has lost since the last time there was nothing to gain. `first_ranks` is how many ranks the run began with.
+    Args:
+        limits: [P] the ranks' memory and speed.
+        microbatches: M, times the slices of each.
+        config: Which moves pay.
+        first_ranks: How many ranks the run began with.
+
+    Attributes:
+        trust: How much of a predicted gain was still there at the next decision, from 0 to 1.
+        missed_s: What staying has lost since the last time there was nothing to gain.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class Learner:
         self.config = config
         self.timer = DecisionTimer(config)
         self.move_cost: MoveCost = config.move_cost
-        # a horizon that the user gives is believed until it turns out otherwise
+        # a horizon that the user gives is believed until gains turn out differently
         self.trust = 1.0 if config.horizon_steps is not None else 0.5
         self.missed_s = 0.0
         self._last: Decision | None = None
@@ -80,7 +87,7 @@ class Learner:
         partition_by_time([LayerCost(forward_s=1.0)], RankLimits.uniform(1), microbatches=1)
 
     def decide(self, costs: Sequence[LayerCost], current: StageMap) -> Decision:
-        """The decision for these costs. May run beside a step; `learn` from it before the next one."""
+        """Decide for these costs. May run beside a step; `learn` from it before the next one."""
         self._learn_trust(costs)
         decision = decide(
             costs,
@@ -98,21 +105,25 @@ class Learner:
         return decision
 
     def learn(self, decision: Decision, move: MoveTime | None = None) -> None:
-        """The decision has been carried out, between two steps; `move` is what that took, None without a move.
+        """Learn from a decision that has been carried out, between two steps; `move` is what that took, None without a
+        move.
 
-        The next decision is due later where this one found nothing to gain. What a move's bytes do not explain of its
-        time is the next one's fixed part.
+        The next decision is due later where this one found nothing to gain.
         """
         if move is not None:
+            # what the bytes do not explain of a move's time is the next one's fixed part
             fixed_s = max(move.seconds - move.busiest_bytes / self.move_cost.bytes_per_s, 0.0)
             self.move_cost = replace(self.move_cost, fixed_s=(self.move_cost.fixed_s + fixed_s) / 2)
         self.timer.decided(quiet=not decision.gains and not decision.move)
 
     def lasting_steps(self) -> int:
-        """For how many steps a gain counts that loses all but `trust` of itself from one decision to the next."""
+        """Return for how many steps a gain counts that loses all but `trust` of itself from one decision to the
+        next.
+        """
         interval = self.timer.interval_steps
         most = self.config.horizon_steps or 4 * self.config.every_steps
         decisions = math.ceil(most / interval)
+        # a geometric series, cut off at the horizon
         return max(1, min(most, round(interval * sum(self.trust**n for n in range(1, decisions + 1)))))
 
     def _learn_trust(self, costs: Sequence[LayerCost]) -> None:
@@ -126,5 +137,6 @@ class Learner:
             )
             for stage_map in (last.current, last.best)
         )
+        # by the new costs on both maps: what a move not made would save now counts the same
         kept = min(max((before_s - after_s) / last.gain_s, 0.0), 1.0)
         self.trust = (self.trust + kept) / 2

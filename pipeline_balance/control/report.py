@@ -12,9 +12,13 @@ from pipeline_balance.spec import LayerMove
 class Move:
     """Layers went to other ranks between two updates.
 
-    step: updates made before it. layers: which, from where and to where. predicted_gain_s: what it was to save per
-    step. before_s, after_s: this rank's median step between the decision before and the move, and between the move and
-    the next decision; None where there was no step. seconds: what the move took on the slowest rank.
+    Attributes:
+        step: Updates made before it.
+        layers: Which layers, from where and to where.
+        predicted_gain_s: What it was to save per step.
+        before_s: This rank's median step between the decision before and the move; None where there was no step.
+        after_s: Its median step between the move and the next decision; None where there was no step.
+        seconds: What the move took on the slowest rank.
     """
 
     step: int
@@ -27,6 +31,7 @@ class Move:
     @property
     def measured_gain_s(self) -> float | None:
         """Seconds per step by the clock; a change of the loads counts, too. None until steps have run on both sides."""
+        # medians of steps, in which a single slow one does not show
         return None if self.before_s is None or self.after_s is None else self.before_s - self.after_s
 
     def __str__(self) -> str:
@@ -35,14 +40,20 @@ class Move:
         if gain_s is not None and before_s is not None and after_s is not None:
             measured = f"{1e3 * gain_s:.1f} ms measured ({1e3 * before_s:.1f} to {1e3 * after_s:.1f} ms)"
         return (
-            f"step {self.step}: {_in_words(self.layers)}; gain per step {1e3 * self.predicted_gain_s:.1f} ms "
+            f"step {self.step}: {_moves_text(self.layers)}; gain per step {1e3 * self.predicted_gain_s:.1f} ms "
             f"predicted, {measured}; the move took {1e3 * self.seconds:.1f} ms"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceReport:
-    """All moves so far; prints as a line for each. steps: updates made so far. reason: of the last decision."""
+    """All moves so far; prints as a line for each.
+
+    Attributes:
+        steps: Updates made so far.
+        moves: The moves.
+        reason: Of the last decision.
+    """
 
     steps: int
     moves: tuple[Move, ...]
@@ -52,11 +63,13 @@ class BalanceReport:
         return "\n".join(map(str, self.moves)) or f"no layer has moved in {self.steps} steps: {self.reason}"
 
 
-def _in_words(moves: Sequence[LayerMove]) -> str:
-    """Neighbouring layers that go the same way together, as "layers 4-5 from rank 0 to 1"."""
+def _moves_text(moves: Sequence[LayerMove]) -> str:
+    """Describe moves, with neighbouring layers that go together as "layers 4-5 from rank 0 to 1"."""
     runs: list[list[LayerMove]] = []
     for m in moves:
+        # moves come by layer, so neighbours stand next to each other
         last = runs[-1][-1] if runs else None
+        # a run continues only where source and destination are the same, too
         if last and (last.layer + 1, last.source, last.destination) == (m.layer, m.source, m.destination):
             runs[-1].append(m)
         else:

@@ -44,7 +44,13 @@ class BalancedStages(Protocol):
         """Do ahead what a change needs besides the state, in a thread beside a step; collective."""
 
     def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
-        """Go to `stage_map` between two steps, whose stages are expected to take `durations`; collective."""
+        """Go to `stage_map` between two steps; collective.
+
+        Args:
+            stage_map: The map to go to.
+            durations: Expected seconds of its stages.
+            prepared: What `prepare` made for this map.
+        """
 
 
 @dataclass(frozen=True)
@@ -78,4 +84,5 @@ class PipelineStages:
         return self.pipeline.prepare(stage_map, collective)
 
     def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
+        # what `rebuild` raises is raised on all ranks, so a controller needs no agreement around it
         return self.pipeline.rebuild(stage_map, durations=durations, prepared=prepared)

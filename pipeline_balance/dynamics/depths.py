@@ -21,8 +21,17 @@ from prophet.errors import SpecError
 class MixtureOfDepths(nn.Module):
     """A block behind a router, [B, T, D] -> [B, T, D]: y = x + r (block(x') - x') for chosen tokens, y = x for others.
 
-    `capacity` is the share of tokens chosen (at least one). In training and evaluation the router chooses; with
-    `causal` set, the predictor does, token by token. `routed` is the share of tokens worked on in the last forward.
+    In training and evaluation the router chooses; with `causal` set, the predictor does, token by token.
+
+    Args:
+        block: The block that works on chosen tokens.
+        dim: D.
+        capacity: The share of tokens chosen, of each sequence (at least one token).
+        predictor_weight: How much the predictor's loss counts.
+
+    Attributes:
+        causal: Whether the predictor chooses.
+        routed: The share of tokens worked on in the last forward.
     """
 
     def __init__(self, block: Block, dim: int, capacity: float, *, predictor_weight: float = 0.01) -> None:
@@ -48,10 +57,12 @@ class MixtureOfDepths(nn.Module):
         rows = chosen[..., None].expand(-1, -1, x.shape[-1])
         part = x.gather(1, rows)
         scale = torch.sigmoid(weights.gather(1, chosen))[..., None]
+        # r enters the output, so the router learns from the model's loss
         y = x.scatter_add(1, rows, scale * (self.block(part) - part))
         self.routed = k / x.shape[1]
         if self.training and torch.is_grad_enabled():
             wanted = torch.zeros_like(weights).scatter_(1, chosen, 1.0)
+            # detached: the predictor watches the model and must not change it
             guess = self.predictor(x.detach()).squeeze(-1)
             extra = nn.functional.binary_cross_entropy_with_logits(guess, wanted)
             y = add_loss(y, self.predictor_weight * extra)
@@ -64,6 +75,7 @@ class MixtureOfDepths(nn.Module):
         for b in range(x.shape[0]):
             rows = taken[b].nonzero().reshape(-1)
             if rows.numel():
+                # sequence by sequence, as each has another number of chosen tokens
                 part = x[b : b + 1, rows]
                 y[b, rows] += (scale[b : b + 1, rows] * (self.block(part) - part))[0]
         self.routed = float(taken.float().mean())

@@ -18,8 +18,13 @@ from prophet.errors import SpecError
 class EarlyExit(nn.Module):
     """A block that works on living tokens only, [B, T, D + 1] -> [B, T, D + 1]; the last channel is 1 while alive.
 
-    `threshold` is the cosine between a token's states before and after the block from which it leaves (above 1: never);
-    `first` says that no token leaves here yet. `alive` is the share of tokens worked on in the last forward.
+    Args:
+        block: The block.
+        threshold: The cosine between a token's states before and after the block from which it leaves (above 1: never).
+        first: Whether no token leaves here yet.
+
+    Attributes:
+        alive: The share of tokens worked on in the last forward.
     """
 
     def __init__(self, block: Block, threshold: float, *, first: bool = False) -> None:
@@ -32,11 +37,13 @@ class EarlyExit(nn.Module):
         self.alive = 1.0
 
     def forward(self, state: Tensor) -> Tensor:
+        # a channel of the state and not an attribute: the next block may be on another rank
         x, living = state[..., :-1], state[..., -1].detach() > 0.5
         self.alive = float(living.float().mean())
         if bool(living.all()):
             y: Tensor = self.block(x)
         else:
+            # each sequence has another number of living tokens
             y = torch.stack([self._part(x[b], living[b]) for b in range(x.shape[0])])
         settled = nn.functional.cosine_similarity(x.detach(), y.detach(), dim=-1) > self.threshold
         stays = living if self.first else living & ~settled

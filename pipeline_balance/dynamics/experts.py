@@ -20,8 +20,14 @@ from prophet.ranks.threads import ThreadWorld
 class MixtureOfExperts(nn.Module):
     """A transformer block whose feed-forward part is a mixture of experts, [B, T, D] -> [B, T, D].
 
-    `group` is the expert-parallel group (default: this rank alone). Auxiliary losses join the backward pass here, where
-    they arise, because a pipeline passes on one tensor only.
+    Args:
+        dim: D.
+        heads: Attention heads.
+        num_experts: E.
+        hidden: Hidden dim of an expert (None: 4 D).
+        top_k: Experts that a token goes to.
+        gate: Options of the gate (None: its defaults).
+        group: The expert-parallel group (None: this rank alone).
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class MixtureOfExperts(nn.Module):
         group: Collective | None = None,
     ) -> None:
         super().__init__()
+        # a group of one: all experts are on this rank, and nothing is sent
         alone = group if group is not None else ThreadWorld(1).collective(0)
         experts = MoE(dim, hidden or 4 * dim, num_experts, top_k, gate=gate, group=alone)
         self.block = Block(dim, heads, mlp=experts)
@@ -43,6 +50,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with collect_losses(self.block) as book:
             y: Tensor = self.block(x)
+        # auxiliary losses join the backward pass where they arise, as a pipeline passes on one tensor only
         if self.training and torch.is_grad_enabled() and book.entries:
             return add_loss(y, book.total())
         return y

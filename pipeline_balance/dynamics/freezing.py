@@ -21,11 +21,14 @@ from prophet.ranks.operation import Operation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreezingRule:
-    """When a layer is frozen.
+    """When a layer is frozen. Both `share` and `loss_rate` must be met in `patience` updates in a row.
 
-    A layer's smoothed gradient norm must be at most `share` of its largest one, and the smoothed loss must have changed
-    by at most `loss_rate` (relative) since the last update; both in `patience` updates in a row. At most `most` layers
-    are frozen.
+    Attributes:
+        share: A layer's smoothed gradient norm must be at most this share of its largest one.
+        loss_rate: The smoothed loss must have changed by at most this (relative) since the last update.
+        patience: In how many updates in a row.
+        smoothing: Weight of the past in both averages, from 0 to below 1.
+        most: At most as many layers are frozen.
     """
 
     share: float = 0.3
@@ -43,8 +46,13 @@ class FreezingRule:
 
 @dataclass
 class Freezer:
-    """Watches a model of L layers and says how long its frozen prefix is. Equal figures give equal answers on
-    all ranks.
+    """Watches a model of L layers and says how long its frozen prefix is. Equal figures give equal answers on all
+    ranks.
+
+    Attributes:
+        layers: L.
+        rule: When a layer is frozen.
+        frozen: The length of the frozen prefix.
     """
 
     layers: int
@@ -74,12 +82,15 @@ class Freezer:
         loss = loss if self._loss is None else keep * self._loss + (1 - keep) * loss
         settled = self._loss is not None and abs(loss - self._loss) <= self.rule.loss_rate * abs(self._loss)
         self._loss = loss
+        # frozen layers have no gradient, so nothing new is known of them
         for i in range(self.frozen, self.layers):
             first = self._largest[i] == 0.0
+            # an average that began at zero would rise for some updates, and look unsettled
             self._smooth[i] = rates[i] if first else keep * self._smooth[i] + (1 - keep) * rates[i]
             self._largest[i] = max(self._largest[i], self._smooth[i])
             quiet = settled and self._smooth[i] <= self.rule.share * self._largest[i]
             self._quiet[i] = self._quiet[i] + 1 if quiet else 0
+        # only a prefix: a frozen layer above a trainable one saves no input gradient
         while self.frozen < min(self.layers - 1, self.rule.most) and self._quiet[self.frozen] >= self.rule.patience:
             self.frozen += 1
         return self.frozen
@@ -88,13 +99,25 @@ class Freezer:
 def gradient_rates(
     layers: Mapping[int, nn.Module], count: int, collective: Collective, device: torch.device
 ) -> list[float]:
-    """Norm of every layer's gradient over that of its parameters, [L], on every rank; 0 for a layer without one."""
+    """Compute the norm of every layer's gradient over that of its parameters; collective.
+
+    Args:
+        layers: This rank's layers by number.
+        count: L.
+        collective: Over all ranks.
+        device: Where the figures travel.
+
+    Returns:
+        [L] rates on every rank; 0 for a layer without a gradient.
+    """
     mine = torch.zeros(count, dtype=torch.float64)
     for i, layer in layers.items():
+        # the gradient's norm stands for the rate: with gradient descent a layer changes in proportion to it
         pairs = [(p.grad, p) for p in layer.parameters() if p.grad is not None]
         size = sum(float(p.detach().double().pow(2).sum()) for _, p in pairs)
         change = sum(float(g.double().pow(2).sum()) for g, _ in pairs)
         mine[i] = (change / size) ** 0.5 if size > 0 else 0.0
+    # each layer is on one rank, and zero on all others
     rates: list[float] = collective.all_gather(mine.to(device), op=Operation("rates of change")).sum(dim=0).tolist()
     return rates
 

@@ -17,7 +17,16 @@ from prophet.errors import SpecError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTShape:
-    """Sizes of the model; it has `blocks` + 2 pipeline layers: embedding, blocks, head."""
+    """Sizes of the model; it has `blocks` + 2 pipeline layers: embedding, blocks, head.
+
+    Attributes:
+        vocabulary: V.
+        dim: D.
+        heads: H, which divide D.
+        blocks: How many blocks.
+        context: The most tokens of a sequence.
+        channels: Extra channels of the state, which dynamic models use.
+    """
 
     vocabulary: int
     dim: int = 64
@@ -50,6 +59,7 @@ class Embed(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.token(ids) + self.position.weight[: ids.shape[1]]
         extra = x.new_ones(*ids.shape, self.channels)
+        # extra channels start at 1: all tokens are alive at first
         return torch.cat([x, extra], dim=-1) if self.channels else x
 
 
@@ -64,11 +74,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """Attend over a whole sequence, [B, T, D] -> [B, T, D]."""
         return self._mix(x, x, is_causal=True)
 
     def at(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Attention for tokens `rows` [A] of one sequence x [T, D] only, over all tokens up to each: [A, D]."""
+        """Attend for tokens `rows` [A] of one sequence x [T, D] only, over all tokens up to each: [A, D]."""
         return self._mix(x[rows], x, attn_mask=torch.arange(x.shape[0], device=x.device) <= rows[:, None])
 
     def _mix(self, asking: Tensor, x: Tensor, **masked: Any) -> Tensor:
@@ -81,7 +91,14 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, [B, T, D] -> [B, T, D]."""
+    """Pre-norm transformer block, [B, T, D] -> [B, T, D].
+
+    Args:
+        dim: D.
+        heads: H.
+        attention: Its attention (None: plain causal attention).
+        mlp: Its feed-forward part (None: two linear layers with GELU, 4 D wide).
+    """
 
     def __init__(self, dim: int, heads: int, attention: nn.Module | None = None, mlp: nn.Module | None = None) -> None:
         super().__init__()
@@ -97,10 +114,11 @@ class Block(nn.Module):
         return mixed
 
     def at(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The block's output for tokens `rows` [A] of one sequence x [T, D]: [A, D]."""
+        """Compute the block's output for tokens `rows` [A] of one sequence x [T, D]: [A, D]."""
         attention = self.attention
         if not isinstance(attention, Attention):
             raise SpecError("only plain attention works on a part of the tokens")
+        # keys and values are those of all tokens, so the norm is taken of all of them
         part = x[rows] + attention.at(self.norm1(x), rows)
         mixed: Tensor = part + self.mlp(self.norm2(part))
         return mixed
@@ -116,18 +134,23 @@ class Head(nn.Module):
         self.out = nn.Linear(shape.dim, shape.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
+        # extra channels are bookkeeping and no part of what is read out
         logits: Tensor = self.out(self.norm(x[..., : self.dim]))
         return logits
 
 
 def builder(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: int = 0) -> Callable[[int], nn.Module]:
-    """A function that builds layer i, the same on every rank. `make_block(i)` makes block i of 0, 1, ..
+    """Return a function that builds layer i, the same on every rank. The caller's random stream is left as it was.
 
-    The caller's random stream is left as it was.
+    Args:
+        shape: Sizes of the model.
+        make_block: `make_block(i)` makes block i of 0, 1, ...
+        seed: Weights follow this and the layer's number.
     """
 
     def build(index: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
+            # a seed for each layer, as ranks build only some of them, and in any order
             torch.manual_seed(seed * 100_003 + index)
             if index == 0:
                 return Embed(shape)
@@ -137,11 +160,17 @@ def builder(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: in
 
 
 def modules(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: int = 0) -> list[nn.Module]:
-    """All layers of the model, for `ElasticPipeline.from_modules`."""
+    """Build all layers of the model, for `ElasticPipeline.from_modules`.
+
+    Args:
+        shape: Sizes of the model.
+        make_block: `make_block(i)` makes block i of 0, 1, ...
+        seed: Weights follow this and the layer's number.
+    """
     build = builder(shape, make_block, seed=seed)
     return [build(i) for i in range(shape.layers)]
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy in nats; uniform guessing gives log V."""
+    """Compute the mean cross-entropy in nats; uniform guessing gives log V."""
     return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten())

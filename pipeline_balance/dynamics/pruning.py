@@ -24,7 +24,15 @@ _BUCKETS = 1 << _DIGIT_BITS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruningSchedule:
-    """Sparsity by step: from `initial` at `first_step` to `final` after `prunings` prunings every `every_steps`."""
+    """Sparsity by step, a cubic curve (Zhu and Gupta 2017; DynMo, Eq. 3).
+
+    Attributes:
+        initial: Sparsity before `first_step`.
+        final: Sparsity after the last pruning.
+        first_step: When pruning begins.
+        prunings: How many prunings follow.
+        every_steps: Steps from one to the next.
+    """
 
     initial: float = 0.0
     final: float = 0.9
@@ -44,7 +52,9 @@ class PruningSchedule:
         return since >= 0 and since % self.every_steps == 0 and since <= self.prunings * self.every_steps
 
     def sparsity(self, step: int) -> float:
-        """Share of parameters that is zero from this step on; held constant between prunings and after the last."""
+        """Return the share of parameters that is zero from this step on; constant between prunings and after the
+        last.
+        """
         since = min(max(step - self.first_step, 0) // self.every_steps, self.prunings)
         if step < self.first_step:
             return self.initial
@@ -53,16 +63,26 @@ class PruningSchedule:
 
 def _magnitude_bits(values: Tensor) -> Tensor:
     """Integers [n] ordered as the magnitudes of float32 values; not-a-number counts as the largest."""
+    # without the sign, bits of IEEE floats are ordered as their magnitudes
     bits: Tensor = values.detach().float().reshape(-1).contiguous().view(torch.int32).to(torch.int64) & 0x7FFFFFFF
     return bits
 
 
 def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
-    """Mask of this rank's `values` that are among the `keep` largest in magnitude of all ranks; exact.
+    """Find which of this rank's values are among the largest in magnitude of all ranks; exact, collective.
 
-    `values` is this rank's part, of any length and shape, none at all included. Four all-gathers of 256 counts and one
-    of a single count. Ties go to the lower rank, then the lower position. Raises `SpecError` if `keep` exceeds what
-    there is.
+    Four all-gathers of 256 counts and two of a single count. Ties go to the lower rank, then the lower position.
+
+    Args:
+        values: This rank's part, of any length and shape, none at all included.
+        keep: k, how many of all ranks' values to keep.
+        collective: Over all ranks.
+
+    Returns:
+        A mask in the shape of `values`.
+
+    Raises:
+        SpecError: `keep` exceeds what there is.
     """
     bits = _magnitude_bits(values)
     op = Operation("global top-k")
@@ -78,7 +98,8 @@ def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
     for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
         digits = (candidates >> shift) & (_BUCKETS - 1)
         counts = collective.all_gather(torch.bincount(digits, minlength=_BUCKETS), op=op).sum(dim=0)
-        above = counts.flip(0).cumsum(0).flip(0)  # values with this digit or a larger one
+        # values with this digit or a larger one
+        above = counts.flip(0).cumsum(0).flip(0)
         digit = int((above >= wanted).nonzero().max())
         wanted -= int(above[digit] - counts[digit])
         prefix |= digit << shift
@@ -93,7 +114,17 @@ def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
 
 @dataclass(frozen=True)
 class _Pattern:
-    """Where a matrix [O, I] keeps its entries: compressed rows of it and of its transpose."""
+    """Where a matrix [O, I] keeps its entries: compressed rows of it and of its transpose.
+
+    Attributes:
+        mask: The mask that it was derived from.
+        version: That mask's version.
+        rows: Row of every entry.
+        columns: Column of every entry.
+        row_starts: [O + 1] where each row begins.
+        column_starts: [I + 1] where each column begins.
+        by_column: Order of the entries in the transpose.
+    """
 
     mask: Tensor
     version: int
@@ -101,7 +132,7 @@ class _Pattern:
     columns: Tensor
     row_starts: Tensor
     column_starts: Tensor
-    by_column: Tensor  # order of the entries in the transpose
+    by_column: Tensor
 
     @classmethod
     def of(cls, mask: Tensor) -> _Pattern:
@@ -114,14 +145,15 @@ class _Pattern:
         return cls(mask, mask._version, rows, columns, starts[0], starts[1], by_column)
 
     def fits(self, mask: Tensor) -> bool:
+        # changes in place count too, as `load_state_dict` makes them
         return self.mask is mask and self.version == mask._version
 
     def sparse(self, values: Tensor) -> Tensor:
-        """[O, I]."""
+        """The matrix with these entries, [O, I]."""
         return torch.sparse_csr_tensor(self.row_starts, self.columns, values, self.mask.shape, check_invariants=False)
 
     def sparse_transposed(self, values: Tensor) -> Tensor:
-        """[I, O]."""
+        """The transpose of the matrix with these entries, [I, O]."""
         return torch.sparse_csr_tensor(
             self.column_starts,
             self.rows[self.by_column],
@@ -132,11 +164,14 @@ class _Pattern:
 
 
 class PrunedLinear(nn.Linear):
-    """A linear layer some of whose weights are zero for good.
+    """A linear layer some of whose weights are zero for good. The mask is a buffer: it moves with the layer.
 
-    The mask is a buffer: it moves with the layer. Once the share of weights left is at most `sparse_below`, forward and
-    both gradients run as sparse products over a pattern that is derived once per mask; where dense ones are faster,
-    leave it at 0.
+    Args:
+        in_features: I.
+        out_features: O.
+        bias: Whether there is a bias.
+        sparse_below: Once the share of weights left is at most this, forward and both gradients run as sparse products
+            over a pattern that is derived once per mask. Leave it at 0 where dense ones are faster.
     """
 
     mask: Tensor
@@ -191,21 +226,31 @@ class _SparseProduct(torch.autograd.Function):
         pattern: _Pattern = ctx.pattern  # type: ignore[attr-defined]
         grad_t = grad.t().contiguous()
         entries = torch.sparse.sampled_addmm(pattern.sparse(values), grad_t, x, beta=0.0).values()
+        # dense, as the parameter is; zero where nothing is left
         weight_grad = torch.zeros(pattern.mask.shape, dtype=grad.dtype, device=grad.device)
         weight_grad[pattern.rows, pattern.columns] = entries
         return (pattern.sparse_transposed(values) @ grad_t).t().contiguous(), weight_grad, None
 
 
 def prune_globally(layers: Sequence[nn.Module], sparsity: float, collective: Collective) -> float:
-    """Prune all `PrunedLinear` weights of all ranks to `sparsity`, by magnitude over the whole model.
+    """Prune all `PrunedLinear` weights of all ranks by magnitude over the whole model; collective.
 
-    `layers` are this rank's; collective. Weights pruned earlier are zero and lose every tie, so none comes back.
-    Returns the share of this rank's weights that is left (1.0 where it has none).
+    Weights pruned earlier are zero and lose every tie, so none comes back.
+
+    Args:
+        layers: This rank's layers.
+        sparsity: The share of all weights that is zero afterwards.
+        collective: Over all ranks.
+
+    Returns:
+        The share of this rank's weights that is left (1.0 where it has none).
     """
     if not 0.0 <= sparsity < 1.0:
         raise SpecError(f"sparsity must be from 0 to below 1, got {sparsity!r}")
     modules = [m for layer in layers for m in layer.modules() if isinstance(m, PrunedLinear)]
+    # a rank without such weights takes part, too
     device = next((m.weight.device for m in modules), torch.device("cpu"))
+    # masked: an optimizer with momentum may have moved a pruned weight away from zero
     flat = torch.cat([(m.weight * m.mask).reshape(-1) for m in modules] or [torch.zeros(0, device=device)])
     total = int(collective.all_gather(torch.tensor([flat.numel()], device=device), op=Operation("pruning")).sum())
     mask = global_top_k(flat, round(total * (1.0 - sparsity)), collective)

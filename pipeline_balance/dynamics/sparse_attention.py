@@ -17,9 +17,16 @@ from prophet.errors import SpecError
 
 
 class HashAttention(nn.Module):
-    """Causal attention within buckets, [B, T, D] -> [B, T, D]. `bits` hash bits give 2**bits buckets; 0 is dense.
+    """Causal attention within buckets, [B, T, D] -> [B, T, D].
 
-    `density` is the share of causal tiles that the last forward computed.
+    Args:
+        dim: D.
+        heads: H, which divide D.
+        bits: Hash bits, which give 2**bits buckets; 0 is dense.
+        tile: S, tokens per tile.
+
+    Attributes:
+        density: The share of causal tiles that the last forward computed.
     """
 
     planes: Tensor
@@ -53,7 +60,7 @@ class HashAttention(nn.Module):
         return projected
 
     def buckets(self, x: Tensor, planes: Tensor) -> Tensor:
-        """Bucket of every row, [T]."""
+        """Hash every row of x [T, d] to its bucket, [T]."""
         signs = (x.detach() @ planes > 0).to(torch.int64)
         return (signs << torch.arange(self.bits, device=x.device)).sum(dim=-1)
 
@@ -62,12 +69,14 @@ class HashAttention(nn.Module):
         q_bucket, k_bucket = self.buckets(q, planes), self.buckets(k, planes)
         q_order, k_order = torch.sort(q_bucket, stable=True).indices, torch.sort(k_bucket, stable=True).indices
         scale = 1.0 / math.sqrt(q.shape[-1])
+        # a token always attends to itself, so no row is empty
         own = (q * k).sum(dim=-1) * scale
         out: list[Tensor] = []
         tiles = 0
         for rows in q_order.split(self.tile):
             scores, values = [own[rows, None]], []
             for columns in k_order.split(self.tile):
+                # positions are those of the sequence: sorting by bucket must not let a token see later ones
                 allowed = (q_bucket[rows, None] == k_bucket[columns]) & (rows[:, None] > columns)
                 if not bool(allowed.any()):
                     continue
@@ -77,6 +86,7 @@ class HashAttention(nn.Module):
             weights = torch.cat(scores, dim=1).softmax(dim=1)
             mixed = weights[:, :1] * v[rows]
             out.append(mixed + weights[:, 1:] @ torch.cat(values) if values else mixed)
+        # the inverse permutation, to the order of the sequence
         back = torch.empty_like(q_order)
         back[q_order] = torch.arange(q_order.numel(), device=q.device)
         return torch.cat(out)[back], tiles

@@ -1,4 +1,4 @@
-"""Weights of a model that was built without memory: each rank reads those of its own layers from a folder."""
+"""Weights of a model that was built without memory: each rank reads those of the layers that it runs from a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def load_pretrained(pipeline: ElasticPipeline, folder: str | Path) -> None:
     """Take the weights that `from_pretrained(folder)` of the model's class gives; collective, between updates.
 
-    Each rank reads those of its own layers, and of what is around all layers. So the model may be built under
+    Each rank reads those of the layers that it runs, and of what is around all layers. So the model may be built under
     `init_empty_weights()`.
 
     Raises:

@@ -1,7 +1,7 @@
 """`ElasticPipeline`: training over pipeline stages that can be cut anew between updates.
 
-Shape legend: L layers, P ranks, M microbatches. `stages` builds what runs a stage map, `rebuild` moves the training
-state to another map, `agreement` compares ranks before a step, and this module runs the steps.
+Shape legend: L layers, P ranks, M microbatches. `run` has what runs a stage map and compares ranks before a step,
+`move` takes the training state to another map, and this module is what users call.
 """
 
 from __future__ import annotations
@@ -56,21 +56,32 @@ if TYPE_CHECKING:
 class ElasticPipeline:
     """A model of L layers in a row, trained over the ranks of `group`, with stages that may change between updates.
 
-    Every rank is given the whole `model`, or a function that makes it, and keeps all its modules and parameters for the
-    whole run; what lives elsewhere is on `meta`. With `replicas` R the ranks are R pipelines with one stage map, each
-    with a part of the batch. `make_optimizer(named_parameters)` is called once, with all of them, and returns one
-    optimizer of torch or several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch
-    is cut into. Layers draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients
-    apart from input gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank,
-    `timeout_s` every wait for another rank. `meter` takes the place of one with the wall clock.
+    Every rank keeps all modules and parameters of the model for the whole run; what lives elsewhere is on `meta`.
+    Collective.
 
-    Collective. Raises `SpecError` on all ranks where an argument is wrong on one of them, or ranks differ; the model is
-    as it was then, unless it was `make_optimizer` that failed.
+    Args:
+        model: The whole model on every rank, or a function that makes it.
+        stage_map: Which rank runs which layers (None: spread evenly).
+        make_optimizer: `make_optimizer(named_parameters)` is called once, with all of them, and returns one optimizer
+            of torch or several.
+        microbatches: M, how many parts a batch is cut into.
+        replicas: R. The ranks are R pipelines with one stage map, each with a part of the batch.
+        seed: By which layers draw random numbers, wherever they run.
+        device: Where this rank computes; the CPU by default.
+        split_backward: Whether weight gradients are computed apart from input gradients where that fills a wait.
+        budget_bytes: Bounds the buffers of a move on a rank.
+        timeout_s: Bounds every wait for another rank, in seconds.
+        group: The processes that train (None: all).
+        meter: Takes the place of one with the wall clock.
+        joins: Whether this process enters a group whose others call `change_group`. It has no layers at first and takes
+            map, rates and counters from them.
+        rank_assignment: Has other processes run the stages than the first ones in a row, and spare ones none.
+        zero: With 1, one replica alone updates each tensor and keeps its optimizer state.
+        schedule: A name or a function, asked on every rank for every stage map: see `pipeline_balance.schedules.named`.
 
-    `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
-    map, rates and counters from them. `rank_assignment` has other processes run the stages than the first ones in a
-    row, and spare ones none. `zero` 1 has one replica alone update each tensor and keep its optimizer state. `schedule`
-    is a name or a function, asked on every rank for every stage map: see `pipeline_balance.schedules.named`.
+    Raises:
+        SpecError: On all ranks where an argument is wrong on one of them, or ranks differ. The model is as it was then,
+            unless it was `make_optimizer` that failed.
     """
 
     def __init__(
@@ -97,8 +108,10 @@ class ElasticPipeline:
         self.meter = meter if meter is not None else Meter()
         at = device if device is not None else torch.device("cpu")
 
+        # a list, as `check` and `make` below fill it in
         built: list[Stages] = []
 
+        # what a rank can get wrong alone runs in here, so that its error is one on all ranks
         def check() -> dict[str, Any]:
             config = PipelineConfig(
                 microbatches=microbatches,
@@ -123,6 +136,7 @@ class ElasticPipeline:
             return self._description(None if joins else built[0], Progress(first_ranks=self.ranks))
 
         agreed, progress = agree_on_model(check, self.groups.world, at)
+        # making communicators is collective, so it waits until all have the same replicas
         if rank_assignment is None:
             self.groups.divide()
 
@@ -131,8 +145,10 @@ class ElasticPipeline:
             self.experts = StageExperts(self.model.units, self.groups.world.rank, column, self.meter)
             if not built:
                 built.append(self.builder.build(agreed))
+            # before the device: only this rank's part must fit there
             self.owned.keep_only(() if joins else agreed.layers_on(self.rank))
             self.owned.to_device(at)
+            # with all parameters, those on `meta` too: groups and rates are the same on all ranks
             return Optimizers(make_optimizer, self.owned.parameters)
 
         self.optimizers = agree_on_optimizers(make, self.owned, self.groups.world, at, joins=joins)
@@ -142,6 +158,7 @@ class ElasticPipeline:
         owners = Owners(self.owned, self.groups.grid, agreed, zero)
         self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, built[0], owners)
         self.progress.take(progress)
+        # also where nothing is sent: later calls are to find only what is new then
         fresh = self.owned.fresh()
         if not joins:
             self._passes.start_alike(fresh)
@@ -157,9 +174,15 @@ class ElasticPipeline:
         slices: Slicer | None = None,
         **options: Any,
     ) -> ElasticPipeline:
-        """A pipeline of modules, each called with what the one before it returns; see `ModuleChain`.
+        """Make a pipeline of modules, each called with what the one before it returns; see `ModuleChain`.
 
-        `loss_fn(output, labels)` is a mean over `counted(labels)` labels. `options` are the constructor's.
+        Args:
+            layers: The modules in order, or one module whose children they are.
+            loss_fn: `loss_fn(output, labels)`, a mean over `counted(labels)` labels.
+            stage_map: Which rank runs which layers (None: spread evenly).
+            counted: From labels to how many of them count (None: as `ModuleChain` finds by the loss).
+            slices: Options of `pipeline_balance.slices`, which cut every sequence (None: microbatches pass whole).
+            **options: Those of the constructor.
         """
 
         def make() -> PipelineModel:
@@ -180,11 +203,18 @@ class ElasticPipeline:
         slices: Slicer | None = None,
         **options: Any,
     ) -> ElasticPipeline:
-        """A pipeline of a transformers model, or of one built like them, as it is; see `TransformersModel`.
+        """Make a pipeline of a transformers model, or of one built like them, as it is; see `TransformersModel`.
 
         Layer 0 of the pipeline is all in front of the model's layers, the last one all behind them. `step` takes what
-        the model's forward takes, and the labels; the loss is the model's own. `slices` are
-        `pipeline_balance.slices.SliceOptions`. `options` are the constructor's.
+        the model's forward takes, and the labels; the loss is the model's own.
+
+        Args:
+            model: The whole model.
+            stage_map: Which rank runs which layers (None: spread evenly).
+            layers: Dotted name of the model's list of layers, where it has several.
+            example: Inputs for one forward of what comes before the layers (None: token ids).
+            slices: `pipeline_balance.slices.SliceOptions`, which cut every sequence (None: microbatches pass whole).
+            **options: Those of the constructor.
         """
 
         def make() -> PipelineModel:
@@ -197,7 +227,7 @@ class ElasticPipeline:
 
     @property
     def config(self) -> PipelineConfig:
-        """How it trains."""
+        """The settings in force."""
         return self.builder.config
 
     @property
@@ -237,7 +267,7 @@ class ElasticPipeline:
 
     @property
     def failures(self) -> Failures:
-        """What makes one rank's failure that of all of them."""
+        """Makes one rank's failure that of all of them."""
         return self.groups.failures
 
     @property
@@ -284,20 +314,31 @@ class ElasticPipeline:
         max_norm: float | None = None,
         scaler: Any = None,
     ) -> float:
-        """Train on one batch; returns the loss, equal on all ranks. Collective over all ranks, idle ones included.
+        """Train on one batch. Collective over all ranks, idle ones included.
 
-        `inputs` and `labels` are the same on every rank of a replica: a batch, or sequences of its microbatches, whose
-        lengths may differ. With `update=False` gradients are only added up. The call with `update=True` averages them
-        over replicas, clips them to `max_norm`, steps the optimizers, and ends the update. `scaler` is what
-        `pipeline.scaler()` makes. The loss is the mean over all labels of the update so far that count. Raises
-        `SpecError` on all ranks, before any data moves, where ranks disagree or the batch does not fit.
+        With `update=False` gradients are only added up. The call with `update=True` averages them over replicas, clips
+        them, steps the optimizers, and ends the update.
+
+        Args:
+            inputs: A batch, or a sequence of its microbatches, whose lengths may differ. The same on every rank of a
+                replica.
+            labels: Labels, in the same form.
+            update: Whether this batch ends the update.
+            max_norm: What the gradients' norm is clipped to (None: not).
+            scaler: What `pipeline.scaler()` makes (None: the loss is not scaled).
+
+        Returns:
+            The mean loss over all labels of the update so far that count, equal on all ranks.
+
+        Raises:
+            SpecError: On all ranks, before any data moves, where ranks disagree or the batch does not fit.
         """
         self._refuse_in_job("trains by job.step(), which reads its data")
         return self.train(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
 
     @together("step")
     def train(self, inputs: Batch, labels: Labels, **how: Any) -> float:
-        """`step`, for a job."""
+        """Train on one batch as `step` does, for a job."""
         return self._passes.step(inputs, labels, **how)
 
     def _refuse_in_job(self, does: str) -> None:
@@ -305,26 +346,28 @@ class ElasticPipeline:
             raise SpecError(f"this pipeline is a job's, which {does}")
 
     def scaler(self, **arguments: Any) -> PipelineScaler:
-        """A `torch.amp.GradScaler` for `step(scaler=)`, the same on all ranks; it takes that class's arguments by name.
+        """Make a `torch.amp.GradScaler` for `step(scaler=)`, the same on all ranks; it takes that class's arguments by
+        name.
 
         Call it on every rank. Its `state_dict` belongs into checkpoints.
         """
         return PipelineScaler(lambda: self.collective, self.config.device, **arguments)
 
     def balance_experts(self, attach: Callable[[nn.Module], Balancer]) -> Balancer | None:
-        """Balance the expert-parallel layers of this rank's stages: `attach` gets them as a module. On every rank.
+        """Balance the expert-parallel layers of this rank's stages; call it on every rank.
 
-        Returns what `attach` returned, None on a rank without such layers.
+        `attach` gets these layers as one module. Returns what `attach` returned, None on a rank without such layers.
 
         >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
         >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
         """
+        # a balancer counts backward passes, and each slice has one
         passes = self.config.microbatches * (self.model.slicing.slices if self.model.slicing is not None else 1)
         return self.experts.balance(attach, self.stage_map.layers_on(self.rank), passes, self.collective)
 
     @together("evaluation before step")
     def evaluate(self, inputs: Batch, labels: Labels) -> float:
-        """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
+        """Compute the mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
 
         The batch may have any number of rows: it is cut into microbatches of about the training's size. Modules are in
         evaluation mode meanwhile.
@@ -336,7 +379,7 @@ class ElasticPipeline:
         self._passes.drop_gradients()
 
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
-        """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
+        """Gather the unsplit model's whole `state_dict` in the host's memory of `rank`; empty elsewhere. Collective.
 
         `rank` counts all processes: the first replica's come first. `save_pretrained` writes it for transformers.
         """
@@ -355,22 +398,25 @@ class ElasticPipeline:
 
     @together("measuring before step")
     def measure(self) -> list[LayerCost]:
-        """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
+        """Measure all layers: costs since the last rebuild or `meter.reset()`; collective over all ranks, equal on
+        all.
+        """
+        # a shard's times and bytes are not those of the layer
         self._check_unsharded("measure layers", owners=False)
         return self.gather_costs(self.local_costs(), self.collective)
 
     def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
-        """Costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""
+        """Gather the costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""
         layers, rows = self.stage_map.layers, self.groups.grid.rows
         return gather_costs(local, layers, collective, self.config.device, rows=rows)
 
     def local_costs(self) -> dict[int, LayerCost]:
-        """Costs of this rank's layers."""
+        """Return the costs of this rank's layers."""
         stages = {s: self.stage_map.layers_of(s) for s in self.stage_map.stages_on(self.rank)}
         return local_costs(self.layers, stages, self.meter, self.optimizers.state())
 
     def times(self) -> RankTimes:
-        """Where this rank's time went since the last rebuild."""
+        """Return where this rank's time went since the last rebuild."""
         return self.meter.times()
 
     # --- changing stages --------------------------------------------------------------------------------------
@@ -383,28 +429,41 @@ class ElasticPipeline:
         return self.mover.prepare(self.stages, stage_map, collective)
 
     def side_collective(self) -> Collective:
-        """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
+        """Return a separate communicator over all ranks, for use beside a step; made at the first call, by all
+        ranks.
+        """
         return self.groups.side()
 
     @together("move before step")
     def rebuild(
         self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> Switched:
-        """Change to `stage_map`, between steps; collective over all ranks, whether they run a stage or not.
+        """Change to another stage map, between steps; collective over all ranks, whether they run a stage or not.
 
-        `durations` of the new stages, equal on all ranks, let the schedule order what is ready by when it will be.
-        `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
-        Gradients that an update has used are dropped. Raises `TransitionError` on every rank, with everything as it
-        was, if the state cannot be moved, and `SpecError` if ranks are given different maps, or replicas differ.
+        Gradients that an update has used are dropped.
+
+        Args:
+            stage_map: The map to go to, equal on all ranks.
+            durations: Expected seconds of the new stages, equal on all ranks. They let the schedule order what is ready
+                by when it will be (None: not known).
+            prepared: What `prepare` made for this map; where a rank's state has another shape by now it is not used.
+
+        Returns:
+            What the move took on this process.
+
+        Raises:
+            TransitionError: On every rank, with everything as it was, if the state cannot be moved.
+            SpecError: On every rank, if ranks are given different maps, or replicas differ.
         """
         self._refuse_in_job("moves layers by job.switch(dataclasses.replace(job.layout, stages=(...)))")
         self.experts.check_static("move layers")
         self._check_unsharded("move layers by rebuild")
         move = StageMove(self.mover, self._passes, stage_map, durations, prepared or Prepared())
+        # within each replica: the map is the same in all of them, and so is the route
         return run(move, world=self.groups.world, carrier=self.groups.collective)
 
     def state(self) -> PipelineState:
-        """The training state, to be taken elsewhere; see `pipeline_balance.elastic`."""
+        """Return the training state, to be taken elsewhere; see `pipeline_balance.elastic`."""
         return PipelineState(self.mover, self._passes)
 
     def save(
@@ -412,10 +471,16 @@ class ElasticPipeline:
     ) -> None:
         """Write parameters, buffers, optimizers with their groups, and the run's counters; collective, between updates.
 
-        Names are the unsplit model's. `step` is the number of the next one, by default of updates so far. `stage_map`
-        is for the run that reads it, on any number of ranks (None: the one in force). `also` holds schedulers and the
-        like, equal on all ranks, by a name of yours. The checkpoint that is in `folder` is replaced once the new one is
-        whole. Raises `SpecError` on all ranks where it cannot be written.
+        Names are the unsplit model's. The checkpoint that is in `folder` is replaced once the new one is whole.
+
+        Args:
+            folder: Where to write, a place that all ranks reach.
+            step: Number of the next step (None: of updates so far).
+            stage_map: For the run that reads it, on any number of ranks (None: the one in force).
+            also: Schedulers and the like, equal on all ranks, by a name of yours.
+
+        Raises:
+            SpecError: On all ranks where it cannot be written.
         """
         step, after = self.progress.updates if step is None else step, stage_map or self.stage_map
         save_state(self.state(), folder, step=step, stage_map=after, also=also)
@@ -424,8 +489,11 @@ class ElasticPipeline:
         """Take over the state that other ranks, of any number, have saved; collective, between updates.
 
         The pipeline keeps its stage map: build it with `read_checkpoint(folder).stage_map` to use the saved one. `also`
-        gets what was saved under the same names. Raises `SpecError` on all ranks, with all as it was, for a checkpoint
-        of another model or other optimizer groups, and for damaged or missing files.
+        gets what was saved under the same names.
+
+        Raises:
+            SpecError: On all ranks, with all as it was, for a checkpoint of another model or other optimizer groups,
+                and for damaged or missing files.
         """
         how = self.state()
         return load_state(how, how.in_force(), folder, also=also)
@@ -452,11 +520,14 @@ class ElasticPipeline:
         if self.groups.replicas > 1:
             raise SpecError("a pipeline with replicas cannot change its group: resume from a checkpoint instead")
         known: Stages | None = None
+        # a process that comes back, with number None, knows no map
         if number is not None:
             now = self.stage_map
+            # a rank that leaves takes what it holds along
             lost = sorted(set(now.used_ranks) - set(number))
             if lost:
                 raise SpecError(f"ranks {lost} still run stages and cannot leave: rebuild without them first")
+            # the same layers on the same processes, which have other numbers in the new group
             known = replace(self.stages, stage_map=StageMap(now.boundaries, tuple(number[r] for r in now.ranks)))
         self.groups.enter(group)
         world, device = self.groups.world, self.config.device
@@ -466,6 +537,7 @@ class ElasticPipeline:
             self._passes.now = self.builder.build(agreed, self.stages.durations)
             return self.optimizers
 
+        # also on ranks that stay: whoever joins takes the groups' rates from them
         agree_on_optimizers(build, self.owned, world, device, joins=known is None)
         if known is None:
             self.progress.take(progress)
@@ -473,6 +545,7 @@ class ElasticPipeline:
 
     def _description(self, stages: Stages | None, progress: Progress) -> dict[str, Any]:
         """What ranks compare when they meet; without `stages`, this one takes those of the others."""
+        # what must be equal for ranks to send what others wait for, and to draw the same numbers
         settings = {name: getattr(self.config, name) for name in ("microbatches", "seed", "split_backward")}
         known = stages.stage_map if stages is not None else None
         return {

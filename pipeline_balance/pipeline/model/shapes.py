@@ -1,7 +1,7 @@
 """What a layer returns, in shape and type, without running it on data.
 
 Every rank needs this of all layers, before a step and without their parameters. Shapes that depend on the data cannot
-be told: such a layer keeps its full size and masks what it leaves out.
+be known: such a layer keeps its full size and masks what it leaves out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def output_of(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, torch does not log kernels that cannot tell their shapes: such a part is known to keep its own."""
+    """Within, torch does not log kernels whose shapes it cannot infer: such a part is known to keep its own."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -85,7 +85,7 @@ def _quiet() -> Iterator[None]:
 def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
     """The forward of `part`; if it cannot run on shapes alone, its first floating-point argument stands for its result.
 
-    That is so where values decide, and for kernels whose shapes torch cannot tell. A layer that exchanges its tokens
+    That is so where values decide, and for kernels whose shapes torch cannot infer. A layer that exchanges its tokens
     with other ranks does not run, and is asked for the size of its answers. Modules of torch always can run, so what
     they raise is raised. So is what the `whole` layer raises for another reason than a want of values.
     """

@@ -66,7 +66,7 @@ def write_pretrained(
     collective: Collective,
     config: PipelineConfig,
 ) -> None:
-    """Write a model with `state` in place of its own by its class's `save_pretrained`, on rank 0; collective.
+    """Write a model by its class's `save_pretrained`, with `state` as what it holds, on rank 0; collective.
 
     Returns when everything is written.
 

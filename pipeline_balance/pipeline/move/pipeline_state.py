@@ -251,7 +251,7 @@ class PipelineState:
         ]
 
     def numbers_to_vote(self, held: Held) -> dict[str, Any]:
-        """Return the plain numbers that this process tells all others: those of parameters that it updates."""
+        """Return the plain numbers that this process gives to all others: those of parameters that it updates."""
         groups, owners = self.mover.groups, self.passes.owners
         here, rank = groups.world.rank, groups.rank
         return {n: v for n, v in held.scalars.items() if here in owners.updaters(base_name(n), rank)}

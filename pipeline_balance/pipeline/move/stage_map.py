@@ -240,7 +240,7 @@ class StageMove(Move):
         self._schedule = mover.builder.schedule(self.stage_map, self.durations)
         self._ties = ties_of(mover.owned)
         if self._midway and any(len(tie.holders(m)) > 1 for tie in self._ties for m in (before, self.stage_map)):
-            # the parts are summed up only when the update is complete, and could not be told from copies
+            # the parts are summed up only when the update is complete, and could not be distinguished from copies
             raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
         self._held = held = mover.collect(self.passes.now, gradients=not self.passes.used)
         ahead = self.prepared
