@@ -38,11 +38,12 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.errors": set(),
     "prophet.files": set(),
     "prophet.sharing": set(),
+    "prophet.trials": set(),
     "prophet.terminal": set(),
     "prophet.spec": {"prophet.errors"},
     "prophet.kernels": {"prophet.spec"},  # the table of activations
     "prophet.ranks": {"prophet.errors"},
-    "prophet.experts": _VALUES | {"prophet.kernels"},
+    "prophet.experts": _VALUES | {"prophet.kernels", "prophet.trials"},
     "prophet.planner": _VALUES,
     "prophet.scheduler": _VALUES | {"prophet.ranks", "prophet.experts"},
     "prophet.layer": _LAYER,
@@ -51,7 +52,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.traces": _VALUES | {"prophet.files", "prophet.planner", "prophet.scheduler"},
     "prophet.state": _VALUES | {"prophet.files", "prophet.ranks"},
     "prophet.convert": _LAYER - {"prophet.scheduler"}
-    | {"prophet.sharing", "prophet.layer", "prophet.engine", "prophet.traces", "prophet.terminal"},
+    | {"prophet.sharing", "prophet.trials", "prophet.layer", "prophet.engine", "prophet.traces", "prophet.terminal"},
     "prophet.report": _SHOWN - {"prophet.planner"},
     "prophet.monitor": _VALUES
     | {"prophet.files", "prophet.ranks", "prophet.experts", "prophet.planner", "prophet.scheduler", "prophet.traces"}
@@ -69,11 +70,16 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance.schedules": _VALUES | {"pipeline_balance.spec"},
     "pipeline_balance.maps": _VALUES | {"pipeline_balance.spec", "pipeline_balance.schedules"},
     "pipeline_balance.pipeline": _PIPELINE
-    | {"prophet.state", "prophet.sharing"}
+    | {"prophet.state", "prophet.sharing", "prophet.trials"}
     | {"pipeline_balance.maps", "pipeline_balance.schedules"},
     "pipeline_balance.control": _PIPELINE
     | {"prophet.spec", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.pipeline"},
-    "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
+    "pipeline_balance.slices": {
+        "prophet.errors",
+        "prophet.trials",
+        "pipeline_balance.pipeline",
+        "pipeline_balance.schedules",
+    },
     "pipeline_balance.release": {"prophet.errors", "prophet.ranks", "pipeline_balance.pipeline"},
     "pipeline_balance.elastic": _PIPELINE
     | {

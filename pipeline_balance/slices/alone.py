@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.expert_layers import expert_layers
-from pipeline_balance.pipeline.model.layers import Activations, Microbatch, PipelineModel, evaluating
+from pipeline_balance.pipeline.model.layers import Activations, Microbatch, PipelineModel
 from pipeline_balance.slices.parts import SlicePart, part_of
 from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, active
 from prophet.errors import SpecError
+from prophet.trials import evaluating, trying
 
 
 def check_limits(units: Sequence[nn.Module]) -> None:
@@ -72,8 +73,7 @@ class Trial:
         first, second = (part_of(part) for part in slices[:2])
         both = _joined(first, second)
         # dropout would differ between the two runs, and training must not notice the trial
-        with torch.random.fork_rng(devices=[]), evaluating(model.root):
-            torch.manual_seed(0)
+        with trying(), torch.no_grad(), evaluating(model.root):
             for unit in new:
                 self._try(unit, both, (first, second))
                 self._check_layers(unit)

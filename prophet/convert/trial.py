@@ -27,15 +27,14 @@ from prophet.convert.trials.module_copies import (
     differences,
     globals_of,
     scramble,
-    seed_all,
     state_of,
-    trying,
     twin_of,
 )
 from prophet.convert.trials.replay import Note, Passes, RandomState, Tape, with_stand_ins
-from prophet.convert.trials.verify import TOLERANCE, evaluating
+from prophet.convert.trials.verify import TOLERANCE
 from prophet.errors import ConversionError, ReplayError
 from prophet.ranks.threads import ThreadWorld
+from prophet.trials import evaluating, seed_all, trying
 
 # Parameters of a block that is copied in float64: a larger one is copied in its own dtype.
 MOST_PARAMETERS = 1 << 27

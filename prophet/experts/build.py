@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from prophet.experts.likeness import strip
 from prophet.experts.modules import ModulesBank
+from prophet.trials import seed_all, trying
 
 # 2^64 over the golden ratio: spreads neighbouring numbers over all 64 bits
 _ODD = 0x9E3779B97F4A7C15
@@ -38,11 +38,11 @@ def build_bank(
     """
     home = range(first_expert, first_expert + held)
     experts: dict[int, nn.Module] = {}
-    with _kept_random_state():
+    with trying(None):
         # drawn, so that the user's seed decides what the experts are
         seed = int(torch.randint(0, 1 << 62, ()).item())
         for e in range(total_experts):
-            _seed((seed + _ODD * (e + 1)) % (1 << 63))
+            seed_all((seed + _ODD * (e + 1)) % (1 << 63))
             made = make()
             if not isinstance(made, nn.Module) or any(made is known for known in experts.values()):
                 got = "the same one again" if isinstance(made, nn.Module) else type(made).__name__
@@ -54,16 +54,3 @@ def build_bank(
     return ModulesBank(
         experts, dim=dim, first_expert=first_expert, held=held, total_experts=total_experts, ep_size=ep_size
     )
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-
-
-@contextmanager
-def _kept_random_state() -> Iterator[None]:
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        yield

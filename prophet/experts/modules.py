@@ -40,6 +40,7 @@ from prophet.experts.trial import Trial, copy_of
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.spec import LayerShape, bias_of
+from prophet.trials import trying
 
 
 @dataclass(slots=True)
@@ -261,9 +262,8 @@ class ModulesBank(Bank):
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         key = (rows.dtype, autocast)
         if key not in self._answer_dtypes:
-            devices = [device] if device.type == "cuda" else []
             # asking must not move the generators, nor call a user's hooks
-            with torch.no_grad(), torch.random.fork_rng(devices=devices), without_hooks(self.home_experts()[0]):
+            with torch.no_grad(), trying(None), without_hooks(self.home_experts()[0]):
                 answer = self.home_experts()[0](rows.new_zeros((1, self.dim)))
             self._answer_dtypes[key] = answer.dtype
         return self._answer_dtypes[key]

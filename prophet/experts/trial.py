@@ -6,14 +6,13 @@ Shape legend: n rows, D model dim.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from prophet.experts.hooks import without_hooks
 from prophet.experts.likeness import parts_of, strip
+from prophet.trials import seed_all, trying
 
 # rows of a trial: few, as only equality is asked
 _ROWS = 3
@@ -45,7 +44,7 @@ class Trial:
         like = next(expert.parameters())
         self.flops_per_row = 0.0
         grads = [p.grad for p in expert.parameters()]
-        with _randomness_kept(like.device), without_hooks(expert):
+        with trying(None), without_hooks(expert):
             try:
                 self._sample = self._accepted(dim, like) if sample is None else sample.detach()
                 if like.is_meta:
@@ -150,7 +149,7 @@ class Trial:
     def _run(self, expert: nn.Module) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Return answer and gradients, from one random state."""
         with torch.enable_grad():
-            _seed(self._sample.device)
+            seed_all(_SEED)
             answer = self._answer(expert)
             # unequal weights: a plain sum would give norms and softmax a gradient of zero
             weights = torch.linspace(-1.0, 1.0, answer.numel(), device=answer.device, dtype=answer.dtype)
@@ -190,16 +189,3 @@ def _near(a: Tensor | None, b: Tensor | None) -> bool:
         return True
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
     return bool(torch.allclose(a, b, rtol=0, atol=_NEAR * float(a.abs().max())))
-
-
-def _seed(device: torch.device) -> None:
-    torch.default_generator.manual_seed(_SEED)
-    if device.type == "cuda":
-        torch.cuda.manual_seed_all(_SEED)
-
-
-@contextmanager
-def _randomness_kept(device: torch.device) -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=list(devices)):
-        yield

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.measure.meter import Meter, local_costs
 from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
+from prophet.trials import trying
 
 Build = Callable[[], nn.Module]
 
@@ -58,7 +59,7 @@ def measure_alone(
     device = device or inputs.device
     costs: list[LayerCost] = []
     x, trainable_below = inputs.detach().to(device), False
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with trying(None):
         for index, made in enumerate(layers):
             # an instance is callable too, but calling it would not build it
             module = (copy.deepcopy(made) if isinstance(made, nn.Module) else made()).to(device)

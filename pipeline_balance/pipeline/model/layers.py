@@ -173,20 +173,6 @@ class PipelineModel(ABC):
         """
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` and all its parts are in evaluation mode, without gradients; afterwards each as it was."""
-    # users may keep a frozen part in evaluation mode all the time, so `train()` would not restore it
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-
-
 def split_rows(inputs: Mapping[str, Tensor], labels: Tensor | None, parts: int, first: int) -> list[Microbatch]:
     """Cut along the first dimension into parts whose rows differ by at most one.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipeline_balance.pipeline.model.layers import Batch, Labels, evaluating
+from pipeline_balance.pipeline.model.layers import Batch, Labels
 from pipeline_balance.pipeline.model.ownership import Ownership, sum_of_bits
 from pipeline_balance.pipeline.run.agreement import Passing, actions_of, agree_on_batch, batch_of
 from pipeline_balance.pipeline.run.executor import Run
@@ -27,6 +27,7 @@ from pipeline_balance.pipeline.run.update import Gradients
 from pipeline_balance.pipeline.run.zero1 import Owners
 from prophet.errors import SpecError
 from prophet.ranks.operation import Operation
+from prophet.trials import evaluating
 
 
 class Passes:
@@ -254,7 +255,7 @@ class Passes:
 
         # without shared experts, replicas need not run the same
         actions = actions_of(self.now.executor if self.experts.any else None, training=False)
-        with evaluating(self.owned.model.root), self.meter.paused():
+        with torch.no_grad(), evaluating(self.owned.model.root), self.meter.paused():
             passing = self._agree(prepare, ("evaluate",), actions)
             run = Run(passing.parts, passing.shapes, self.progress.updates, training=False)
             self._run(run)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from prophet.convert.base import ExpertsSpec
 from prophet.convert.layers.routed import RoutedExperts
 from prophet.convert.sources.cut import Context, OneExpert, cut
-from prophet.convert.trials.module_copies import trying
 from prophet.experts.modules import ModulesBank
 from prophet.ranks.operation import Operation
+from prophet.trials import trying
 
 
 class CutExperts(RoutedExperts):

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from prophet.convert.layers.routed import Origin, RoutedExperts, converted, with_originals
 from prophet.convert.sources.lora import LoraBlock, Piece
-from prophet.convert.trials.module_copies import trying
 from prophet.errors import CheckpointError, ConversionError
 from prophet.experts.lora import LoraMatrix
 from prophet.experts.modules import ModulesBank
@@ -26,6 +25,7 @@ from prophet.kernels.choice import Impl
 from prophet.layer.moe import MoE
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
+from prophet.trials import trying
 
 
 class LoraBank(ModulesBank):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from prophet.convert.base import ExpertsSpec
 from prophet.convert.layers.routed import Origin, RoutedExperts
 from prophet.convert.sources.lists import list_in
-from prophet.convert.trials.module_copies import trying
 from prophet.errors import ConversionError
 from prophet.experts.likeness import parts_of
 from prophet.experts.modules import ModulesBank
@@ -24,6 +23,7 @@ from prophet.kernels.choice import Impl
 from prophet.layer.moe import MoE
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
+from prophet.trials import trying
 
 
 class RoutedModules(RoutedExperts):

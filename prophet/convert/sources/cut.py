@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from prophet.convert.trials.module_copies import distance, scramble, trying, twin_of
+from prophet.convert.trials.module_copies import distance, scramble, twin_of
 from prophet.convert.trials.verify import TOLERANCE
 from prophet.errors import ConversionError
+from prophet.trials import trying
 
 # Rows of each expert on which a module is tried: an odd number, so that places get uneven parts
 ROWS = 5

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, bare, check_shapes, integer
 from prophet.convert.checks import SPREAD
-from prophet.convert.trials.module_copies import trying, twin_of
+from prophet.convert.trials.module_copies import twin_of
 from prophet.convert.trials.probe import activation_of, gate_of
 from prophet.errors import ConversionError
 from prophet.experts.plain import RowOrder
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import Activation, activation_named
+from prophet.trials import trying
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec, check_shapes
 from prophet.convert.checks import check_one_kind
-from prophet.convert.trials.module_copies import trying
 from prophet.convert.trials.probe import check_computes, identify
 from prophet.errors import ConversionError
 from prophet.experts.likeness import check_alike
 from prophet.experts.trial import Trial
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import bias_of
+from prophet.trials import trying
 
 
 def list_in(experts: nn.Module, prefix: str) -> nn.ModuleList:

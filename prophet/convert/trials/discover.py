@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.checks import check_plain
-from prophet.convert.trials.module_copies import device_of, distance, scramble, seed_all, trying, twin_of
+from prophet.convert.trials.module_copies import device_of, distance, scramble, twin_of
 from prophet.convert.trials.replay import Note, Tape, same, with_stand_ins
 from prophet.convert.trials.verify import TOLERANCE
 from prophet.errors import ConversionError
 from prophet.sharing import Place, held_by_several, places_of
+from prophet.trials import seed_all, trying
 
 # Rows that a module is called with to learn the shape of its answer
 ROWS = 12

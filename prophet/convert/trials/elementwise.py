@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.trials.module_copies import trying
+from prophet.trials import trying
 
 # The second step meets a state that is not empty
 STEPS = 2

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,31 +19,12 @@ from torch.utils._pytree import tree_leaves
 from prophet.convert.trials.replay import same
 from prophet.experts.hooks import KINDS
 
-# The generators belong to all threads
-_ALONE = threading.RLock()
 # Attributes that every module has
 _OWN = set(vars(nn.Module())) - {"training"}
 # Levels of values inside values that are compared
 _DEPTH = 4
 # Tolerance where something in float64 rounds to float32 on its way
 ROUNDED = 1e-5
-
-
-@contextmanager
-def trying(seed: int = 0) -> Iterator[None]:
-    """Start the generators from `seed` inside the `with` block, one thread at a time; put them back afterwards."""
-    # Asking for CUDA's generator would start CUDA in a process that does not use it.
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with _ALONE, torch.random.fork_rng(devices=devices):
-        seed_all(seed)
-        yield
-
-
-def seed_all(seed: int) -> None:
-    """Seed all generators; `torch.manual_seed` also notes where it was called from, which takes a millisecond."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
-from prophet.convert.trials.module_copies import Rounding, device_of, scramble, trying, twin_of
+from prophet.convert.trials.module_copies import Rounding, device_of, scramble, twin_of
 from prophet.convert.trials.replay import Tape, with_stand_ins
 from prophet.errors import ConversionError
 from prophet.experts.plain import FfnNames, RowOrder
 from prophet.kernels.grouped_ffn.naive import FUNCTIONS, bounded, expert_ffn
 from prophet.spec import ACTIVATIONS, Activation, ActivationParts, activation_named, parts_of
+from prophet.trials import trying
 
 # A dropout of one in a hundred leaves no narrow expert's output as it was with so many rows.
 ROWS = 64

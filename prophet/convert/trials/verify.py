@@ -5,8 +5,7 @@ Shape legend: N tokens, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from prophet.convert.trials.replay import Buffers
 from prophet.errors import CollectiveError, PlanMismatch
 from prophet.experts.hooks import without_hooks
 from prophet.ranks.collective import Collective
+from prophet.trials import evaluating, seed_all
 
 # Enough that most experts get a row, few enough to cost nothing
 TOKENS = 16
@@ -64,7 +64,8 @@ class Trial:
             evaluating(self._model),
             without_hooks(self._model),
         ):
-            torch.manual_seed(0)
+            # Not by `trying`, which lets one thread in: ranks that are threads of a test run the block together
+            seed_all(0)
             found = self._run(self._x.clone())
         buffers.put_back()
         return list(found) if isinstance(found, tuple) else [found]
@@ -92,19 +93,6 @@ class Trial:
             if not gap <= limit:
                 return f"value {at} of the block's answer differs by {gap:.3g}, more than a re-ordered sum may"
         return None
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` in evaluation mode inside the `with` block, and every module back into its own afterwards."""
-    # By module: some may be in evaluation mode for good
-    modes = {m: m.training for m in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _text(x: object) -> str:
