@@ -34,7 +34,6 @@ TO_DO = {
     "prophet/engine",
     "prophet/errors.py",
     "prophet/files.py",
-    "prophet/kernels",
     "prophet/machine",
     "prophet/monitor",
     "prophet/planner",
