@@ -16,7 +16,6 @@ TO_DO = {
     "prophet/engine",
     "prophet/errors.py",
     "prophet/files.py",
-    "prophet/kernels",
     "prophet/planner",
     "prophet/spec",
     "prophet/terminal.py",

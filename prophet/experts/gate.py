@@ -199,7 +199,7 @@ class Gate(Router):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Routing:
-        """Route `x` [N, D]."""
+        """Decide which experts the tokens `x` [N, D] visit, and with which weights."""
         config = self.config
         # as Switch Transformers' router: in half precision, rounding would decide between near scores
         with torch.autocast(x.device.type, enabled=False):

@@ -40,6 +40,7 @@ class LoraMatrix(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = weight
+        # PEFT's names for the factors, by which `prophet.convert` finds them
         self.bias, self.lora_A, self.lora_B = bias, lora_A, lora_B
         self.scaling, self.transposed = scaling, transposed
         self.adapted = True

@@ -112,7 +112,12 @@ class FfnNames:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What modules that are feed-forward networks compute, and from which of their parameters."""
+    """What modules that are feed-forward networks compute, and from which of their parameters.
+
+    Attributes:
+        names: Where a module keeps its parameters.
+        activation: A name from `prophet.spec.ACTIVATIONS`, or one with a limit.
+    """
 
     names: FfnNames
     activation: Activation
@@ -205,6 +210,7 @@ def unchanged_until_backward(out: Tensor, params: Sequence[Tensor]) -> Tensor:
 
     The kernels read them through another tensor, of which torch does not know that it is the same.
     """
+    # without a backward pass there is nothing to guard, and saving would keep memory
     if not params or not (torch.is_grad_enabled() and out.requires_grad):
         return out
     found: Tensor = _Unchanged.apply(out, *params)  # type: ignore[no-untyped-call]

@@ -197,6 +197,7 @@ class ReplicaPool:
         if self.budget_bytes is None:
             return
         for kind, buffers in self._free.items():
+            # only as many as needed: another layer may lend this size again in the same step
             while buffers and self.held_bytes + size > self.budget_bytes:
                 buffers.pop()
                 self.held_bytes -= _pair_bytes(kind)

@@ -25,11 +25,20 @@ def triton_available() -> bool:
 
 
 def choose(impl: Impl, x: Tensor, *, indices: bool = False) -> Literal["naive", "torch", "triton"]:
-    """The implementation to run for an input `x`, of one of `TRITON_DTYPES` for Triton unless it holds `indices`.
+    """Return the implementation to run for an input.
 
-    Raises ValueError for a name or dtype that cannot be served, ImportError for a missing Triton.
+    Args:
+        impl: What was asked for; "auto" decides by the device of `x` and its dtype.
+        x: The input, of one of `TRITON_DTYPES` for Triton.
+        indices: Whether `x` holds indices, which Triton serves in any dtype.
+
+    Raises:
+        ValueError: There is no such name, or it cannot serve the dtype.
+        ImportError: Triton was asked for and is missing.
     """
+    # float64 has no fused kernels: references and gradient checks run on library products
     served = indices or x.dtype in TRITON_DTYPES
+    # never an error: what Triton does not serve runs on library products
     if impl == "auto":
         return "triton" if x.is_cuda and served and triton_available() else "torch"
     if impl not in ("naive", "torch", "triton"):
@@ -47,6 +56,7 @@ def on_its_device(launch: Callable[Concatenate[Tensor, P], Result]) -> Callable[
 
     @wraps(launch)
     def guarded(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        # does nothing for a tensor of the CPU, where Triton's interpreter runs
         with torch.cuda.device_of(x):
             return launch(x, *args, **kwargs)
 

@@ -23,7 +23,7 @@ Move = Callable[[Tensor, list[int], list[int], str], Tensor]
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to their ranks forward, their gradients back the same way."""
+    """Send rows to their ranks forward, and their gradients back the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, send_rows: list[int], recv_rows: list[int], name: str, move: Move) -> Tensor:

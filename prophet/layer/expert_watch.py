@@ -130,7 +130,7 @@ class ExpertWatch:
     def _due(self) -> bool:
         return self._updates < 2 or self._updates % self.every == 0
 
-    # --- what is said ---
+    # --- what is sent ---
 
     def report(self, device: torch.device, *, plain: bool) -> Tensor:
         """Return what this rank sends with a training pass's counts, [N].

@@ -57,7 +57,11 @@ class LayerStats:
 
 @dataclass(slots=True)
 class LossBook:
-    """Auxiliary losses of one forward pass, in the order in which the layers ran."""
+    """Auxiliary losses of one forward pass.
+
+    Attributes:
+        entries: Layer, name of the loss, and loss, in the order in which the layers ran.
+    """
 
     entries: list[tuple[int | None, str, Tensor]] = field(default_factory=list)
 

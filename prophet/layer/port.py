@@ -123,8 +123,10 @@ class PlainPort:
     index = None
 
     def __init__(self, ranks: int, experts: int, watch: ExpertWatch | None = None) -> None:
+        # a single rank has nobody to compare with
         self._watch = watch if ranks > 1 else None
         self.stopwatch = Stopwatch()
+        # never changes, so it is built once: `split` runs in every forward pass
         self._placement = Placement.homes_only(experts, ranks)
         self._pass, self._passes = Pass.EVALUATION, PassCount()
 

@@ -37,7 +37,13 @@ HALVES = (0, GRAIN // 2, GRAIN)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements start..stop of an expert's flat vector, on their way from rank `source` to rank `target`."""
+    """A stretch of an expert's flat vector on its way between two ranks.
+
+    Attributes:
+        expert: Its number among all.
+        start, stop: Elements of the vector.
+        source, target: Ranks.
+    """
 
     expert: int
     start: int

@@ -1,6 +1,6 @@
 """How long the windows of a step are: as this rank's host sees them, as all ranks agree, and by the model.
 
-Each rank measures its windows itself. The ranks tell each other with the counts, and the mean over ranks cuts the
+Each rank measures its windows itself. The lengths travel with the counts, and the mean over ranks cuts the
 transfers, which has to be the same everywhere.
 
 Shape legend: R ranks, L layers, W windows of a block.

@@ -19,11 +19,18 @@ from torch import Tensor
 from prophet.kernels.grouped_ffn.naive import CLAMP_PASSES, QUICK_SLOPE, ExpertWeights, bounded
 from prophet.spec import Activation, Function, parts_of
 
-SCRATCH_BYTES = 8 << 20  # per scratch buffer; past the caches larger tiles gain nothing
+# per scratch buffer; past the caches larger tiles gain nothing
+SCRATCH_BYTES = 8 << 20
 
 
 class Piece(NamedTuple):
-    """Rows start..stop, all of one group; `first` if no earlier piece belongs to the group."""
+    """Rows of a tile, all of one group.
+
+    Attributes:
+        group: Whose rows they are.
+        start, stop: Which rows, of all.
+        first: Whether no earlier piece belongs to the group.
+    """
 
     group: int
     start: int
@@ -32,9 +39,12 @@ class Piece(NamedTuple):
 
 
 def tiles(sizes: Sequence[int], rows: int, *, split: bool = True) -> list[list[Piece]]:
-    """Cut consecutive groups of `sizes` rows into tiles of at most `rows` rows, each a list of pieces; O(G + T / rows).
+    """Cut consecutive groups into tiles of at most `rows` rows, each a list of pieces; O(G + T / rows).
 
-    With `split` False a group is never cut, and a tile may be as large as the largest group.
+    Args:
+        sizes: Rows of every group.
+        rows: Most rows of a tile.
+        split: Whether a group may be cut; if not, a tile may be as large as the largest group.
     """
     found: list[list[Piece]] = []
     tile: list[Piece] = []
@@ -43,6 +53,7 @@ def tiles(sizes: Sequence[int], rows: int, *, split: bool = True) -> list[list[P
         start, end = base, base + size
         base = end
         first = True
+        # a group that may not be cut begins a new tile where it would overfill this one
         if tile and not split and size > room:
             found.append(tile)
             tile, room = [], rows
@@ -60,8 +71,9 @@ def tiles(sizes: Sequence[int], rows: int, *, split: bool = True) -> list[list[P
 
 
 def _tile_plan(sizes: Sequence[int], hidden: int, dtype: torch.dtype) -> tuple[list[list[Piece]], int]:
-    """Tiles, and the rows of the largest. Half-precision groups are not cut: their sums stay inside one product."""
+    """Return the tiles, and the rows of the largest."""
     rows = min(4096, max(512, SCRATCH_BYTES // (hidden * dtype.itemsize)))
+    # half-precision groups are not cut: their sums stay inside one product, which accumulates in float32
     plan = tiles(sizes, rows, split=dtype.itemsize >= 4)
     return plan, max((tile[-1].stop - tile[0].start for tile in plan), default=0)
 
@@ -70,7 +82,7 @@ _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def _value(x: Tensor, function: Function, out: Tensor) -> None:
-    """out = f(x)."""
+    """Compute out = f(x)."""
     if function == "identity":
         out.copy_(x)
     elif function == "relu":
@@ -86,8 +98,9 @@ def _value(x: Tensor, function: Function, out: Tensor) -> None:
 
 
 def _derivative(x: Tensor, d: Tensor, function: Function, out: Tensor) -> None:
-    """out = d · f'(x); `out` may be `d` itself."""
+    """Compute out = d · f'(x); `out` may be `d` itself."""
     if function == "identity":
+        # f' is 1: in place there is nothing to do
         if out.data_ptr() != d.data_ptr():
             out.copy_(d)
     elif function == "relu":
@@ -105,7 +118,7 @@ def _derivative(x: Tensor, d: Tensor, function: Function, out: Tensor) -> None:
 
 
 def _act(hidden: Tensor, activation: Activation, out: Tensor) -> Tensor:
-    """Activation of pre-activations `hidden` [n, U] into `out` [n, H]."""
+    """Compute the activation of pre-activations `hidden` [n, U] into `out` [n, H], and return it."""
     parts = parts_of(activation)
     if not parts.gated:
         _value(hidden, parts.function, out)
@@ -116,9 +129,10 @@ def _act(hidden: Tensor, activation: Activation, out: Tensor) -> Tensor:
 
 
 def _act_backward(hidden: Tensor, d_act: Tensor, activation: Activation, act: Tensor, d_hidden: Tensor) -> None:
-    """From `hidden` [n, U] and the activation's gradient `d_act` [n, H]: the activation and the gradient of `hidden`.
+    """Compute the activation, and the gradient of `hidden`, from `hidden` [n, U] and the activation's gradient.
 
-    Writes `act` [n, H] and `d_hidden` [n, U]; overwrites `d_act`, which is `d_hidden` itself where nothing is gated.
+    Writes `act` [n, H] and `d_hidden` [n, U]; overwrites `d_act` [n, H], which is `d_hidden` itself where nothing is
+    gated.
     """
     parts = parts_of(activation)
     if not parts.gated:
@@ -128,11 +142,13 @@ def _act_backward(hidden: Tensor, d_act: Tensor, activation: Activation, act: Te
     gate, up = bounded(hidden, parts)
     d_gate, d_up = d_hidden.chunk(2, dim=1)
     _value(gate, parts.function, act)
+    # the order spares a buffer: `act` holds f(gate) until `up` is multiplied in, `d_act` is free after
     torch.mul(act, d_act, out=d_up)
     act.mul_(up)
     d_act.mul_(up)
     _derivative(gate, d_act, parts.function, d_gate)
     if parts.limit is not None:
+        # no gradient passes a bound; whether one passes at it is the installed torch's choice
         stops = torch.gt if CLAMP_PASSES else torch.ge
         raw_gate, raw_up = hidden.chunk(2, dim=1)
         d_gate.masked_fill_(stops(raw_gate, parts.limit), 0)
@@ -140,11 +156,12 @@ def _act_backward(hidden: Tensor, d_act: Tensor, activation: Activation, act: Te
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)  # asking costs less than a call that does nothing
+    # asking costs less than a call that does nothing
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _project(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = rows · weightᵀ + bias, computed in the dtype of `rows`."""
+    """Compute out = rows · weightᵀ + bias in the dtype of `rows`."""
     matrix = _cast(weight, rows.dtype).t()
     if bias is None:
         torch.mm(rows, matrix, out=out)
@@ -153,8 +170,9 @@ def _project(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor, scale: float, fresh: bool) -> None:
-    """out += scale · leftᵀ · right, or `=` if fresh; `out` may be of another dtype than the factors."""
+    """Compute out += scale · leftᵀ · right, or `=` if fresh; `out` may be of another dtype than the factors."""
     if out.dtype == left.dtype:
+        # beta = 0 ignores what is in `out`, NaN included: fresh buffers need no zeros
         out.addmm_(left.t(), right, beta=0 if fresh else 1, alpha=scale)
         return
     product = torch.mm(left.t(), right)
@@ -165,7 +183,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, scale: float, fresh: 
 
 
 def _add_sum(out: Tensor, rows: Tensor, scale: float, fresh: bool) -> None:
-    """out += scale · sum over `rows`, or `=` if fresh; summed in float32 at least."""
+    """Compute out += scale · sum over `rows`, or `=` if fresh; summed in float32 at least."""
     total = rows.sum(dim=0, dtype=torch.promote_types(rows.dtype, torch.float32))
     if fresh:
         out.copy_(total.mul_(scale))
@@ -176,13 +194,25 @@ def _add_sum(out: Tensor, rows: Tensor, scale: float, fresh: bool) -> None:
 def forward(
     x: Tensor, sizes: Sequence[int], weights: Sequence[ExpertWeights], activation: Activation, *, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [T, O] and, if `keep`, pre-activations [T, U] for the backward pass (else an empty tensor)."""
+    """Compute the outputs and, if asked to, keep pre-activations for the backward pass.
+
+    Args:
+        x: Rows of all groups, [T, D].
+        sizes: Rows of every group, [G].
+        weights: The experts' parameters, by group.
+        activation: A name from `prophet.spec.ACTIVATIONS`, or one with a limit.
+        keep: Whether to return pre-activations.
+
+    Returns:
+        Outputs [T, O], and pre-activations [T, U] or an empty tensor.
+    """
     first = weights[0]
     units = first.w_in.shape[0]
     width = units // 2 if parts_of(activation).gated else units
     y = x.new_empty((x.shape[0], first.w_out.shape[0]))
     plan, most = _tile_plan(sizes, width, x.dtype)
     kept = x.new_empty((x.shape[0], units) if keep else (0, units))
+    # kept values are written where they stay; others share one buffer over all tiles
     hidden_scratch = kept if keep else x.new_empty((most, units))
     act_scratch = x.new_empty((most, width))
     for tile in plan:
@@ -202,7 +232,10 @@ def forward(
 class GradTarget(NamedTuple):
     """Where the gradients of one expert's parameters go, None where none is wanted.
 
-    They are written if `fresh` and added to otherwise, after multiplication by `scale`.
+    Attributes:
+        w_in, w_out, b_in, b_out: As in `ExpertWeights`.
+        fresh: Whether they are written, and not added to.
+        scale: Factor on what is written or added.
     """
 
     w_in: Tensor | None
@@ -231,18 +264,28 @@ def backward(
     *,
     d_x: Tensor | None,
 ) -> None:
-    """Fill the experts' gradients, and that of `x` into `d_x` [T, D] if there is one.
+    """Fill the experts' gradients, and that of `x` if it is wanted.
 
-    kept: pre-activations [T, U] from `forward`, or an empty tensor: they are then computed again.
+    Args:
+        d_y: Gradient of the outputs, [T, O].
+        x: Rows of all groups, [T, D].
+        kept: Pre-activations [T, U] from `forward`, or an empty tensor: they are then computed again.
+        sizes: Rows of every group, [G].
+        weights: The experts' parameters, by group.
+        targets: Where their gradients go, by group.
+        activation: A name from `prophet.spec.ACTIVATIONS`, or one with a limit.
+        d_x: Where the gradient of `x` goes, [T, D]; None for nowhere.
     """
     units = weights[0].w_in.shape[0]
     width = units // 2 if parts_of(activation).gated else units
     plan, most = _tile_plan(sizes, width, x.dtype)
     recompute = kept.shape[0] != x.shape[0]
     d_act_all, act_all = x.new_empty((most, width)), x.new_empty((most, width))
+    # without a gate both have H columns, and the derivative is taken in place
     d_hidden_all = x.new_empty((most, units)) if parts_of(activation).gated else d_act_all
     again = x.new_empty((most, units)) if recompute else kept
     for size, target in zip(sizes, targets, strict=True):
+        # no product writes the gradients of an expert without rows
         if size == 0:
             target.clear()
     for tile in plan:
@@ -263,6 +306,7 @@ def backward(
                 torch.mm(d_h, _cast(weights[piece.group].w_in, x.dtype), out=out)
         for piece, rows, d_rows, d_h, a in zip(tile, *parts, strict=True):
             grad = targets[piece.group]
+            # a group that was cut into several tiles writes once, then adds
             fresh = grad.fresh and piece.first
             if grad.w_in is not None:
                 _add_product(grad.w_in, d_h, rows, grad.scale, fresh)

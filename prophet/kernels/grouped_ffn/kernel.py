@@ -29,10 +29,12 @@ from prophet.kernels.grouped_ffn.naive import CLAMP_PASSES, QUICK_SLOPE, ExpertW
 from prophet.kernels.tuning import Config, config_for, rule, shape_class
 from prophet.spec import Activation, ActivationParts, parts_of
 
+# modes of the rows kernel, which compares them as numbers
 PLAIN, ACT, ACT_BACKWARD = 0, 1, 2
 _NO_ACTIVATION = parts_of("identity")
 
 
+# globals that a kernel reads have to be constexpr
 _QUICK = tl.constexpr(QUICK_SLOPE)
 _PASSES = tl.constexpr(CLAMP_PASSES)
 
@@ -59,7 +61,8 @@ def _value_and_slope(x, FUNCTION: tl.constexpr):
         below = 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
         value = x * below
         slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    elif FUNCTION == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2z)
+    # (1 + tanh(z)) / 2 is sigmoid(2z)
+    elif FUNCTION == "gelu_tanh":
         square = 0.044715 * x * x
         below = _sigmoid(1.5957691216057308 * x * (1.0 + square))
         value = x * below
@@ -80,6 +83,7 @@ def _value_and_slope(x, FUNCTION: tl.constexpr):
 def _bounded(gate, up, limit, CLAMPED: tl.constexpr, PLUS_ONE: tl.constexpr):
     """What f is taken of, and its factor, in a gated activation."""
     if CLAMPED:
+        # as torch's clamp: NaN stays NaN, so that a broken step is noticed
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     if PLUS_ONE:
@@ -138,6 +142,7 @@ def _rows_kernel(
     programs = tl.num_programs(0)
     n_tiles = tl.cdiv(n_cols, BN)
     first_tile = 0
+    # 64 bits: rows times columns may pass 2^31
     first_row = tl.zeros((), tl.int64)
     for g in range(groups):
         size = tl.load(sizes + g)
@@ -158,18 +163,21 @@ def _rows_kernel(
             inside = col < n_cols
             k = tl.arange(0, BK)
             w = tl.load(w_table + g).to(tl.pointer_type(w_like.dtype.element_ty))
-            if ALIGNED:  # what the compiler cannot see in a table, and needs to copy tiles asynchronously
+            # what the compiler cannot see in a table, and needs to copy tiles asynchronously
+            if ALIGNED:
                 w = tl.multiple_of(w, 16)
             a_at = a + row[:, None] * a_stride + k[None, :]
             w_at = w + col[None, :].to(tl.int64) * w_stride_n + k[:, None].to(tl.int64) * w_stride_k
             total = tl.zeros((BM, BN), tl.float32)
             if GATED and MODE == 1:
-                up_at = w_at + tl.cast(n_cols, tl.int64) * w_stride_n  # a constant where it is 1
+                # cast, since `n_cols` is a constant where it is 1
+                up_at = w_at + tl.cast(n_cols, tl.int64) * w_stride_n
                 total_up = tl.zeros((BM, BN), tl.float32)
             for start in range(0, depth, BK):
                 deep = k < depth - start
                 left = tl.load(a_at, mask=live[:, None] & deep[None, :], other=0.0)
                 w_mask = deep[:, None] & inside[None, :]
+                # weights may be wider than the rows, as under autocast: products run in the rows' dtype
                 right = tl.load(w_at, mask=w_mask, other=0.0).to(left.dtype)
                 total = tl.dot(left, right, total, input_precision=PRECISION)
                 if GATED and MODE == 1:
@@ -199,7 +207,8 @@ def _rows_kernel(
                 if GATED:
                     value = value * total_up
                 tl.store(out_at, value, mask=mask)
-            elif BN >= 64:  # in two halves: a whole tile of each of these values would not fit into registers
+            # in two halves: a whole tile of each of these values would not fit into registers
+            elif BN >= 64:
                 lower, upper = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
                 half = n * BN + tl.arange(0, BN // 2)
                 _finish_backward(
@@ -215,6 +224,7 @@ def _rows_kernel(
                     total, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride, limit,
                     FUNCTION, GATED, CLAMPED, PLUS_ONE,
                 )  # fmt: skip
+            # persistent: each program takes every `programs`-th tile of all groups
             tile += programs
         first_tile = after
         first_row += size
@@ -233,6 +243,7 @@ def _weights_kernel(
     """
     m_tiles, n_tiles = tl.cdiv(n_rows, BM), tl.cdiv(n_cols, BN)
     each = m_tiles * n_tiles
+    # each tile of a gradient belongs to one program, so that every run sums in the same order
     for tile in range(tl.program_id(0), groups * each, tl.num_programs(0)):
         g = tile // each
         local = tile - g * each
@@ -246,6 +257,7 @@ def _weights_kernel(
         end = tl.load(ends + g)
         begin = tl.load(ends + g - 1, mask=g > 0, other=0)
         fresh = tl.load(modes + g) != 0
+        # where gradients are written an expert without rows gets zeros; where they are added it is left alone
         if ((address != 0) | (b_address != 0)) & (fresh | (end > begin)):
             row = m * BM + tl.arange(0, BM)
             col = n * BN + tl.arange(0, BN)
@@ -272,6 +284,7 @@ def _weights_kernel(
                     tl.store(place, value, mask=mask)
                 else:
                     tl.store(place, tl.load(place, mask=mask, other=0.0).to(tl.float32) + value, mask=mask)
+            # sums of `left` do not depend on the column tile: one of them writes
             if BIASED and (b_address != 0) & (n == 0):
                 grad_b = b_address.to(tl.pointer_type(grad_like.dtype.element_ty))
                 value_b = total_b * scale
@@ -283,31 +296,39 @@ def _weights_kernel(
 
 
 def fitting(c: Config, mode: int, gated: bool) -> Config:
-    """The tile shape that is launched where `c` is chosen."""
-    if mode == ACT and gated and c.rows * c.cols > 128 * 128:  # two accumulators share the registers
+    """Return the tile shape that is launched where `c` is chosen.
+
+    Args:
+        c: What the rule or a file says.
+        mode: Of the rows kernel.
+        gated: Whether the activation is gated.
+    """
+    # two accumulators share the registers
+    if mode == ACT and gated and c.rows * c.cols > 128 * 128:
         return replace(c, cols=c.cols // 2)
     return c
 
 
 @lru_cache(maxsize=16)
 def _programs(device: torch.device) -> int:
-    """Programs of a persistent grid: one per multiprocessor; a few on CPU, where Triton's interpreter runs them."""
+    """Return the programs of a persistent grid: one per multiprocessor, or a few for the interpreter on CPU."""
     if device.type != "cuda":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def float32_precision() -> str:
-    """How float32 products are computed, as Triton calls it: "tf32" where torch's own products may be, else "ieee".
+    """Return how float32 products are computed: "tf32" where torch's own products may be, else "ieee".
 
     torch's setting is asked in its newer form, which sees both: `torch.backends.cuda.matmul.fp32_precision` itself and
-    `allow_tf32` or `torch.set_float32_matmul_precision`; asking by the older names raises once the newer one was set.
+    `allow_tf32` or `torch.set_float32_matmul_precision`. Asking by the older names raises once the newer one was set.
     """
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small table on the device; the copy does not make the host wait."""
+    """Return a small table on the device; the copy does not make the host wait."""
+    # only from pinned memory does `non_blocking` copy without waiting
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
@@ -324,6 +345,7 @@ class _Launch:
         self.groups = m + len(replicas)
         self.device, self.dtype = x.device, x.dtype
         self.sizes = sizes.contiguous()
+        # kept by this object: a contiguous copy must live until the kernels that read its address have been queued
         self.home = ExpertWeights(*map(_contiguous, home))
         self.replicas = [ExpertWeights(*map(_contiguous, w)) for w in replicas]
         dtypes = {p.dtype for w in (home, *replicas) for p in w if p is not None}
@@ -339,7 +361,8 @@ class _Launch:
         self.table = _to_device(rows, torch.int64, x.device)
         self.aligned = [all(a % 16 == 0 for a in addresses) for addresses in rows]
         self.like = self.home.w_in
-        self.precision = float32_precision() if x.dtype == torch.float32 else "ieee"  # other dtypes have one
+        # other dtypes have one precision only
+        self.precision = float32_precision() if x.dtype == torch.float32 else "ieee"
 
     def rows(
         self,
@@ -362,7 +385,8 @@ class _Launch:
         shape = a.shape[0] // self.groups, cols, a.shape[1]
         if self.like.dtype == self.dtype:
             c = config_for("rows", self.device, self.dtype, *shape)
-        else:  # wider weights take more shared memory than what was measured
+        # wider weights take more shared memory than what was measured
+        else:
             c = rule("rows", self.device, self.dtype, shape_class(*shape))
         c = fitting(c, mode, act.gated)
         row, b_row = self.row_of[weight], self.row_of.get(bias)
@@ -370,7 +394,8 @@ class _Launch:
         _rows_kernel[(_programs(self.device),)](
             a, out, extra, extra if pre is None else pre, self.sizes, *tables,
             self.groups, cols, a.shape[1], a.stride(0), out.stride(0), extra.stride(0), *strides,
-            float(act.limit or 0),  # as a float it is never a constant, for which a kernel would be compiled
+            # as a float it is never a constant, for which a kernel would be compiled
+            float(act.limit or 0),
             MODE=mode, FUNCTION=act.function, GATED=act.gated, CLAMPED=act.limit is not None, PLUS_ONE=act.plus_one,
             BIASED=b_row is not None, KEEP=keep, ALIGNED=self.aligned[row], PRECISION=self.precision,
             BM=c.rows, BN=c.cols, BK=c.depth, SWIZZLE=c.swizzle, num_warps=c.warps, num_stages=c.stages,
@@ -380,6 +405,7 @@ class _Launch:
         self, left: Tensor, right: Tensor, grads: list[Tensor | None], biases: list[Tensor | None], how: _Modes
     ) -> None:
         """Launch the weights kernel: gradients of one weight (and bias) of every expert."""
+        # a kernel writes one dtype, and buffers of replicas may have another than the home gradients
         for dtype in sorted({g.dtype for g in (*grads, *biases) if g is not None}, key=str):
 
             def pick(found: list[Tensor | None], dtype: torch.dtype = dtype) -> list[Tensor | None]:
@@ -407,7 +433,7 @@ class _Launch:
 
 
 class _Modes:
-    """Per group: where its rows end, whether its gradients are written or added to, and their factor; on the device."""
+    """Per group, on the device: where its rows end, whether gradients are written or added to, and their factor."""
 
     def __init__(self, sizes: Tensor, targets: Sequence[GradTarget]) -> None:
         self.ends = sizes.cumsum(0)
@@ -425,8 +451,21 @@ def forward(
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [T, O] and, if `keep`, pre-activations [T, U] (else an empty tensor)."""
+    """Compute the outputs and, if asked to, keep pre-activations for the backward pass.
+
+    Args:
+        x: Rows of all groups, [T, D].
+        sizes: Rows of every group, [G] int64 on the device.
+        home: Stacked parameters of the m home experts.
+        replicas: Parameters of single experts.
+        activation: A name from `prophet.spec.ACTIVATIONS`, or one with a limit.
+        keep: Whether to return pre-activations.
+
+    Returns:
+        Outputs [T, O], and pre-activations [T, U] or an empty tensor.
+    """
     launch = _Launch(x, sizes, home, replicas)
+    # kernels step through columns one by one; rows may lie apart
     x = x if x.stride(1) == 1 else x.contiguous()
     out, hidden = home.w_out.shape[1:]
     y = x.new_empty((x.shape[0], out))
@@ -436,7 +475,7 @@ def forward(
 
 
 def _activations(launch: _Launch, x: Tensor, parts: ActivationParts, *, keep: bool) -> tuple[Tensor, Tensor]:
-    """Activations [T, H] and, if `keep`, pre-activations [T, U]."""
+    """Return activations [T, H], and pre-activations [T, U] if `keep`."""
     (units, dim), hidden = launch.home.w_in.shape[1:], launch.home.w_out.shape[2]
     act = x.new_empty((x.shape[0], hidden))
     kept = x.new_empty((x.shape[0] if keep else 0, units))
@@ -457,15 +496,29 @@ def backward(
     *,
     d_x: Tensor | None,
 ) -> None:
-    """Fill the experts' gradients, and that of `x` into `d_x` [T, D] if there is one."""
+    """Fill the experts' gradients, and that of `x` if it is wanted.
+
+    Args:
+        d_y: Gradient of the outputs, [T, O].
+        x: Rows of all groups, [T, D].
+        kept: Pre-activations [T, U] from `forward`, or an empty tensor: they are then computed again.
+        sizes: Rows of every group, [G] int64 on the device.
+        home: Stacked parameters of the m home experts.
+        replicas: Parameters of single experts.
+        targets: Where gradients go, by group, homes first.
+        activation: A name from `prophet.spec.ACTIVATIONS`, or one with a limit.
+        d_x: Where the gradient of `x` goes, [T, D]; None for nowhere.
+    """
     launch, parts = _Launch(x, sizes, home, replicas), parts_of(activation)
     x = x if x.stride(1) == 1 else x.contiguous()
     d_y = d_y if d_y.stride(1) == 1 else d_y.contiguous()
     dim, hidden = home.w_in.shape[2], home.w_out.shape[2]
     if kept.shape[0] != x.shape[0]:
         act, kept = _activations(launch, x, parts, keep=True)
-        d_hidden = kept  # in place
-    else:  # a second backward pass through the same graph needs what was kept
+        # in place: nobody else has these pre-activations
+        d_hidden = kept
+    # a second backward pass through the same graph needs what was kept
+    else:
         act, d_hidden = x.new_empty((x.shape[0], hidden)), torch.empty_like(kept)
     # d_act[r, h] = sum over o of d_y[r, o] w_out[o, h]
     launch.rows(ACT_BACKWARD, d_y, act, d_hidden, weight="w_out", strides=(1, hidden), cols=hidden, act=parts, pre=kept)

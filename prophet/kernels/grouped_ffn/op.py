@@ -32,22 +32,35 @@ def grouped_ffn(
     recompute: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Apply expert g to the g-th run of `sizes[g]` consecutive rows of `x` [T, D]; returns [T, O] in the dtype of `x`.
+    """Apply expert g to the g-th run of `sizes[g]` consecutive rows.
 
-    home: stacked parameters of the m home experts, w_in [m, U, D], w_out [m, O, H], b_in [m, U] and b_out [m, O], None
-    for a bias that no expert has.
-    replicas: parameters of single experts, read where they are. sizes: m + n integers whose sum is T, as a sequence, or
-    as an int64 tensor on the device of `x`, which a compiled graph needs to stay valid while the counts change.
-    grad_scale: factor on the gradients of the home parameters. home_grads, replica_grads: buffers shaped like the
-    parameters to which the backward pass adds in place, instead of returning those gradients; they may have a dtype of
-    their own. activation: see `naive.activate`. recompute: keep `x` only, and compute the pre-activations again in the
-    backward pass.
+    On a GPU float32 products are tf32 where `torch.backends.cuda.matmul` allows torch's own to be, and exact in other
+    cases. Parameters may be wider than `x`: products run in the dtype of `x` (under autocast: in autocast's). The
+    result depends on `x` and all parameters even where every group is empty. Differentiable once; `impl="naive"` as
+    often as needed.
 
-    On a GPU float32 products are tf32 where `torch.backends.cuda.matmul` allows torch's own to be, and exact otherwise.
-    Parameters may be wider than `x`: products run in the dtype of `x` (under autocast: in autocast's). The result
-    depends on `x` and all parameters even where every group is empty. Differentiable once; `impl="naive"` as often as
-    needed. Raises ValueError for sizes or shapes that do not fit.
+    Args:
+        x: Rows of all groups, [T, D].
+        sizes: m + n integers whose sum is T, as a sequence or as an int64 tensor on the device of `x`. A compiled graph
+            stays valid while counts change only with a tensor.
+        home: Stacked parameters of the m home experts: w_in [m, U, D], w_out [m, O, H], b_in [m, U] and b_out [m, O],
+            None for a bias that no expert has.
+        activation: See `naive.activate`.
+        replicas: Parameters of n single experts, read where they are.
+        home_grads: Buffers shaped like `home` to which the backward pass adds in place, instead of returning those
+            gradients; they may differ in dtype.
+        replica_grads: Likewise, by replica.
+        grad_scale: Factor on the gradients of the home parameters.
+        recompute: Keep `x` only, and compute the pre-activations again in the backward pass.
+        impl: Which implementation runs, see `prophet.kernels.choice`.
+
+    Returns:
+        Answers [T, O] in the dtype of `x`.
+
+    Raises:
+        ValueError: Sizes or shapes do not fit.
     """
+    # autocast knows torch's functions and not this operator, so the cast is made here
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     _check(x, sizes, home, replicas, activation)
@@ -57,6 +70,7 @@ def grouped_ffn(
     if not isinstance(sizes, Tensor):
         sizes = torch.tensor(list(sizes), dtype=torch.int64)
         if chosen == "triton":
+            # the library path reads sizes on the host, Triton on the device: each gets them without a wait
             sizes = sizes.to(x.device, non_blocking=True)
     flat_home, flat_replicas = _flat(home), [p for w in replicas for p in _flat(w)]
     biases = _biases(home)
@@ -80,6 +94,7 @@ def grouped_ffn(
 def _check(
     x: Tensor, sizes: Sequence[int] | Tensor, home: ExpertWeights, replicas: Sequence[ExpertWeights], activation: str
 ) -> None:
+    """Raise ValueError for sizes or shapes that do not fit."""
     gated = parts_of(activation).gated
     if x.ndim != 2 or home.w_in.ndim != 3 or home.w_out.ndim != 3:
         raise ValueError(
@@ -120,7 +135,7 @@ def _biases(weights: ExpertWeights) -> str:
 
 
 def _unflat(parts: Sequence[Tensor | None], biases: str) -> ExpertWeights:
-    """The inverse of `_flat`, for one expert or for the stacked ones."""
+    """Return the inverse of `_flat`, for one expert or for the stacked ones."""
     slots: list[Any] = [None] * 4
     for column, part in zip(_COLUMNS[biases], parts, strict=True):
         slots[column] = part
@@ -128,7 +143,7 @@ def _unflat(parts: Sequence[Tensor | None], biases: str) -> ExpertWeights:
 
 
 def _buffers(params: list[Tensor], grads: Sequence[ExpertWeights], biases: str, name: str) -> list[Tensor]:
-    """The buffers of `params`, or none at all; a parameter without one has an empty tensor in its place."""
+    """Return the buffers of `params`, or none at all; a parameter without one has an empty tensor in its place."""
     if not grads:
         return []
     columns = _COLUMNS[biases]
@@ -140,6 +155,7 @@ def _buffers(params: list[Tensor], grads: Sequence[ExpertWeights], biases: str, 
             raise ValueError(f"{name}: a parameter of shape {list(p.shape)} requires a gradient but has no buffer")
         if g is not None and g.shape != p.shape:
             raise ValueError(f"{name}: expected a buffer of shape {list(p.shape)}, got {list(g.shape)}")
+    # custom operators take lists of tensors, without None
     return [p.new_empty(0) if g is None else g.detach() for p, g in zip(params, flat, strict=True)]
 
 
@@ -147,7 +163,7 @@ def _buffers(params: list[Tensor], grads: Sequence[ExpertWeights], biases: str, 
 
 
 class _Into(torch.autograd.Function):
-    """Identity forward; the gradient is scaled, and added to a buffer instead of being passed on if there is one."""
+    """Identity; its gradient is scaled, and added to a buffer instead of being passed on if there is one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float, buffer: Tensor | None) -> Tensor:
@@ -173,7 +189,10 @@ def _naive(
     replica_grads: Sequence[ExpertWeights],
     grad_scale: float,
 ) -> Tensor:
+    """Run the definition, gradients scaled and added to buffers as the operators do."""
+
     def wrap(weights: ExpertWeights, grads: ExpertWeights | None, scale: float) -> ExpertWeights:
+        # nothing to scale and no buffer: no node in the graph
         if scale == 1.0 and grads is None:
             return weights
 
@@ -197,13 +216,13 @@ def _naive(
 
 
 def _each(replicas: Sequence[Any], biases: str) -> list[ExpertWeights]:
-    """Single experts from their parameters in a row."""
+    """Return single experts from their parameters in a row."""
     step = len(_COLUMNS[biases])
     return [_unflat(replicas[i : i + step], biases) for i in range(0, len(replicas), step)]
 
 
 def _experts(home: Sequence[Tensor], replicas: Sequence[Tensor], biases: str) -> list[ExpertWeights]:
-    """Parameters of every group, homes first, as views."""
+    """Return the parameters of every group, homes first, as views."""
     return [_unflat(p, biases) for p in zip(*(p.unbind(0) for p in home), strict=True)] + _each(replicas, biases)
 
 
@@ -215,13 +234,15 @@ def _targets(
     fresh: tuple[bool, bool],
     scale: float,
 ) -> list[GradTarget]:
-    """Where every group's gradients go, homes first."""
+    """Return where every group's gradients go, homes first."""
     rows = zip(*([None] * m if p is None else p.unbind(0) for p in home), strict=True)
     homes = [GradTarget(*_unflat(row, biases), fresh[0], scale) for row in rows]
     return homes + [GradTarget(*grads, fresh[1], 1.0) for grads in _each(replicas, biases)]
 
 
 def _host(sizes: Tensor, rows: int) -> list[int]:
+    """Return the sizes on the host; ValueError where they do not match the rows."""
+    # checked here and not in `_check`: only the library path may wait for a device's values
     found: list[int] = sizes.tolist()
     if sum(found) != rows or min(found, default=0) < 0:
         raise ValueError(f"groups of {found} rows, {sum(found)} in all, do not match {rows} rows")
@@ -242,11 +263,12 @@ def _forward_op(
     keep: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [T, O] and pre-activations [T, U] (none unless `keep`). The buffers are for the backward pass only.
+    """Return outputs [T, O] and pre-activations [T, U] (none unless `keep`). Buffers are for the backward pass only.
 
-    biases: which of them `home` and `replicas` have, see `_COLUMNS`.
+    `biases` says which of them `home` and `replicas` have, see `_COLUMNS`.
     """
     if impl == "triton":
+        # imported when it runs: Triton is optional
         import prophet.kernels.grouped_ffn.kernel as triton_path
 
         return triton_path.forward(x, sizes, _unflat(home, biases), _each(replicas, biases), activation, keep=keep)
@@ -279,8 +301,9 @@ def _backward_op(
     grad_scale: float,
     impl: str,
 ) -> None:
-    """Fill `d_x` and write (fresh) or add to the gradients of the parameters; an empty tensor: no such gradient."""
+    """Fill `d_x`, and write (fresh) or add to the parameters' gradients; an empty tensor: no such gradient."""
 
+    # shapes tell, as lists of an operator's arguments cannot hold None
     def wanted(grads: list[Tensor], params: list[Tensor]) -> list[Tensor | None]:
         return [g if g.shape == p.shape else None for g, p in zip(grads, params, strict=True)]
 
@@ -300,6 +323,7 @@ def _backward_op(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, sizes, home, replicas, home_grads, replica_grads, *plain, keep, impl = inputs
+    # so that an output nobody used costs no backward pass over zeros
     ctx.set_materialize_grads(False)
     kept = output[1] if keep else x.new_empty((0, home[0].shape[1]))
     ctx.save_for_backward(x, kept, sizes, *home, *replicas)
@@ -309,7 +333,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    if torch.is_grad_enabled():  # under create_graph; what is filled in place has no graph, so terms would be missing
+    # under create_graph; what is filled in place has no graph, so terms would be missing
+    if torch.is_grad_enabled():
         raise RuntimeError("grouped_ffn is differentiated once: leave create_graph out, or take impl='naive'")
     x, kept, sizes, *params = ctx.saved_tensors
     step, *how = ctx.plain
@@ -326,6 +351,7 @@ def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]
     _backward_op(d_y, x, kept, sizes, home, replicas, d_x, d_home, d_replicas, *fresh, *how)
 
     def returned(grads: list[Tensor], needed: Sequence[bool], fresh: bool) -> list[Tensor | None]:
+        # added in place they are where they belong: returned as well they would count twice
         return [g if n and fresh else None for g, n in zip(grads, needed, strict=True)]
 
     return (
@@ -338,7 +364,7 @@ def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]
 
 
 def _destinations(params: list[Tensor], needed: Sequence[bool], buffers: list[Tensor]) -> list[Tensor]:
-    """Where the gradients of `params` go: their buffers, or new memory; an empty tensor for those not needed."""
+    """Return where the gradients of `params` go: their buffers, or new memory; an empty tensor for those not needed."""
     if buffers:
         return [b if n else p.new_empty(0) for p, n, b in zip(params, needed, buffers, strict=True)]
     return [p.new_empty(p.shape if n else 0) for p, n in zip(params, needed, strict=True)]

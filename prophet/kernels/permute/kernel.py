@@ -16,7 +16,8 @@ from torch import Tensor
 from prophet.kernels.choice import on_its_device
 
 
-@triton.jit(do_not_specialize=["rows"])  # counts change from step to step
+# counts change from step to step, and a value that Triton specialises on compiles another kernel
+@triton.jit(do_not_specialize=["rows"])
 def _spread_kernel(
     x, out, order, rows, dim, stride_n, stride_d,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -41,6 +42,7 @@ def _collect_kernel(
     for start in range(0, dim, COLS):
         col = start + tl.arange(0, COLS)
         inside = (col < dim)[None, :]
+        # in float32, k in order: the same bits in every run, whatever the dtype of the rows
         total = tl.zeros((ROWS, COLS), tl.float32)
         for k in tl.static_range(TOP_K):
             at = tl.load(position + token * TOP_K + k, mask=live, other=-1)
@@ -76,14 +78,20 @@ def _collect_backward_kernel(
 
 
 def _blocks(dim: int) -> tuple[int, int]:
-    """Rows and columns of a program's tile: wide loads, about 4096 elements in flight."""
+    """Return rows and columns of a program's tile: wide loads, about 4096 elements in flight."""
     cols = min(1024, max(16, triton.next_power_of_2(dim)))
     return max(1, 4096 // cols), cols
 
 
 @on_its_device
 def spread(x: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Row i of the result is row order[i] // K of `x` [N, D]; returns [A, D]."""
+    """Return rows [A, D] in send order: row i is row order[i] // K of `x`.
+
+    Args:
+        x: Tokens [N, D], any strides.
+        order: Choices in send order, [A].
+        top_k: K, choices per token.
+    """
     count, dim = order.shape[0], x.shape[1]
     out = x.new_empty((count, dim))
     if out.numel():
@@ -97,13 +105,20 @@ def spread(x: Tensor, order: Tensor, top_k: int) -> Tensor:
 
 @on_its_device
 def collect(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
-    """y[n] = sum over k of weights[n, k] · rows[position[n, k]], in float32, k in order; returns [N, D]."""
+    """Return y[n] = sum over k of weights[n, k] · rows[position[n, k]], in float32, k in order; [N, D].
+
+    Args:
+        rows: Rows [A, D] in send order, any strides.
+        position: Where each choice is among them, [N, K]; -1 for those left out.
+        weights: [N, K]; None for ones.
+    """
     tokens, top_k = position.shape
     dim = rows.shape[1]
     out = rows.new_empty((tokens, dim))
     if out.numel():
         block, cols = _blocks(dim)
         grid = (triton.cdiv(tokens, block),)
+        # a kernel needs some pointer: without weights this one is never read
         given = position if weights is None else weights.contiguous()
         _collect_kernel[grid](
             rows, out, position.contiguous(), given, tokens, dim, rows.stride(0), rows.stride(1),
@@ -114,10 +129,18 @@ def collect(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
 
 @on_its_device
 def collect_backward(d_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows [A, D] and the weights [N, K] of `collect`; zero for the weights of dropped choices."""
+    """Return gradients of the rows [A, D] and the weights [N, K] of `collect`; zero for weights of dropped choices.
+
+    Args:
+        d_y: Gradient of the result, [N, D].
+        rows: Rows [A, D] in send order.
+        order: Choices in send order, [A].
+        weights: [N, K].
+    """
     count, dim = rows.shape
     top_k = weights.shape[1]
     d_rows = rows.new_empty((count, dim))
+    # every choice that was sent writes its weight's gradient; zeros are for dropped ones
     make = torch.empty if count == weights.numel() and dim else torch.zeros
     d_weights = make(weights.shape, dtype=weights.dtype, device=weights.device)
     if d_rows.numel():

@@ -15,15 +15,24 @@ from prophet.kernels.permute import gather, naive
 
 
 def permute(x: Tensor, order: Tensor, position: Tensor, *, impl: Impl = "auto") -> Tensor:
-    """Rows of `x` [N, D] in the order in which choices are sent: row i is token order[i] // K. Returns [A, D].
+    """Return rows of tokens in the order in which choices are sent, [A, D]: row i is token order[i] // K.
 
-    order [A] and position [N, K] as `prophet.kernels.split_apply.send_order` gives them: position[n, k] is where in
-    the order choice n*K + k is, or -1 where it is not sent. With K = 1 and nothing dropped this reorders rows.
+    With K = 1 and nothing dropped this reorders rows.
+
+    Args:
+        x: Tokens [N, D].
+        order: Choices in send order, [A], from `prophet.kernels.split_apply.send_order`.
+        position: Where in the order choice n*K + k is, [N, K], or -1 where it is not sent; from there as well.
+        impl: Which implementation runs, see `prophet.kernels.choice`.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     _check(x.shape[0], order, position, x)
     chosen = choose(impl, x)
     if chosen == "naive":
         return naive.permute(x, order, position.shape[1])
+    # as operators of torch.library: torch.compile sees one node, and fake tensors their shapes
     rows: Tensor = _permute_op(x, order, position, chosen)
     return rows
 
@@ -31,10 +40,23 @@ def permute(x: Tensor, order: Tensor, position: Tensor, *, impl: Impl = "auto") 
 def unpermute(
     rows: Tensor, order: Tensor, position: Tensor, weights: Tensor | None = None, *, impl: Impl = "auto"
 ) -> Tensor:
-    """Combine experts' outputs: y[n] = sum over k of weights[n, k] · rows[position[n, k]]. Returns [N, D].
+    """Combine experts' outputs: y[n] = sum over k of weights[n, k] · rows[position[n, k]].
 
-    rows [A, D] in send order; weights [N, K], None for ones. Choices that were not sent count as zero. The sum runs
-    over k in order, in float32 at least; the result has the dtype of `rows`. Differentiable in rows and weights, once.
+    Choices that were not sent count as zero. The sum runs over k in order, in float32 at least; the result has the
+    dtype of `rows`. Differentiable in rows and weights, once.
+
+    Args:
+        rows: Rows [A, D] in send order.
+        order: Choices in send order, [A].
+        position: Where each choice is among the rows, [N, K]; -1 where it was not sent.
+        weights: [N, K]; None for ones.
+        impl: Which implementation runs, see `prophet.kernels.choice`.
+
+    Returns:
+        Tokens' answers [N, D].
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     _check(position.shape[0], order, position, rows)
     if rows.shape[0] != order.shape[0]:
@@ -62,6 +84,7 @@ def _check(tokens: int, order: Tensor, position: Tensor, x: Tensor) -> None:
 @torch.library.custom_op("prophet::permute", mutates_args=())
 def _permute_op(x: Tensor, order: Tensor, position: Tensor, impl: str) -> Tensor:
     if impl == "triton":
+        # imported when it runs: Triton is optional
         from prophet.kernels.permute import kernel
 
         return kernel.spread(x, order, position.shape[1])
@@ -75,7 +98,7 @@ def _(x: Tensor, order: Tensor, position: Tensor, impl: str) -> Tensor:
 
 @torch.library.custom_op("prophet::collect", mutates_args=())
 def _collect_op(rows: Tensor, order: Tensor, position: Tensor, weights: Tensor | None, impl: str) -> Tensor:
-    """The weighted sum over a token's choices: unpermute, and without weights the backward pass of permute."""
+    """Return the weighted sum over a token's choices: unpermute, or without weights permute's backward pass."""
     if impl == "triton":
         from prophet.kernels.permute import kernel
 
@@ -108,16 +131,19 @@ def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _permute_backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None, None]:
+    # the gradient of a copy to K rows is the sum of their gradients
     return _collect_op(d_rows, *ctx.saved_tensors, None, ctx.impl), None, None, None
 
 
 def _setup_collect(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, order, position, weights, ctx.impl = inputs
+    # without weights the gradient of the rows needs no values: the rows need not stay in memory
     ctx.save_for_backward(order, position, *(() if weights is None else (rows, weights)))
 
 
 def _collect_backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
     order, position, *weighted = ctx.saved_tensors
+    # the gradient of a plain sum is a copy to the row of each choice
     if not weighted:
         return _permute_op(d_y, order, position, ctx.impl), None, None, None, None
     d_rows, d_weights = _collect_backward_op(d_y, weighted[0], order, weighted[1], ctx.impl)

@@ -26,6 +26,7 @@ def _scores(logits, row, live, experts, stride_n, stride_e, SIGMOID: tl.constexp
         score = 1.0 / (1.0 + tl.exp(-value))
     else:
         top = tl.max(value, axis=1)
+        # rows past the last token are all -inf, and -inf less -inf would be NaN
         top = tl.where(live, top, 0.0)
         score = tl.exp(value - top[:, None])
         score = score / tl.where(live, tl.sum(score, axis=1), 1.0)[:, None]
@@ -50,6 +51,7 @@ def _route_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     taken = tl.zeros((ROWS, WIDTH), tl.int32)
     for k in tl.static_range(TOP_K):
+        # of equal scores the lower expert, so that every run chooses the same
         best = tl.argmax(wish, axis=1)
         hit = col[None, :] == best[:, None]
         value = tl.sum(tl.where(hit, score, 0.0), axis=1)
@@ -62,12 +64,14 @@ def _route_kernel(
         else:
             tl.store(weights + row * TOP_K + k, value * scale, mask=live)
     if NORMALIZE:
+        # the weights were just stored by other threads of the block
         tl.debug_barrier()
         factor = scale / tl.maximum(total, tiny)
         for k in tl.static_range(TOP_K):
             value = tl.load(weights + row * TOP_K + k, mask=live, other=0.0)
             tl.store(weights + row * TOP_K + k, value * factor, mask=live)
     chosen = tl.sum(taken, axis=0).to(tl.int64)
+    # integers: the order of atomic additions does not change the sum
     tl.atomic_add(counts + col, chosen, mask=(col < experts) & (chosen > 0))
 
 
@@ -90,6 +94,7 @@ def _route_backward_kernel(
         taken = taken | hit
     if NORMALIZE:
         total = tl.maximum(tl.sum(tl.where(taken, score, 0.0), axis=1), tiny)
+        # of w_k = s_k / sum(s) over the chosen: dL/ds_k = (g_k - sum(g·w)) / sum(s)
         mean = tl.sum(grad * score, axis=1) / total
         grad = tl.where(taken, (grad - mean[:, None]) / total[:, None], 0.0)
     if SIGMOID:  # noqa: SIM108
@@ -100,6 +105,7 @@ def _route_backward_kernel(
 
 
 def _blocks(experts: int) -> tuple[int, int]:
+    # a row of scores is held by one program, in tiles of about 2048 elements
     width = max(2, triton.next_power_of_2(experts))
     return max(1, min(32, 2048 // width)), width
 
@@ -108,13 +114,23 @@ def _blocks(experts: int) -> tuple[int, int]:
 def route(
     logits: Tensor, top_k: int, sigmoid: bool, normalize: bool, scale: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids [N, K], weights [N, K] float32 and counts [E] of `logits` [N, E]."""
+    """Return ids [N, K], weights [N, K] float32 and counts [E] of the chosen experts.
+
+    Args:
+        logits: [N, E], any strides.
+        top_k: K, experts per token.
+        sigmoid: Whether scores are sigmoids, and not a softmax.
+        normalize: Whether to divide weights by their sum.
+        scale: Factor on the weights.
+        bias: Added to the scores for the choice only, [E]; None without.
+    """
     tokens, experts = logits.shape
     ids = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     counts = torch.zeros(experts, dtype=torch.int64, device=logits.device)
     if tokens:
         rows, width = _blocks(experts)
+        # a kernel needs some pointer: without a bias this one is never read
         given = logits if bias is None else bias.contiguous()
         _route_kernel[(triton.cdiv(tokens, rows),)](
             logits, given, ids, weights, counts, tokens, experts, logits.stride(0), logits.stride(1), scale,
@@ -128,7 +144,16 @@ def route(
 def route_backward(
     d_weights: Tensor, logits: Tensor, ids: Tensor, sigmoid: bool, normalize: bool, scale: float
 ) -> Tensor:
-    """Gradient of the logits, [N, E]."""
+    """Return the gradient of the logits, [N, E].
+
+    Args:
+        d_weights: Gradient of the weights, [N, K].
+        logits: [N, E].
+        ids: The chosen experts, [N, K].
+        sigmoid: As in `route`.
+        normalize: As in `route`.
+        scale: As in `route`.
+    """
     tokens, experts = logits.shape
     d_logits = torch.empty((tokens, experts), dtype=logits.dtype, device=logits.device)
     if tokens:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 
 class Routed(NamedTuple):
-    """ids: [N, K] int64, the chosen experts, best first. weights: [N, K]. counts: [E] int64 choices per expert."""
+    """What the gate has decided.
+
+    Attributes:
+        ids: The chosen experts, best first, [N, K] int64.
+        weights: [N, K].
+        counts: Choices per expert, [E] int64.
+    """
 
     ids: Tensor
     weights: Tensor
@@ -28,14 +34,24 @@ def route(
     scale: float = 1.0,
     bias: Tensor | None = None,
 ) -> Routed:
-    """Choose the K experts of highest score (plus `bias` [E], which shifts the choice and never the weights).
+    """Choose the K experts of highest score.
 
-    logits: [N, E]. Weights are the chosen scores, divided by their sum if `normalize`, times `scale`.
+    Weights are the chosen scores, divided by their sum if `normalize`, times `scale`.
+
+    Args:
+        logits: [N, E].
+        top_k: K, experts per token.
+        score: Softmax over experts, or a sigmoid per expert.
+        normalize: Whether to divide weights by their sum.
+        scale: Factor on the weights.
+        bias: Shifts the choice and never the weights, [E]; None without.
     """
     scores = logits.softmax(dim=-1) if score == "softmax" else logits.sigmoid()
     preference = scores if bias is None else scores + bias
+    # the choice has no gradient: it comes through the chosen scores
     ids = preference.detach().topk(top_k, dim=-1).indices
     weights = scores.gather(1, ids)
     if normalize:
+        # sigmoids may all round to zero: the smallest normal number keeps 0 / 0 away
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     return Routed(ids, weights * scale, torch.bincount(ids.reshape(-1), minlength=logits.shape[1]))

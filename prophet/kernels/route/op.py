@@ -25,12 +25,23 @@ def route(
     bias: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Routed:
-    """Choose the K experts of highest score for every row of `logits` [N, E], and count the choices.
+    """Choose the K experts of highest score for every row, and count the choices.
 
-    score: softmax over experts, or a sigmoid per expert. bias: [E], added to the scores for the choice only.
     Weights are the chosen scores, divided by their sum if `normalize`, times `scale`; they alone are differentiable
     (once), with respect to the logits. No expert is chosen twice. Library calls choose what the definition chooses;
-    Triton takes the lower of two experts whose scores are equal. Raises ValueError for arguments that do not fit.
+    Triton takes the lower of two experts whose scores are equal.
+
+    Args:
+        logits: [N, E].
+        top_k: K, experts per token.
+        score: Softmax over experts, or a sigmoid per expert.
+        normalize: Whether to divide weights by their sum.
+        scale: Factor on the weights.
+        bias: Added to the scores for the choice only, [E]; None without.
+        impl: Which implementation runs, see `prophet.kernels.choice`.
+
+    Raises:
+        ValueError: Arguments do not fit.
     """
     if logits.ndim != 2 or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"expected logits [N, E] with E >= top_k >= 1, got {list(logits.shape)} and top_k {top_k}")
@@ -46,14 +57,18 @@ def route(
 
 
 def tally(ids: Tensor, experts: int, kept: Tensor | None = None) -> Tensor:
-    """How many of `ids` (any shape) are each of `experts` experts, [E] int64; no host waits for a device.
+    """Return how often each expert is among `ids`, [E] int64; no host waits for a device.
 
-    kept: booleans like `ids`; those that are False do not count.
+    Args:
+        ids: Experts, integers of any shape.
+        experts: E.
+        kept: Booleans like `ids`; those that are False do not count. None counts all.
     """
     flat = ids.reshape(-1)
     if not flat.is_cuda:
         return torch.bincount(flat if kept is None else flat[kept.reshape(-1)], minlength=experts)
-    ones = torch.ones_like(flat) if kept is None else kept.reshape(-1).to(flat.dtype)  # bincount asks for the maximum
+    # not by `bincount`, which asks a device for the maximum and waits for it
+    ones = torch.ones_like(flat) if kept is None else kept.reshape(-1).to(flat.dtype)
     return flat.new_zeros(experts).scatter_add_(0, flat, ones)
 
 
@@ -97,6 +112,7 @@ def _route_backward_op(
         return kernel.route_backward(d_weights, logits, ids, sigmoid, normalize, scale)
     grad = d_weights * scale
     if normalize and not sigmoid:
+        # a softmax divided by the sum over the chosen is a softmax of their logits alone: the others have no gradient
         weights = logits.gather(1, ids).softmax(dim=-1)
         inner = weights * (grad - (grad * weights).sum(dim=-1, keepdim=True))
         return torch.zeros_like(logits).scatter_(1, ids, inner)
@@ -107,6 +123,7 @@ def _route_backward_op(
         grad = (grad - (grad * chosen).sum(dim=-1, keepdim=True) / total) / total
     if sigmoid:
         return torch.zeros_like(logits).scatter_(1, ids, grad * chosen * (1 - chosen))
+    # of a softmax: dL/dz_e = s_e · (g_e - sum(g·s)), with g zero where not chosen
     mean = (grad * chosen).sum(dim=-1, keepdim=True)
     return (scores * -mean).scatter_add_(1, ids, grad * chosen)
 
@@ -118,6 +135,7 @@ def _(d_weights: Tensor, logits: Tensor, *others: Any) -> Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     logits, _, sigmoid, normalize, scale, _, impl = inputs
+    # so that weights nobody used give no gradient, instead of one of zeros
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[0], output[2])
     ctx.save_for_backward(logits, output[0])

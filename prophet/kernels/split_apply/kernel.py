@@ -20,7 +20,7 @@ BLOCK = 128
 
 @triton.jit(do_not_specialize=["choices"])  # counts change from step to step
 def _count_kernel(ids, kept, counts, choices, experts, HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """counts[b, e]: choices of expert e in block b. Integer additions: their order does not matter."""
+    """Fill counts[b, e]: choices of expert e in block b. Integer additions: their order does not matter."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     live = at < choices
@@ -35,8 +35,11 @@ def _place_kernel(
     ids, kept, before, shares, starts, order, position, choices, experts, ranks, rows,
     HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where every choice goes. before [B, E]: choices of the expert in earlier blocks. shares [E, D]: first place of a
-    rank's share among an expert's choices. starts [E, D]: where the run (rank, expert) begins in the order."""
+    """Where every choice goes.
+
+    before: [B, E], choices of the expert in earlier blocks. shares: [E, D], first place of a rank's share among an
+    expert's choices. starts: [E, D], where the run (rank, expert) begins in the order.
+    """
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     at = block * BLOCK + lane
@@ -50,9 +53,11 @@ def _place_kernel(
     if HAS_KEPT:
         other_kept = tl.load(kept + other_at, mask=inside, other=0) != 0
         other = tl.where(other_kept, other, -2)
+    # place within the block: choices of the same expert before it; all pairs, in registers
     earlier = (expert[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
     place = tl.load(before + block.to(tl.int64) * experts + expert, mask=live, other=0)
     place += tl.sum(earlier.to(tl.int64), axis=1)
+    # the rank in whose share the place falls; ranks are few, so a loop over boundaries does
     rank = tl.zeros((BLOCK,), tl.int64)
     for d in range(1, ranks):
         rank += (place >= tl.load(shares + expert * ranks + d, mask=live, other=0)).to(tl.int64)
@@ -60,12 +65,22 @@ def _place_kernel(
     first = tl.load(shares + cell, mask=live, other=0)
     target = tl.load(starts + cell, mask=live, other=0) + place - first
     tl.store(position + at, tl.where(live, target, -1), mask=inside)
+    # a split that does not fit the ids must not write past the end
     tl.store(order + target, at.to(tl.int64), mask=live & (target < rows))
 
 
 @on_its_device
 def send_order(ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Order [A] of the choices by destination rank, expert and position, and its inverse [N, K], -1 where not sent."""
+    """Return the order [A] of the choices by destination rank, expert and position, and its inverse [N, K].
+
+    The inverse is -1 where a choice is not sent.
+
+    Args:
+        ids: Expert of every choice, [N, K].
+        kept: Which choices are sent, [N, K] booleans; None for all.
+        split_ED: Choices of expert e for rank d, [E, D].
+        rows: A, the sum of `split_ED`.
+    """
     experts, ranks = split_ED.shape
     choices = ids.numel()
     position = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
@@ -78,6 +93,7 @@ def send_order(ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int) ->
     counts = torch.zeros((blocks, experts), dtype=torch.int64, device=ids.device)
     has_kept = kept is not None
     _count_kernel[(blocks,)](flat, flags, counts, choices, experts, HAS_KEPT=has_kept, BLOCK=BLOCK)
+    # an exclusive sum over blocks: two launches make a stable counting sort, without atomics on places
     before = counts.cumsum(0) - counts
     split = split_ED.to(torch.int64)
     shares = split.cumsum(1) - split

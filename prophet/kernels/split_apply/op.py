@@ -15,8 +15,12 @@ from prophet.kernels.split_apply import naive
 
 
 class SendOrder(NamedTuple):
-    """order: [A] indices into the N*K choices, in the order in which they are sent. position: [N, K], its inverse:
-    where in the order a choice is, or -1 where it is not sent."""
+    """The order of the choices, and where each is in it.
+
+    Attributes:
+        order: Indices into the N*K choices, in the order in which they are sent, [A].
+        position: Its inverse, [N, K]: where in the order a choice is, or -1 where it is not sent.
+    """
 
     order: Tensor
     position: Tensor
@@ -25,11 +29,19 @@ class SendOrder(NamedTuple):
 def send_order(
     ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int | None = None, *, impl: Impl = "auto"
 ) -> SendOrder:
-    """Order in which this rank's choices are sent: by destination rank, then expert, then position in the batch.
+    """Return the order in which this rank's choices are sent: by destination rank, expert, position in the batch.
 
-    ids: [N, K] expert of every choice. kept: [N, K] booleans, None where all are sent. split_ED: [E, D] how many of
-    this rank's choices of expert e go to rank d; an expert's earlier choices go to the lower ranks. rows: A, the sum of
-    `split_ED`, where the host knows it; without it and with `kept`, finding it costs a synchronisation.
+    Args:
+        ids: Expert of every choice, [N, K].
+        kept: Which choices are sent, [N, K] booleans; None where all are.
+        split_ED: How many of this rank's choices of expert e go to rank d, [E, D]; an expert's earlier choices go to
+            the lower ranks.
+        rows: A, the sum of `split_ED`, where the host knows it; without it and with `kept`, finding it costs a
+            synchronisation.
+        impl: Which implementation runs, see `prophet.kernels.choice`.
+
+    Raises:
+        ValueError: Shapes or the number of choices do not fit.
     """
     if ids.ndim != 2 or split_ED.ndim != 2 or (kept is not None and kept.shape != ids.shape):
         raise ValueError(
@@ -37,6 +49,7 @@ def send_order(
             f"{None if kept is None else list(kept.shape)} and {list(split_ED.shape)}"
         )
     if rows is None:
+        # with all choices sent the host knows their number; it asks the device only where some are dropped
         rows = ids.numel() if kept is None else int(split_ED.sum())
     if kept is None and rows != ids.numel():
         raise ValueError(f"a split of {rows} choices does not match ids of shape {list(ids.shape)}")
@@ -49,28 +62,33 @@ def send_order(
 
 
 def regroup(lengths: Tensor, rows: int | None = None) -> Tensor:
-    """The order that turns runs of rows laid out as [a, b] into runs laid out as [b, a]; as in the definition.
+    """Return the order that turns runs of rows laid out as [a, b] into runs laid out as [b, a]; as in the definition.
 
-    lengths: [A, B] integers. rows: their sum, where the host knows it; without it, finding it synchronises a device.
+    Args:
+        lengths: [A, B] integers.
+        rows: Their sum, where the host knows it; without it, finding it synchronises a device.
     """
     flat = lengths.reshape(-1)
     total = int(flat.sum()) if rows is None else rows
     starts = (flat.cumsum(0) - flat).view_as(lengths).t().reshape(-1)
     turned = lengths.t().reshape(-1)
     offsets = starts - (turned.cumsum(0) - turned)
+    # `output_size` spares the host from waiting for the sum
     spread = torch.repeat_interleave(offsets, turned, output_size=total)
     return spread.add_(torch.arange(total, device=lengths.device))
 
 
 def inverse(order: Tensor, size: int) -> Tensor:
-    """Where each of 0..size-1 is in `order` [A], or -1 where it is not in it; [size] int64."""
+    """Return where each of 0..size-1 is in `order` [A], or -1 where it is not in it; [size] int64."""
     found = torch.full((size,), -1, dtype=torch.int64, device=order.device)
+    # each choice is in the order once at most, so no two writes meet
     found[order] = torch.arange(order.shape[0], device=order.device)
     return found
 
 
 def _by_expert(ids: Tensor, experts: int) -> Tensor:
-    """Stable order of the flat `ids` by expert; few-bit keys sort several times faster than 64-bit ones."""
+    """Return a stable order of the flat `ids` by expert."""
+    # keys of few bits sort several times faster than those of 64
     key = torch.uint8 if experts <= 256 else torch.int16 if experts <= 32767 else ids.dtype
     return ids.to(key).argsort(stable=True)
 
@@ -89,6 +107,7 @@ def _send_order_op(ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int
         order = _by_expert(flat.masked_fill(~kept.reshape(-1), experts), experts + 1)[:rows]
     if order.shape[0] != rows:
         raise ValueError(f"a split of {rows} choices does not match {order.shape[0]} choices")
+    # by expert alone is the order already where all goes to one rank
     if ranks > 1:
         order = order[regroup(split_ED, rows)]
     return order, inverse(order, flat.shape[0]).view(ids.shape)
