@@ -21,7 +21,7 @@ from prophet.convert.trials.module_copies import distance, scramble, trying, twi
 from prophet.convert.trials.verify import TOLERANCE
 from prophet.errors import ConversionError
 
-# Rows of each expert on which a module is tried: an odd number, so that places get uneven parts
+# Rows of each expert on which a module is tried
 ROWS = 5
 
 
