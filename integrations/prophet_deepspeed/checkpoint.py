@@ -77,6 +77,7 @@ class Checkpoints:
         keys = self._expert_keys()
         left_out = self._frozen() if exclude_frozen_parameters else set()
         module = {k: v.detach().cpu() for k, v in model.state_dict().items() if k not in left_out}
+        # Cloned: torch.save writes a view with the whole tensor behind it.
         experts["module"] = {k: v.clone() for k, v in module.items() if k in keys}
         scheduler = None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict()
         # Before the older checkpoint of this name is removed

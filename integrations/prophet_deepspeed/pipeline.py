@@ -147,6 +147,7 @@ def _check(stage_map: StageMap, layers: int, topology: Any) -> None:
     # A digest, as maps of different lengths could not be compared in one exchange.
     mine = torch.tensor([digest(map_numbers.numpy()), int(bool(problem))], dtype=torch.int64)
     every = collective_for(None).all_gather(mine.to(_device()), op=Operation("comparing stage maps")).cpu()
+    # A process that raised before the exchange would leave the others waiting in it.
     wrong = [r for r, row in enumerate(every.tolist()) if row[1]]
     if problem or wrong:
         raise SpecError(problem or f"the stage maps of ranks {wrong} do not suit their layers or topology")

@@ -182,6 +182,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
                 f"ProphetCallback clips by the norm over all ranks: set max_grad_norm=0 and clip by "
                 f"prophet.parallel.clip_grad_norm_()"
             )
+        # Asked anew for every step
         self._clipped = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

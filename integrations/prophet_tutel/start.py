@@ -104,19 +104,19 @@ def balance(
         for layer in layers:
             _keep_conventions(layer)
         engine = prophet.attach(inner, local, config=config)
+    # Ctrl-C too: model and optimizer must be as they were
     except BaseException:
         prophet.revert(inner)
         before.put_back(dict(inner.named_parameters()))
         raise
     for layer in layers:
-        # Only once nothing can fail any more, as a hook of `state_dict` cannot be taken back
         keep_original_layout(layer)
     experts = dict(expert_parameters(inner))
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # Under their new names, too
         model.parameters_to_ignore |= experts.keys()
     if local is not optimizer:
-        # In place: Tutel's optimizer skips these when it averages gradients.
+        # The wrapper keeps a list of the experts by itself
         optimizer.expert_params[:] = experts.values()
     return Balanced(model=inner, engine=engine, report=report)
 
@@ -150,7 +150,7 @@ def _group(model: nn.Module) -> dist.ProcessGroup | None:
     """The group that all Tutel layers of `model` share; raises `TutelError` where they differ."""
     layers = _blocks(model)
     if dist.is_initialized():
-        # Groups are compared by their members: Tutel makes a new object for each layer.
+        # Compared by members, as equal groups may be different objects
         (first, wanted), *others = [(name, dist.get_process_group_ranks(layer.group)) for name, layer in layers]
         for name, found in others:
             if found != wanted:

@@ -73,7 +73,7 @@ class ExpertsSpec:
 
     def signature(self) -> str:
         """What must be equal on all ranks, as text."""
-        # Of experts that run as modules the sizes inside are unknown: their parameters' digest must do.
+        # The sizes inside modules are unknown; `checks.fingerprint` compares their parameters.
         what = self.bank
         if what == "feed-forward":
             what = f"hidden {self.hidden}, {self.activation}, bias {self.bias}, output {self.outputs}, {self.form}"
@@ -187,6 +187,7 @@ def watch_rows(block: nn.Module, experts: nn.ModuleList, seen: Seen) -> None:
     """
     seen.before(block, lambda _, values: seen.given(tokens_in(values)))
     for e, expert in enumerate(experts):
+        # e=e: a lambda would see the last number of the loop
         seen.before(expert, lambda _, values, e=e: seen.rows(e, tokens_in(values)))  # type: ignore[misc]
 
 
@@ -215,6 +216,7 @@ def is_wrapper(module: object) -> bool:
 
 def bare(module: Any) -> Any:
     """A module as it is without PEFT's wrappers."""
+    # One wrapper for each parameter with LoRA, one in another
     while is_wrapper(module):
         module = module.base_layer
     return module

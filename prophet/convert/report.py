@@ -75,6 +75,7 @@ KINDS = ("experts", "router", "shared experts", "dense layers", "the rest")
 
 def trained(model: nn.Module) -> tuple[Trained, ...]:
     """What trains in a converted model, by the kinds that it has."""
+    # Numbers of all parameters, of those that train, and of adapters among these
     found = {kind: [0, 0, 0] for kind in KINDS}
     # The experts' LoRA is in layers of this library; other tuners name theirs in `adapter_layer_names`.
     inside = {"lora_A", "lora_B"}
@@ -148,6 +149,7 @@ class ConversionReport:
                 r.name,
                 f"{r.family} ({r.spec.form})",
                 f"{r.spec.num_experts}" + (f", top-{r.spec.top_k}" if r.spec.top_k else ""),
+                # Both ends included, as people read a range
                 f"{r.experts.start}-{r.experts.stop - 1}",
                 _sizes(r.spec),
                 _bank(r.spec),

@@ -20,7 +20,7 @@ from prophet.spec import ACTIVATIONS, Activation, Bias, parts_of
 # Bounds on a file from outside; layers are looped over
 MAX_CONFIG_BYTES = 1 << 22
 _MOST_LAYERS = 1 << 12
-# Tokens of a sequence where a model takes more: what predictions cost grows with it
+# Tokens of a sequence that are assumed where a model takes more
 _SEQUENCE = 4096
 _INSTEAD = "give --layers, --experts, --top-k, --dim, --hidden and --heads in place of --model"
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -314,7 +314,7 @@ def _record(log: _Log, line: str, where: str) -> int:
                 return _whole(record[alias], _MOST[name], f"{where}: {alias}")
         raise TraceError(f"{where}: {name}: expected a number from 0 to {_MOST[name]}, the record has no such field")
 
-    # Megatron counts the layers of multi-token prediction from 0 again.
+    # `block` and `mtp_idx` tell layers of one number apart
     block = record.get("block", "decoder")
     if not isinstance(block, str):
         raise TraceError(f"{where}: block: expected a string, got {type(block).__name__}")

@@ -197,6 +197,7 @@ class RoutedExperts(MoE):
             p.requires_grad_(any(q.requires_grad for q in self.experts.parameters()))
             for key, value in origin.attributes.get(name, {}).items():
                 setattr(p, key, value)
+        # The bank may have been cast since, as by model.bfloat16()
         return experts.to(self.experts.dtype)
 
     def let_go_of_originals(self) -> None:
@@ -210,6 +211,7 @@ class RoutedExperts(MoE):
     def take(self, state: dict[str, Tensor]) -> None:
         """Set this rank's experts from the parameters of the module they come from."""
         spec, bank = self.origin.spec, self.experts
+        # Rows that no expert reads belong to the loaded values, too
         self.origin.rest = copied_rest(self.origin.adapter, spec, state)
         first = bank.first_expert if spec.held == self.num_experts else 0
         for local in range(bank.experts):

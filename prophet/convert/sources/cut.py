@@ -22,7 +22,7 @@ from prophet.convert.trials.verify import TOLERANCE
 from prophet.errors import ConversionError
 from prophet.trials import trying
 
-# Rows of each expert on which a module is tried: an odd number, so that places get uneven parts
+# Rows of each expert on which a module is tried
 ROWS = 5
 
 

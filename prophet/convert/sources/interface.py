@@ -115,6 +115,7 @@ class Interface(Adapter):
 
     family = "Hugging Face"
     experts_name = ""
+    # `_check_none_is_dropped` makes sure of it
     drops_none = True
 
     def __init__(self, layout: Layout | None = None, family: str = "") -> None:

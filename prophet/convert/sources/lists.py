@@ -32,6 +32,7 @@ def list_in(experts: nn.Module, prefix: str) -> nn.ModuleList:
     found = experts.get_submodule(path)
     # Keys in the order of their numbers: position and number must be one thing.
     if isinstance(found, nn.ModuleDict) and list(found) == [f"{key}{e}" for e in range(len(found))]:
+        # The same modules; the dictionary itself stays as it is
         return nn.ModuleList(found.values())
     if not isinstance(found, nn.ModuleList):
         raise ConversionError(f"form 'modules': expected a ModuleList of experts, got {type(found).__name__}")
@@ -116,6 +117,7 @@ def modules_spec(experts: nn.ModuleList, *, num_experts: int, top_k: int, router
     check_shapes(
         experts, {f"{e}.{name}": tuple(state[name].shape) for e in range(len(experts)) for name in names.all()}
     )
+    # Shapes are equal by now, but another class may compute something else.
     kinds = {type(e).__name__ for e in experts}
     if len(kinds) > 1:
         raise ConversionError(f"experts of several kinds in one block: {', '.join(sorted(kinds))}")

@@ -93,7 +93,9 @@ class _Llama4(_Stacked):
     def watch(self, block: nn.Module, experts: nn.Module, seen: Seen) -> None:
         router: Any = child(block, "router")
         seen.after(
-            router, lambda _, values, answer: seen.ids(answer[1].topk(router.top_k, dim=1)[1], tokens_in(values))
+            # answer[1]: logits [N, E], as in the block's forward
+            router,
+            lambda _, values, answer: seen.ids(answer[1].topk(router.top_k, dim=1)[1], tokens_in(values)),
         )
 
 
@@ -192,6 +194,7 @@ class _LongcatFlash(_Stacked):
         names = ("num_routed_experts", "total_experts", "hidden_size", "intermediate_size")
         e, total, dim, hidden = (integer(experts, name) for name in names)
         shapes = self.layout.shapes(e, dim, hidden)
+        # Identity experts have rows in this matrix only
         check_shapes(experts, {**shapes, "gate_up_proj": (total, 2 * hidden, dim)})
         return _stacked_spec(
             router, experts.act_fn, num_experts=e, top_k=integer(router, "top_k"), dim=dim, hidden=hidden

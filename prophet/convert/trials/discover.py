@@ -340,7 +340,7 @@ class _Experiment:
 
     def _called_in_training(self, shape: tuple[int, ...]) -> bool:
         """Whether experts are called in training at least, where they are not in evaluation; it stays in that mode."""
-        # Some blocks skip experts, or merge them, in evaluation
+        # Some blocks call their experts in training only
         self._twin.train()
         self._run(self._input(0, shape), answers=0)
         if not self.noted:

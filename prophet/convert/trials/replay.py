@@ -254,7 +254,7 @@ class Passes:
         def hand_out(expert: int, rows: Tensor) -> Tensor:
             nonlocal at
             if at == len(notes) or notes[at].expert != expert or notes[at].rows.shape != rows.shape:
-                raise ReplayError(f"{label}: expert {expert} was called with {list(rows.shape)} {_DIFFERENTLY}")
+                raise ReplayError(f"{label}: expert {expert} was called with {list(rows.shape)} {_SECOND_PASS_DIFFERS}")
             noted = notes[at].rows.detach()
             now = rows.detach()
             differ.append(~same(now, noted).all())
@@ -264,14 +264,14 @@ class Passes:
         with self.tape.playing(hand_out):
             result = forward()
         if at < len(notes):
-            raise ReplayError(f"{label}: expert {notes[at].expert} was not called any more {_DIFFERENTLY}")
+            raise ReplayError(f"{label}: expert {notes[at].expert} was not called any more {_SECOND_PASS_DIFFERS}")
         # All comparisons in one tensor: the host waits for the device once.
         if differ and bool(torch.stack(differ).any()):
-            raise ReplayError(f"{label}: an expert was called with other rows {_DIFFERENTLY}")
+            raise ReplayError(f"{label}: an expert was called with other rows {_SECOND_PASS_DIFFERS}")
         return result
 
 
-_DIFFERENTLY = (
+_SECOND_PASS_DIFFERS = (
     "in the block's second pass than in the first: what it gives its experts depends on their answers, on state that "
     "a pass changes, or on random numbers that are not torch's"
 )

@@ -18,7 +18,7 @@ from prophet.experts.hooks import without_hooks
 from prophet.ranks.collective import Collective
 from prophet.trials import evaluating, seed_all
 
-# Enough that most experts get a row, few enough to cost nothing
+# Tokens of a trial, which runs the block in its full size
 TOKENS = 16
 # of the largest output: what a re-ordered sum may differ by, products included
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
