@@ -1,8 +1,8 @@
 """A `GradScaler` for pipelines: what one rank finds in its gradients, all ranks act upon.
 
-A pipeline's rank holds the gradients of the layers that it runs. A scaler that knew of these alone would skip the update here
-and halve the scale here while the other ranks take the step. torch scales the loss where the model ends, and has no
-scale elsewhere. Here every rank has it from the start.
+A pipeline's rank holds the gradients of the layers that it runs. A scaler that knew of these alone would skip the
+update here and halve the scale here while the other ranks take the step. torch scales the loss where the model ends,
+and has no scale elsewhere. Here every rank has it from the start.
 """
 
 from __future__ import annotations
