@@ -179,12 +179,12 @@ class StageMap:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """How many layers there are."""
         return self.boundaries[-1]
 
     @property
     def stages(self) -> int:
-        """S."""
+        """How many stages there are."""
         return len(self.ranks)
 
     @property

@@ -57,12 +57,12 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """R."""
+        """How many replicas there are."""
         return len(self.rows)
 
     @property
     def pipeline_ranks(self) -> int:
-        """P."""
+        """How many pipeline ranks a replica has."""
         return len(self.rows[0])
 
     def replica_of(self, process: int) -> int:
