@@ -308,7 +308,7 @@ class Switching:
     def renew(self) -> None:
         """Make all communicators anew: those from before a failure are of no use. Collective."""
         limit_s, pipe = self.groups.timeout_s, self.pipeline
-        # nobody waits for one that will not come: without this, groups would time out one after the other
+        # all processes must have come to the load before groups are made
         met("loading after a failure", lambda: "", limit_s)
 
         def ended() -> str:

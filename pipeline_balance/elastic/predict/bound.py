@@ -235,7 +235,7 @@ def least_direct_s(demand: Demand, nodes: IntArray, rates: Rates) -> float | Non
     column = np.arange(variables)
     loads = csr_array(
         (
-            # loads - maximum x rate <= 0; both are scaled to about 1, which the solver needs
+            # loads - maximum x rate <= 0; both are scaled to about 1, for the solver
             np.concatenate([np.ones(2 * variables), -rate / rate.max()]),
             (
                 np.concatenate([port_out, port_in, np.arange(4 * ranks)]),

@@ -88,7 +88,7 @@ def stacks(model: nn.Module) -> dict[str, Stack]:
     stacked, found = stacked_experts(model), {}
     named = dict(model.named_parameters()) if stacked else {}
     for name, bank in stacked.items():
-        # rows per expert: some banks stack [E x rows, ...], others [E, ...]
+        # a part is [experts here x rows, ...]
         rows = named[name].shape[0] // bank.experts
         shape = (rows * bank.total_experts, *named[name].shape[1:])
         found[name] = Stack(shape=shape, experts=bank.total_experts, first=rows * bank.first_expert)
