@@ -1,7 +1,6 @@
 """An extension of griffe, for two forms of docstrings that its reader of Google's style does not take.
 
-Examples stand anywhere, and not in a section `Examples:`. A line of `Args:` or `Attributes:` may describe several
-names.
+Examples stand anywhere, not only under `Examples:`. A line of `Args:` or `Attributes:` may describe several names.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def check_can_write(option: str, path: Path, *, folder: bool = False) -> None:
         if path.exists() and not folder:
             path.open("ab").close()
         else:
-            # Permissions do not tell of mounts that are read only, so a file is made where the first one will be
+            # Permissions do not show that a mount is read only, so a file is made where the first one will be
             tempfile.TemporaryFile(dir=next(p for p in (path, *path.absolute().parents) if p.exists())).close()
     except OSError as error:
         raise UsageError(f"{option}: expected a {kind} that can be written, {path} cannot: {error.strerror}") from None

@@ -208,7 +208,7 @@ def _name(job: Job) -> str:
 
 
 def _about(job: Job, ranks: int, device: str) -> dict[str, Any]:
-    """What an answer has besides its figures."""
+    """The head of an answer, before its figures."""
     return {"ranks": ranks, "device": device, "file": None, "folders_made": [], **job.expert, "repeats": job.repeats}
 
 

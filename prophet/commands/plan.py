@@ -293,7 +293,13 @@ def _machine_line(where: Machine, element_bytes: int) -> str:
 
 
 class _Answer(NamedTuple):
-    """What `--json` prints of one trace, every planner's replay, and the numbers of the iterations judged."""
+    """One trace's answer.
+
+    Attributes:
+        answer: What `--json` prints.
+        results: Every planner's replay.
+        iterations: Numbers of the iterations judged.
+    """
 
     answer: dict[str, Any]
     results: list[Replay]

@@ -307,7 +307,7 @@ def _head(answer: dict[str, Any]) -> list[str]:
 
 
 def _sizes(answer: dict[str, Any]) -> list[str]:
-    """How many groups of which size there are, for each number of ranks."""
+    """Name the groups and their sizes, a line for each number of ranks."""
     lines = []
     for ranks, row in {r["ranks"]: r for r in answer["rows"]}.items():
         stages = "" if row["stages"] == 1 else f" in each of {row['stages']} stages"
@@ -358,7 +358,7 @@ def _best(answer: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _advice(answer: dict[str, Any]) -> str:
-    """What to do next, in one sentence; of the largest number of ranks."""
+    """Say what to do next, in one sentence, for the largest number of ranks."""
     ranks = max(r["ranks"] for r in answer["rows"])
     best = _best(answer, ranks)
     # By the order of `names` in `run`

@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from prophet.terminal import console
 
     tail = Tail(run_file(arguments.run_folder))
+    # A stream of frames is no use to a program: the run's file is one already
     if arguments.json and not arguments.once:
         raise UsageError(f"--json goes with --once: every step is a line of JSON in {tail.file} as it comes")
     tail.poll()

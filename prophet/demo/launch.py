@@ -125,7 +125,7 @@ def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
 
 
 def _listeners(config: LaunchConfig, seed: int, source: str, stack: contextlib.ExitStack) -> Iterator[Listener]:
-    """What follows rank 0's steps: the log, and for the first seed the routing trace."""
+    """Make the listeners of rank 0: the log, and for the first seed the routing trace."""
     # Line by line, so that the file can be followed while ranks train
     metrics = stack.enter_context((config.out / "metrics.jsonl").open("a", buffering=1, encoding="utf-8"))
     yield lambda step: print(json.dumps(step.as_json()), file=metrics)

@@ -60,6 +60,7 @@ def load_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 
         raise TextError(f"max_bytes must be positive, got {max_bytes}")
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
+        # The text differs between versions of Python, so results name the one they are of
         source = f"Python {sysconfig.get_python_version()} standard library"
         sources = [p for p in _files_below(root, _SKIPPED_FOLDERS, (".", "config-")) if p.suffix == ".py"]
         return _from_files(root, sources, max_bytes, source)

@@ -77,7 +77,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class RunResult:
-    """What one run measured. Equal on all ranks, but for `step_s` and `spans`, which are this rank's.
+    """Measurements of one run. Equal on all ranks, but for `step_s` and `spans`, which are this rank's.
 
     Attributes:
         name: Name of the run.
@@ -205,6 +205,7 @@ class _Run:
 
     def __init__(self, config: TrainConfig, name: str, planner: str | Planner, ranks: Collective) -> None:
         self.config, self.name = config, name
+        # Every run and rank draws the same initial values, so that only the planner differs
         torch.manual_seed(config.seed)
         self.model = MoEGPT(config.model, group=ranks)
         # Adam divides each gradient by its own size: with the usual eps of 1e-8, parameters that get next to no

@@ -46,7 +46,7 @@ def core() -> list[Check]:
 
 def clash() -> list[Check]:
     """Check that PyPI's `prophet`, a forecasting library, is not installed beside this one."""
-    # Importing it would not tell: both own the same import name
+    # Importing it would show nothing: both own the same import name
     others = [d for d in metadata.distributions() if (d.metadata["Name"] or "").lower() == "prophet"]
     if not others:
         return [sound("import name", "no other distribution owns `prophet`")]

@@ -54,6 +54,7 @@ class LeftOut:
     why: str = ""
 
     def add(self, error: MonitorError) -> None:
+        """Count a line."""
         self.why = self.why if self.count else str(error)
         self.count += 1
 

@@ -36,11 +36,14 @@ class Sink(Protocol):
 
     name: str
 
-    def start(self, header: Row) -> None: ...
+    def start(self, header: Row) -> None:
+        """Take the header of a run, before its first step."""
 
-    def step(self, row: Row) -> None: ...
+    def step(self, row: Row) -> None:
+        """Take a step's line."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is held, and stop."""
 
 
 class JsonLines:

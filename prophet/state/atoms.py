@@ -172,7 +172,7 @@ def _meet(
 def _cut_rough(
     before: Table, after: Table, a: IntArray, b: IntArray, rough_b: BoolArray, held: IntArray, lists: Lists
 ) -> tuple[Lists, tuple[IntArray, IntArray, IntArray, IntArray]]:
-    """The same for classes whose boxes overlap in part, which no usual layout has: box by box."""
+    """Cut classes whose boxes from before overlap in part, which no usual layout has: box by box."""
     by_tensor: dict[int, list[int]] = {}
     for k in a.tolist():
         by_tensor.setdefault(int(before.tensor[k]), []).append(k)

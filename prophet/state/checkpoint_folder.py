@@ -76,7 +76,7 @@ class Folder:
         self.tensors(number).mkdir()
 
     def tensors(self, number: int) -> Path:
-        """Where the tensors of a new checkpoint go."""
+        """The folder for the tensors of a new checkpoint."""
         return self.path / _TENSORS.format(number)
 
     def index_from_outside(self, number: int) -> Path:

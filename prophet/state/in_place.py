@@ -68,7 +68,7 @@ def in_place(before: Layout, after: Layout) -> tuple[IntArray, IntArray]:
     now, peak, order = begin.copy(), begin.copy(), np.zeros(tensors, np.int64)
 
     def full(n_bytes: IntArray) -> IntArray:
-        """In parts of the larger state; whole numbers, so that all ranks find the same order."""
+        """Share of the larger state, in whole levels, so that all ranks find the same order."""
         return n_bytes * _LEVELS // limit
 
     for k in range(tensors):

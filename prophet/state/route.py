@@ -71,10 +71,12 @@ class Route:
 
     @property
     def space(self) -> Space:
+        """The tensors, the same in both layouts."""
         return self.before.space
 
     @property
     def ranks(self) -> int:
+        """Number of ranks, P."""
         return self.before.ranks
 
     def n_bytes(self, transfer: Transfer) -> int:
@@ -152,11 +154,11 @@ class Route:
         return self._transfers(np.arange(len(self.rows)))
 
     def sends(self, rank: int) -> tuple[Transfer, ...]:
-        """What `rank` sends, by tensor and box: each of its peers receives in this order."""
+        """Transfers from `rank`, by tensor and box: each of its peers receives in this order."""
         return self._transfers(np.flatnonzero(self.source == rank))
 
     def receives(self, rank: int) -> tuple[Transfer, ...]:
-        """What `rank` receives, by tensor and box: each of its peers sends in this order."""
+        """Transfers to `rank`, by tensor and box: each of its peers sends in this order."""
         return self._transfers(np.flatnonzero(self.rows.destination == rank))
 
     def _transfers(self, rows: IntArray) -> tuple[Transfer, ...]:

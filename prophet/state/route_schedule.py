@@ -28,7 +28,7 @@ from prophet.state.streams import (
 
 @dataclass(frozen=True)
 class Rounds:
-    """What one rank sends and receives in every round of a window."""
+    """Chunks that one rank sends and receives in every round of a window, by round."""
 
     going: Chunks
     coming: Chunks
@@ -36,11 +36,12 @@ class Rounds:
     @cached_property
     # A rank may have nothing to do in a round; the last one in which it has ends its work
     def number(self) -> int:
+        """Number of rounds."""
         return max((*self.going, *self.coming), default=-1) + 1
 
 
 class RouteSchedule:
-    """What one rank does on a route. Each part is found when it is first asked for, and kept.
+    """One rank's part in a route. Each piece of it is found when it is first asked for, and kept.
 
     Not for two threads at the same time.
     """
@@ -57,12 +58,12 @@ class RouteSchedule:
 
     @cached_property
     def streams(self) -> Streams:
-        """What this rank sends and receives."""
+        """The streams that this rank sends and receives."""
         return Streams.of(self.route, self.rank)
 
     @cached_property
     def kept(self) -> Kept:
-        """What stays on this rank in another piece."""
+        """Boxes that stay on this rank, in another piece than before."""
         return kept(self.route, self.rank)
 
     @cached_property
@@ -74,7 +75,7 @@ class RouteSchedule:
         return self._order if in_place else None
 
     def measures(self, *, in_place: bool) -> Measures:
-        """What the window is chosen by, of all ranks."""
+        """Measures of the route over all ranks, by which a window is chosen."""
         if in_place not in self._measures:
             self._measures[in_place] = Measures.of(self.route, self.waves(in_place=in_place))
         return self._measures[in_place]

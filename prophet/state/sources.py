@@ -251,7 +251,7 @@ def parted(rows: Rows, parts: IntArray, members: IntArray, item_bytes: IntArray)
 
 
 def _shared_out(rows: Rows) -> IntArray:
-    """Who sends each row at first: rows of one choice of holders go to them in turn, equal shares of the bytes each."""
+    """Choose who sends each row at first: rows with the same holders go to these in turn, in equal shares of bytes."""
     new = np.ones(len(rows), dtype=bool)
     new[1:] = (rows.lo[1:] != rows.lo[:-1]) | (rows.hi[1:] != rows.hi[:-1])
     group = np.cumsum(new) - 1
@@ -269,7 +269,11 @@ def _shared_out(rows: Rows) -> IntArray:
 def _relieved(
     rows: Rows, free: IntArray, port: IntArray, load: FloatArray, goal: FloatArray
 ) -> tuple[IntArray, IntArray]:
-    """Of the `free` rows some that leave ports above the goal, and their new ports: each the least loaded with room."""
+    """Move some of the `free` rows from ports above the goal, each to the least loaded port with room.
+
+    Returns:
+        The rows, and their new ports.
+    """
     movable = free[(load > goal)[port[free]]]
     # Of every full port, the rows above its goal leave. Rows in front count first and stay: what cannot move, then what
     # only holders can send

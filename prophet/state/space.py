@@ -59,10 +59,12 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Length in every dimension."""
         return tuple(map(sub, self.stop, self.start))
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -191,10 +193,12 @@ class TensorSpec:
 
     @property
     def item_bytes(self) -> int:
+        """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 

@@ -101,7 +101,7 @@ Kept = Mapping[Piece, Sequence[tuple[Place, Place]]]
 
 
 def kept(route: Route, rank: int) -> Kept:
-    """What stays on `rank` in another piece."""
+    """Find the boxes that stay on `rank` in another piece than before."""
     old, new = route.before.table, route.after.table
     entry = new.on(rank)
     box, at = old.meeting(rank, new.tensor[entry], new.low[entry], new.high[entry])
@@ -240,7 +240,7 @@ def _aligned(size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """What one rank sends and receives, and what others send each other first, for it to be sent on.
+    """The streams that one rank sends and receives, and those by which others get what they send on to it.
 
     Shape legend: S streams, B boxes, by stream, tensor and place.
 
@@ -298,7 +298,7 @@ class Streams:
 
     @cached_property
     def number(self) -> int:
-        """How many this rank sends and receives."""
+        """Number of streams that this rank sends and receives."""
         return int(self.leaving.sum() + self.coming.sum())
 
     @cached_property
@@ -388,7 +388,7 @@ class Timetable:
         self.round[chunks] = np.maximum.accumulate(ahead + apart) - apart + np.arange(len(chunks))
 
     def rounds(self) -> tuple[Chunks, Chunks]:
-        """What this rank sends in every round, and what it receives."""
+        """Chunks that this rank sends, and those that it receives, by round."""
         streams, route = self.streams, self.streams.route
         going: dict[int, list[tuple[int, Chunk]]] = {}
         coming: dict[int, list[tuple[int, Chunk]]] = {}

@@ -35,7 +35,7 @@ def positions_of(first: IntArray, lengths: IntArray) -> IntArray:
 
 
 def positions(start: IntArray, lists: IntArray) -> IntArray:
-    """Where the values of these lists are, list after list."""
+    """Positions of the values of these lists, list after list."""
     return positions_of(start[lists], start[lists + 1] - start[lists])
 
 

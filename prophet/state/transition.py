@@ -150,7 +150,7 @@ def transition(
         raise TransitionError(f"the route is of {route.ranks} ranks, the collective of {collective.size}")
     if mode not in get_args(Mode):
         raise TransitionError(f"expected mode {' or '.join(get_args(Mode))}, got {mode!r}")
-    # A rank that holds nothing yet has no tensor to tell its device by
+    # A rank that holds nothing yet has no tensor that shows its device
     device = device or next((t.device for t in state.values()), torch.device("cpu"))
     rank, after = collective.rank, _WHOLE
     in_place = mode == "in-place"
@@ -358,7 +358,7 @@ class _Mover:
 
 @dataclass(frozen=True)
 class _Ready:
-    """What one rank passes on before a transition: its problem, if any, and what it wishes for and can spare.
+    """What one rank passes on before a transition: its problem, if any, and how much memory it can spare.
 
     Attributes:
         problem: Why it cannot go on; empty where it can.
@@ -377,6 +377,7 @@ class _Ready:
     depth: int
 
     def numbers(self) -> list[int]:
+        """The same as integers, for a gather."""
         wishes = (self.budget_bytes, self.excess_bytes, self.chunk_bytes, self.depth)
         return [int(self.mode == "in-place"), int(bool(self.problem)), *wishes]
 
