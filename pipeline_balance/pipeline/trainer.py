@@ -186,8 +186,7 @@ class ElasticPipeline:
         """
 
         def make() -> PipelineModel:
-            # by name: the room of slices builds on this one
-            kind = ModuleChain if slices is None else partial(import_module(slices.models).chain, slices)
+            kind = ModuleChain if slices is None else partial(_models_of(slices).chain, slices)
             return kind(layers, loss_fn, counted=counted, device=options.get("device"))
 
         return cls(make, stage_map, **options)
@@ -218,7 +217,7 @@ class ElasticPipeline:
         """
 
         def make() -> PipelineModel:
-            kind = TransformersModel if slices is None else partial(import_module(slices.models).transformers, slices)
+            kind = TransformersModel if slices is None else partial(_models_of(slices).transformers, slices)
             return kind(model, layers=layers, example=example, device=options.get("device"))
 
         return cls(make, stage_map, **options)
@@ -555,3 +554,10 @@ class ElasticPipeline:
             "schedule": stages.schedule if stages is not None else 0,
             "progress": progress.to_json(),
         }
+
+
+def _models_of(slices: Slicer) -> Any:
+    """The module that makes models which run in these slices; by name, as the room of slices builds on this one."""
+    if not isinstance(getattr(slices, "models", None), str):
+        raise SpecError(f"slices: expected pipeline_balance.slices.SliceOptions(...), got {slices!r:.60}")
+    return import_module(slices.models)

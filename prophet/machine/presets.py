@@ -212,9 +212,7 @@ _LARGE = ("Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3")
 _MODELS_OF: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("hpwnv", "hpnv"), ("MoE-GPT-M", "MoE-GPT-S", "MoE-GPT-L", "MoE-GPT-DS", "MoE-GPT-DM")),
     "lpwnv": ("MoE-GPT-M", "MoE-GPT-S", "MoE-GPT-DS", "MoE-GPT-DM"),
-    **dict.fromkeys(
-        ("h100-nvlink", "h100-ib", "a100-ib", "ethernet-25g"), ("Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3")
-    ),
+    **dict.fromkeys(("h100-nvlink", "h100-ib", "a100-ib", "ethernet-25g"), _LARGE),
     "gloo-loopback": ("MoE-GPT-S",),
 }
 

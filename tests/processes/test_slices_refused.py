@@ -78,6 +78,11 @@ def _refused(rank: int, size: int) -> list[str]:
     return said
 
 
+def test_slices_that_are_no_options_are_named() -> None:
+    with pytest.raises(SpecError, match=r"slices: expected pipeline_balance\.slices\.SliceOptions\(\.\.\.\), got 4"):
+        pipe_of(4)  # type: ignore[arg-type]
+
+
 def test_each_is_one_error_on_all_ranks() -> None:
     expected = [
         "ranks [1] cut microbatches by SliceOptions(slices=4",

@@ -181,8 +181,8 @@ class Meter:
         # a slice's number stays with its sample: later slices take longer, and a line is fitted over them
         number, slices, _ = self.working_on or (0, 1, 1.0)
         samples.append(value if self.working_on is None else OfSlice(value, number, slices))
-        if len(samples) > self.max_samples * slices:
-            del samples[0]
+        # all that are too many, as the limit may have been lowered since
+        del samples[: max(0, len(samples) - self.max_samples * slices)]
 
     def gradient_arrived(self, layer: int) -> None:
         """Note that the backward pass has reached `layer`, whose own work begins."""

@@ -88,7 +88,7 @@ def refuse_against(votes: Sequence[Vote], after: str) -> None:
     """Raise `SpecError` on all ranks where one is against it, with `after` for how things stand, or ranks differ."""
     refuse(None, [f"{vote.refused}; {after}" if vote.refused else "" for vote in votes])
     # refusals first: a rank that refuses has not filled in what is compared
-    for what in votes[0].alike:
+    for what in dict.fromkeys(what for vote in votes for what in vote.alike):
         refuse_where([vote.alike.get(what) for vote in votes], what)
 
 

@@ -274,8 +274,6 @@ def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, RoutedExp
 
 def check_model(model: nn.Module) -> None:
     """Raise `ConversionError` for a model that is wrapped already, or that is converted already."""
-    from prophet.convert.layers.routed import converted
-
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConversionError("the model is wrapped in DistributedDataParallel: convert it first, wrap it afterwards")
     already = [name for name, *_ in converted(model)]

@@ -55,6 +55,9 @@ def test_old_samples_are_forgotten() -> None:
     meter = Meter(work_clock=_Clock(), max_samples=4)
     _train(meter, 9)
     assert len(meter.forward[0]) == len(meter.backward[1]) == len(meter.loss) == 4
+    meter.max_samples = 2  # as balancing sets it when it begins
+    _train(meter, 1)
+    assert len(meter.forward[0]) == len(meter.backward[1]) == len(meter.loss) == 2
     meter.reset()
     assert not meter.forward
     assert not meter.loss
