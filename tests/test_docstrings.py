@@ -31,7 +31,6 @@ TO_DO = {
     "prophet/convert",
     "prophet/demo",
     "prophet/doctor",
-    "prophet/engine",
     "prophet/errors.py",
     "prophet/experts",
     "prophet/files.py",
