@@ -22,10 +22,13 @@ Swap = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """Swaps of homes, in order, and what they bring.
+    """Swaps of homes, in order, with their gain and cost.
 
-    `home` are the homes afterwards, [E]. `saving_s` is saved in every step, `cost_s` is paid once; `break_even_steps`
-    is their quotient, infinite where nothing is saved.
+    Attributes:
+        swaps: Pairs of experts.
+        home: The homes afterwards, [E].
+        saving_s: Seconds saved in every step.
+        cost_s: Seconds to pay once.
     """
 
     swaps: tuple[Swap, ...]
@@ -35,12 +38,21 @@ class Proposal:
 
     @property
     def break_even_steps(self) -> float:
-        """Steps after which the move has paid; infinite where it saves nothing."""
+        """Steps after which the move has paid for itself; infinite where it saves nothing."""
         return self.cost_s / self.saving_s if self.saving_s > 0 else float("inf")
 
 
 def swap_seconds(a: int, b: int, topology: Topology, shape: LayerShape, state_bytes_per_param: int) -> float:
-    """Seconds to exchange two experts, with gradients' and optimizer's state, between their ranks `a` and `b`."""
+    """Return the seconds to exchange two experts between their ranks.
+
+    Args:
+        a: The one rank.
+        b: The other rank.
+        topology: The machine.
+        shape: The size of an expert.
+        state_bytes_per_param: Bytes that move with a parameter, its gradient and its optimizer state included.
+    """
+    # Both directions at once, as a link carries them
     link = topology.intra if topology.node_of(a) == topology.node_of(b) else topology.inter
     return link.seconds(shape.expert_params * state_bytes_per_param)
 
@@ -55,11 +67,21 @@ def propose(
     max_swaps: int = 4,
     candidates: int = 8,
 ) -> Proposal:
-    """Swaps whose saving over `steps_ahead` steps, in which the load stays like `load` [R, E], exceeds their cost.
+    """Propose swaps whose saving over the steps to come exceeds their cost.
 
-    `planner` places and splits before and after, so replicas that already mend the skew leave nothing to save.
-    `state_bytes_per_param` is what moves with a parameter: 16 is float32 master weights, two Adam moments and a copy.
-    Of every round the `candidates` heaviest experts are tried against the lightest ones; the best swap is kept.
+    Args:
+        load: Tokens [R, E] of the steps to come.
+        context: The machine, the layer and the present homes.
+        planner: Places and splits before and after a swap, so replicas that already mend the skew leave nothing to
+            save.
+        steps_ahead: Steps in which the load is expected to last.
+        state_bytes_per_param: Bytes that move with a parameter; 16 is float32 master weights, two Adam moments and a
+            copy.
+        max_swaps: Swaps to propose at most.
+        candidates: In every round so many of the heaviest experts are tried against as many of the lightest.
+
+    Raises:
+        SpecError: For sizes that contradict one another, or are out of range.
     """
     load = check_load(load)
     if load.shape != (context.ranks, context.experts):
@@ -68,6 +90,7 @@ def propose(
         raise SpecError("rehome: steps_ahead and max_swaps must not be negative, sizes and candidates be positive")
 
     def seconds(home: tuple[int, ...]) -> float:
+        # A previous placement belongs to the old homes
         moved = replace(context, home=home, previous=None)
         placement = planner.place(load, moved)
         return step_cost(planner.split(load, placement, moved), placement, moved).total_s
@@ -76,11 +99,13 @@ def propose(
     before_s = now_s = seconds(home)
     cost_s = 0.0
     swaps: list[Swap] = []
+    # Once for all rounds: an expert's tokens do not depend on its home
     order = [int(e) for e in np.argsort(-load.sum(axis=0), kind="stable")]
     for _ in range(max_swaps):
         best: tuple[float, float, float, Swap, tuple[int, ...]] | None = None
         for a in order[:candidates]:
             for b in order[::-1][:candidates]:
+                # A swap within a rank changes nothing
                 if home[a] == home[b]:
                     continue
                 after = list(home)
@@ -92,6 +117,7 @@ def propose(
                     best = (gain_s, after_s, move_s, (a, b), tuple(after))
         if best is None:
             break
+        # The next round starts from the homes after this swap
         _, now_s, move_s, swap, home = best
         cost_s += move_s
         swaps.append(swap)
