@@ -190,6 +190,7 @@ def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
         raise ValueError(
             f"the topology {topology.name!r} has {topology.ranks} ranks, the expert-parallel group has {ranks}"
         )
+    # Homes as plain expert parallelism has them; layers refuse experts that do not divide among the ranks
     per_rank = layer.num_experts // ranks
     budget = config.replica_memory_bytes
     return PlanContext(
@@ -216,6 +217,7 @@ def check_budget(config: EngineConfig, planner: Planner, contexts: Sequence[Plan
     budget = config.replica_memory_bytes
     if budget is None or config.slots_per_rank == 0 or not planner.replicates:
         return
+    # The smallest layer's: a budget that holds replicas of some layers only is of use
     need = min(c.shape.replica_bytes for c in contexts)
     if budget < need:
         raise ReplicaMemoryError(

@@ -84,6 +84,7 @@ def together(what: str, folder: Path, error: Exception | None, value: Any = None
     """
     mine = [None if error is None else _short(error), value]
     every = [json.loads(text) for text in meet(Operation(what), json.dumps(mine), timeout_s=timeout_s)]
+    # Users catch one class for all that goes wrong with a checkpoint's files
     if isinstance(error, OSError):
         raise CheckpointError(f"{folder}: rank {process_rank()}: {_short(error)}") from error
     if error is not None:

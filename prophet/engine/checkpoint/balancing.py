@@ -64,6 +64,7 @@ def engine_state_from(
     Raises:
         SpecError: For the state of another number of ranks or of other layers, and for a value that is no state.
     """
+    # A checkpoint may come from anywhere, so each field is checked before the next one relies on it
     if set(state) != {"step", "ranks", "plans", "histories"}:
         raise SpecError(f"expected the state of an engine, got {', '.join(sorted(map(str, state))) or 'nothing'}")
     if not isinstance(state["step"], int) or state["step"] < 0:
@@ -79,6 +80,7 @@ def engine_state_from(
         where, mine = f"history of MoE layer {i}", like[i].arrays()
         if not isinstance(saved, Mapping):
             raise SpecError(f"{where}: expected tensors by name, got {type(saved).__name__}")
+        # A copy, restored: nothing of the engine changes where a later layer's state is refused
         histories.append(copy.deepcopy(like[i]))
         histories[i].restore({k: array(saved.get(k), f"{where}, {k}", v.shape, v.dtype) for k, v in mine.items()})
     return int(state["step"]), plans, histories
