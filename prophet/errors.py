@@ -1,6 +1,6 @@
 """Every error that the library raises for its users, in one place.
 
-All of them carry one sentence that says what was expected, and where: rank, layer, file or field.
+All of them carry one sentence with what was expected, and where: rank, layer, file or field.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The first line of what an error says, or its class where it says nothing."""
+    """Return the first line of an error's message, or its class where it has none."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
@@ -37,7 +37,8 @@ class LayoutError(SpecError):
 class TransitionError(RuntimeError):
     """State could not be moved; what every rank held before is whole.
 
-    own: this rank's own problem in words, empty where others have one; None: the message is all there is.
+    Attributes:
+        own: The text of this rank's problem, empty where only others have one; None where the message is all there is.
     """
 
     own: str | None = None
@@ -68,10 +69,18 @@ class BenchmarkFileError(SpecError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed; carries the rank that noticed, the operation it was in, and the ranks it waited for if it
-    were few: those that a message comes from or goes to.
+    """A collective failed.
+
+    Args:
+        rank: The rank that noticed.
+        operation: The operation that it was in.
+        reason: What happened, for the message.
+
+    Attributes:
+        peers: The ranks that take part, where those are only the ends of messages; empty for all.
     """
 
+    # Set by the caller: most operations take all ranks
     peers: tuple[int, ...] = ()
 
     def __init__(self, rank: int, operation: Operation, reason: str) -> None:
@@ -93,10 +102,13 @@ class RankFailed(RuntimeError):
 
 
 class StageFailed(RankFailed):
-    """A rank of a pipeline failed, and with it all ranks; it says on each of them which rank was the first.
+    """A rank of a pipeline failed, and with it all ranks; the error names on each of them the first one.
 
-    rank: in the pipeline's group. stages: those it ran. action: what it was in, or what another one waited for it in.
-    cause: its own words, or how it was lost.
+    Args:
+        rank: The first rank to fail, by its number in the pipeline's group.
+        stages: The stages that it ran.
+        action: What it was doing, or what another rank waited for.
+        cause: The text of its error, or how it was lost.
     """
 
     def __init__(self, rank: int, stages: Sequence[int], action: str, cause: str) -> None:
@@ -166,17 +178,25 @@ class UsageError(ValueError):
 
 
 def no_such(kind: str, name: str, known: Sequence[str]) -> str:
-    """The message where `name` is none of the `known` ones; it suggests the closest of them."""
+    """Word the message for a name that is not known.
+
+    Args:
+        kind: What is named, in the singular.
+        name: The unknown name.
+        known: The names that exist; the closest is suggested.
+    """
     return f"there is no {kind} {name!r}{nearest(name, known)} (the {kind}s are {', '.join(known)})"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The question whether the closest of the `known` names was meant; nothing where none is close."""
+    """Ask whether the closest of the `known` names was meant; empty where none is close."""
+    # Below a similarity of one half suggestions are noise
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def some(names: Iterable[str], shown: int = 4) -> str:
-    """The first names, and how many more there are."""
+    """List the first names, and count the others."""
+    # Sorted, so that all ranks word the same message
     listed = sorted(names)
     return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")

@@ -14,37 +14,50 @@ from pathlib import Path
 from typing import Any
 
 _CHUNK_BYTES = 1 << 20
-_SHOWN = 60  # characters of a value in a message
-# parsing a key takes time in proportion to the square of its parts
+# Characters of a value in a message
+_SHOWN = 60
+# Parsing a key takes time in proportion to the square of its parts
 _LONG_KEY = re.compile(r"""(?:\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*){32}""")
 
 
 def shown(value: object) -> str:
-    """A value for a message, at most 60 characters of it; any value that JSON or TOML can hold."""
+    """Word a value that JSON or TOML can hold for a message, in at most 60 characters."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    if isinstance(value, int) and abs(value) >= 10**_SHOWN:  # Python refuses to print the longest
+    # Python refuses to print integers of more than some thousand digits
+    if isinstance(value, int) and abs(value) >= 10**_SHOWN:
         return f"a number of {value.bit_length()} bits"
     text = repr(value[:_SHOWN] if isinstance(value, str) else value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an integer or a float that is finite, and that a float can hold."""
+    """Whether `value` is a finite number that a float can hold; booleans are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def read_bytes(path: str | os.PathLike[str], *, most_bytes: int, expected: str, error: type[Exception]) -> bytes:
-    """All bytes of a file; `error` where it cannot be read, or has more than `most_bytes`. expected: what it holds."""
+    """Read all bytes of a file.
+
+    Args:
+        path: The file.
+        most_bytes: The size up to which it is read.
+        expected: What it should hold, for errors.
+        error: The class of errors to raise.
+
+    Raises:
+        Exception: `error`, where the file cannot be read, or is larger.
+    """
     file = Path(path)
     chunks, size = [], 0
     try:
         with file.open("rb") as f:
-            # in parts: one read takes as much memory as it asks for
+            # In parts: one read takes as much memory as it asks for, whatever the file's size
             while size <= most_bytes and (chunk := f.read(min(_CHUNK_BYTES, most_bytes + 1 - size))):
                 chunks.append(chunk)
                 size += len(chunk)
-    except (OSError, ValueError) as why:  # a name with a null character is a ValueError
+    # A name with a null character is a ValueError
+    except (OSError, ValueError) as why:
         raise error(f"{file}: expected {expected}: {getattr(why, 'strerror', None) or why}") from why
     if size > most_bytes:
         raise error(f"{file}: expected at most {most_bytes} bytes")
@@ -54,10 +67,22 @@ def read_bytes(path: str | os.PathLike[str], *, most_bytes: int, expected: str, 
 def read_json(
     path: str | os.PathLike[str], *, most_bytes: int, expected: str, error: type[Exception], **options: Any
 ) -> Any:
-    """The value that a JSON file holds; raises as `read_bytes`, and where it is no JSON. options: of `json.loads`."""
+    """Read a JSON file.
+
+    Args:
+        path: The file.
+        most_bytes: The size up to which it is read.
+        expected: What it should hold, for errors.
+        error: The class of errors to raise.
+        **options: Passed on to `json.loads`.
+
+    Raises:
+        Exception: `error`, where the file cannot be read, is larger, or is no JSON.
+    """
     data = read_bytes(path, most_bytes=most_bytes, expected=f"{expected} (JSON)", error=error)
     try:
         return json.loads(data.decode("utf-8"), **options)
+    # Deeply nested brackets exceed Python's recursion limit
     except (ValueError, RecursionError) as why:
         raise error(f"{path}: expected JSON: {why}") from why
 
@@ -65,7 +90,17 @@ def read_json(
 def read_toml(
     path: str | os.PathLike[str], *, most_bytes: int, expected: str, error: type[Exception]
 ) -> dict[str, Any]:
-    """The table that a TOML file holds; raises as `read_bytes`, and where it is no TOML."""
+    """Read a TOML file.
+
+    Args:
+        path: The file.
+        most_bytes: The size up to which it is read.
+        expected: What it should hold, for errors.
+        error: The class of errors to raise.
+
+    Raises:
+        Exception: `error`, where the file cannot be read, is larger, or is no TOML.
+    """
     data = read_bytes(path, most_bytes=most_bytes, expected=f"{expected} (TOML)", error=error)
     try:
         text = data.decode("utf-8")

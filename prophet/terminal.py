@@ -1,4 +1,4 @@
-"""What commands show: tables whose figures are whole at any width, and a line of progress while they work."""
+"""The output of commands: tables whose figures are whole at any width, and a line of progress."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FILE_WIDTH = 110
-"""Columns of what goes to a file or a pipe."""
+"""Width in columns of output to a file or a pipe."""
 
-_LEAST_WORDS = 16
-"""Columns that words keep at least where they may be wrapped."""
+# A column of text that may be wrapped keeps at least so many columns, or it would be a stack of syllables
+_LEAST_TEXT = 16
 
 _T = TypeVar("_T")
 
@@ -27,8 +27,11 @@ _T = TypeVar("_T")
 class Column:
     """One column of a table.
 
-    head: its lines, parted by newlines. rank: 0 always stays; the highest goes first. wrap: it holds words, which may
-    go over several lines; figures are never cut.
+    Attributes:
+        head: Its lines, parted by newlines.
+        rank: Columns of rank 0 always stay; the highest rank is left out first.
+        align: Where its cells stand.
+        wrap: Whether its text may take several lines; figures are never cut.
     """
 
     head: str
@@ -47,7 +50,13 @@ class FittedTable:
     """A table that `rich` prints as wide as there is room, and never cuts a cell.
 
     Where it is narrow, the columns of highest rank are left out, and named below. Where those of rank 0 alone are too
-    wide, every figure has a line. rows: their cells as strings, which are shown as they are, or as rich's `Text`.
+    wide, every figure has a line.
+
+    Attributes:
+        columns: Its columns, from left to right.
+        rows: Cells as strings, which are shown as they are, or as rich's `Text`.
+        title: A line above the table.
+        caption: A line below it.
     """
 
     columns: Sequence[Column]
@@ -72,12 +81,14 @@ class FittedTable:
             yield Text(f"Left out at {options.max_width} columns: {missing}.", style="dim")
 
     def _that_fit(self, console: Console, options: ConsoleOptions) -> list[int] | None:
-        """The columns that are shown, in order; None where not even those of rank 0 have room."""
+        """Choose the columns that are shown, in order; None where not even those of rank 0 have room."""
         from rich.measure import Measurement
 
+        # Measured as if there were no limit, or rich would report what it had already squeezed
         anywhere = options.update(width=1 << 16)
         kept = list(range(len(self.columns)))
         while Measurement.get(console, anywhere, self._of(kept)).minimum > options.max_width:
+            # Of equal ranks the rightmost
             goes = max(kept, key=lambda i: (self.columns[i].rank, i))
             if self.columns[goes].rank == 0:
                 return None
@@ -94,12 +105,13 @@ class FittedTable:
         for i in kept:
             column, head = self.columns[i], Text(self.columns[i].head)
             widest = max(line.cell_len for cell in (head, *(row[i] for row in rows)) for line in cell.split())
+            # Without a least width rich cuts the widest column first, figures included
             table.add_column(
                 head,
                 justify=column.align,
                 no_wrap=not column.wrap,
                 overflow="fold",
-                min_width=min(widest, _LEAST_WORDS) if column.wrap else widest,
+                min_width=min(widest, _LEAST_TEXT) if column.wrap else widest,
             )
         for row in rows:
             table.add_row(*(row[i] for i in kept))
@@ -116,23 +128,36 @@ class FittedTable:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where people read: as wide as their terminal, or `FILE_WIDTH` columns. Text is shown as it is, without markup."""
+    """Make a console as wide as the terminal, or `FILE_WIDTH` columns; text is shown as it is, without markup."""
     from rich.console import Console
 
     found = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    # rich takes 80 columns for a pipe, which would leave out columns of reports
     if not found.is_terminal:
         found.width = max(found.width, FILE_WIDTH)
     return found
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], to: Console | None = None) -> None:
-    """Print a table as wide as there is room: a narrow terminal has fewer columns, and no figure is cut."""
+    """Print a table as wide as there is room: a narrow terminal has fewer columns, and no figure is cut.
+
+    Args:
+        columns: Its columns.
+        rows: Its cells, as they are shown.
+        to: Where to print; None for the terminal.
+    """
     (console() if to is None else to).print(FittedTable(columns, rows))
 
 
 @contextmanager
 def progress(what: str, items: Iterable[_T], total: int) -> Iterator[Iterator[_T]]:
-    """`items`, with a line on stderr that says how far they are; nothing is shown where stderr is no terminal."""
+    """Yield `items`, with a line on stderr that shows how far they are; nothing is shown without a terminal.
+
+    Args:
+        what: The text of the line.
+        items: What to go through.
+        total: How many there are.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     with _shown(BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(compact=True)) as bar:
@@ -141,7 +166,7 @@ def progress(what: str, items: Iterable[_T], total: int) -> Iterator[Iterator[_T
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """A line on stderr that says what is being done, and for how long; nothing where stderr is no terminal."""
+    """Show a line on stderr with the text `what` and the seconds so far; nothing without a terminal."""
     from rich.progress import TimeElapsedColumn
 
     with _shown(TimeElapsedColumn()) as bar:
@@ -152,13 +177,14 @@ def working(what: str) -> Iterator[None]:
 
 @contextmanager
 def _shown(*columns: ProgressColumn) -> Iterator[Progress | None]:
-    """A line of `columns` and words, which is gone when the block ends; None where stderr is no terminal."""
+    """Show a line of text and `columns`, which is gone when the block ends; None where stderr is no terminal."""
+    # A log file would get a line for every refresh
     if not sys.stderr.isatty():
         yield None
         return
     from rich.progress import Progress, TextColumn
     from rich.table import Column as Cell
 
-    words = TextColumn("{task.description}", markup=False, table_column=Cell(ratio=1, overflow="fold"))
-    with Progress(*columns, words, console=console(stderr=True), transient=True, expand=True) as bar:
+    description = TextColumn("{task.description}", markup=False, table_column=Cell(ratio=1, overflow="fold"))
+    with Progress(*columns, description, console=console(stderr=True), transient=True, expand=True) as bar:
         yield bar

@@ -225,7 +225,7 @@ class Checkpoints:
                 return None, None
         folder = Path(load_dir) / str(tag)
         states = self._states()
-        with on_all_ranks("reading of", folder, said="could not read it", timeout_s=limit_of(ds.module)):
+        with on_all_ranks("reading of", folder, outcome="could not read it", timeout_s=limit_of(ds.module)):
             dense = layout.read_dense(folder)
             if load_module_strict and not dense["frozen"]:
                 raise CheckpointError(

@@ -1,4 +1,4 @@
-"""attach(model, optimizer): checks that a model can be balanced, and sets an engine to it."""
+"""attach(model, optimizer): checks that a model can be balanced, and attaches an engine to it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,22 @@ def attach(
 ) -> Engine:
     """Balance the MoE layers of `model` from now on; collective over their expert-parallel group.
 
-    The optimizer is hooked, so the user's loop needs no other change. Call it before wrapping the model in
-    DistributedDataParallel: it marks the experts so that DDP leaves their gradients alone. Without an optimizer the
-    caller ends every step with `engine.runtime.finish_gradients()`, its own update and `engine.finish_step()`.
-    `experiment` is for benchmarks and tests.
+    The optimizer is hooked, so the user's loop needs no other change.
 
-    Raises ValueError where there is no MoE layer, where a layer is already attached, where DDP already averages expert
-    gradients, where FSDP has cut experts, where the optimizer holds none of the model's parameters, or where it mixes
-    the experts of different ranks, as LBFGS and `ZeroRedundancyOptimizer` do;
-    `ConfigMismatch` where ranks differ; `ReplicaMemoryError` where the budget holds no replica.
+    Args:
+        model: The model, not yet wrapped in DistributedDataParallel: its experts are marked here, so that DDP leaves
+            their gradients alone.
+        optimizer: The one that trains it. Without it the caller ends every step with
+            `engine.runtime.finish_gradients()`, an update, and `engine.finish_step()`.
+        config: How to balance; None for the defaults. The same on all ranks.
+        experiment: For benchmarks and tests. The same on all ranks.
+
+    Raises:
+        ValueError: Where there is no MoE layer, where a layer is already attached, where DDP already averages expert
+            gradients, or where FSDP has cut experts. Also where the optimizer holds none of the model's parameters, or
+            mixes the experts of different ranks, as LBFGS and `ZeroRedundancyOptimizer` do.
+        ConfigMismatch: Where ranks differ.
+        ReplicaMemoryError: Where the budget holds no replica.
     """
     config = EngineConfig() if config is None else config
     experiment = Experiment() if experiment is None else experiment
@@ -50,6 +57,7 @@ def attach(
             "a layer of this model is already attached to an engine: call close() of that one first, which ends "
             "balancing and leaves converted experts converted"
         )
+    # All that can be checked here comes before the first message: a rank that refuses leaves no others waiting in it
     for layer in layers:
         layer.check()
     leave_out_of_ddp(model)
@@ -72,6 +80,7 @@ def attach(
     if optimizer is not None:
         check_optimizer(model, optimizer, first.size)
     check_equal(layers, config, experiment, first)
+    # Before the engine, since the sizes of replicas' gradients depend on it
     agree_on_training(layers, first)
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
     engine = Engine(layers, collective, config, experiment)

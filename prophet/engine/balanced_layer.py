@@ -1,4 +1,4 @@
-"""One MoE layer as the engine balances it: the layer's port, and all that is known of the layer.
+"""One MoE layer as the engine balances it: the layer's port, and all that the engine knows of the layer.
 
 Shape legend: L layers, R ranks, E experts.
 """
@@ -37,8 +37,12 @@ if TYPE_CHECKING:
 class StepCounts:
     """A layer's counts in one step, summed over its microbatches.
 
-    load: [R, E]. rank_load: [R] rows that every rank computed. choices: [E] before any drop. dropped: choices dropped
-    for lack of capacity. withdrawn: whether the replicas were not worth the rest of their transfers.
+    Attributes:
+        load: Choices [R, E] by source rank and expert.
+        rank_load: Rows [R] that every rank computed.
+        choices: Choices [E] before any drop.
+        dropped: Choices dropped for lack of capacity.
+        withdrawn: Whether the replicas were not worth the rest of their transfers.
     """
 
     load: IntArray
@@ -49,12 +53,12 @@ class StepCounts:
 
     @classmethod
     def none(cls, ranks: int, experts: int) -> StepCounts:
-        """Those of a step that begins."""
+        """Return the counts of a step that begins."""
         load, rank_load, choices = (np.zeros(shape, dtype=np.int64) for shape in ((ranks, experts), ranks, experts))
         return cls(load, rank_load, choices)
 
     def add(self, counts: Counts, split: Split) -> None:
-        """Take in one microbatch."""
+        """Add one microbatch."""
         self.load += counts.load
         self.rank_load += split.rank_load()
         self.choices += counts.undropped().sum(axis=0)
@@ -62,10 +66,21 @@ class StepCounts:
 
 
 class BalancedLayer:
-    """The layer with this place in the order of execution.
+    """All that the engine knows of one layer; it is also the layer's port.
 
-    homes: the placement without replicas. placement, digest: in force. plans: the one it came from, and the next.
-    counts: of the step under way. last_rank_load: [R] rows that every rank computed in a microbatch of the last step.
+    Args:
+        engine: The engine, whose group, planner and schedule are already set.
+        index: The layer's place in the order of execution.
+        layer: The layer.
+        context: What its placements are planned for.
+
+    Attributes:
+        homes: The placement without replicas.
+        placement: The placement in force.
+        digest: Digest of the placement in force.
+        plans: The plan that it came from, and the next one.
+        counts: Counts of the step under way.
+        last_rank_load: Rows [R] that every rank computed in a microbatch of the last step.
     """
 
     def __init__(self, engine: Engine, index: int, layer: MoE, context: PlanContext) -> None:
@@ -89,22 +104,26 @@ class BalancedLayer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Port:
         watch = copy.deepcopy(self.layer.expert_watch, memo)
-        return PlainPort(
-            self.context.ranks, self.context.experts, watch
-        )  # a copied layer is balanced only once it is attached itself
+        # A copied layer is balanced only once it is attached itself
+        return PlainPort(self.context.ranks, self.context.experts, watch)
 
     # --- the layer's port ---
 
     def begin(self, forward: Pass) -> None:
         self._pass = forward
+        # For models whose forward pass the hook of `follow` does not see, as one that is called by its parts
         if forward is Pass.TRAINING:
             self._engine.ensure_step()
 
     def header(self) -> Row:
         engine, replicas = self._engine, self._replicas
+        # A pass that is recomputed uses the replicas of its step, so it counts as training here
         training = self._pass is not Pass.EVALUATION
-        layers = engine.balanced if engine.compared else []
-        first, last = bool(layers) and self.index == 0, bool(layers) and self is layers[-1]
+        # Placements are compared without a message for it. The first layer's counts carry the digests of all placements
+        # in force: in time for every Trans but the first layer's, which starts before any counts. So the last layer's
+        # counts carry, a step ahead, the digest of the placement that the first layer takes next.
+        carries_placements = engine.compared and self.index == 0
+        carries_upcoming = engine.compared and self is engine.balanced[-1]
         return Row(
             forward=self._passes.next(self._pass),
             kind=self._pass.value,
@@ -115,14 +134,15 @@ class BalancedLayer:
             split=engine.split_digest,
             structure=self.layer.experts.structure_digest() if training else 0,
             stale=replicas is not None and replicas.stale,
-            window_us=self.windows.own_us if layers else (),
-            placements=[layer.digest if training else 0 for layer in layers] if first else (),
-            upcoming=[engine.upcoming()] if last else (),
+            window_us=self.windows.own_us if engine.compared else (),
+            placements=[layer.digest if training else 0 for layer in engine.balanced] if carries_placements else (),
+            upcoming=[engine.upcoming()] if carries_upcoming else (),
             gradients=engine.used_gradients() if self._pass is Pass.TRAINING else None,
         )
 
     def agreed(self, counts: Counts) -> None:
         engine, replicas = self._engine, self._replicas
+        # Not in a recomputed pass: its rows repeat those of the first run
         if self._pass is Pass.TRAINING:
             if engine.compared:
                 self.windows.agree(counts.window_us)
@@ -132,6 +152,7 @@ class BalancedLayer:
                 engine.watch.compare(counts.gradients)
             if engine.runtime.recording is not None:
                 engine.runtime.recording.enter(f"route({self.index})")
+        # On all ranks if one asks for it, since sending parameters again takes all of them
         if replicas is not None and counts.stale.any():
             replicas.refresh()
 
@@ -140,8 +161,10 @@ class BalancedLayer:
             placement, split = self._split(counts.load)
         if self._pass is Pass.TRAINING:
             self.counts.add(counts, split)
+            # Before the plan: from here on, what ranks said of the first layer's next placement is out of date
             if self.index == 0:
                 self._engine.first_counts()
+            # With every microbatch: the last one's plan, from the whole step's counts, is the one that is used
             self._plan_next()
         return placement, split
 
@@ -153,7 +176,7 @@ class BalancedLayer:
         if step is None or (kind in ("FEC", "FNEC") and self._pass is not Pass.TRAINING):
             return
         block = self.index - 1 if kind == "BNEC" else self.index
-        # nothing comes before the first block: what belongs to the end starts under the rest of the backward pass
+        # Nothing comes before the first block: what belongs to the end starts under the rest of the backward pass
         step.enter(Window(kind, block) if block >= 0 else Window("END"))
 
     @property
@@ -165,12 +188,13 @@ class BalancedLayer:
     # --- the split ---
 
     def _split(self, load: IntArray) -> tuple[Placement, Split]:
-        """Placement in force and split of the exact counts; no replicas in evaluation, and where they do not pay."""
+        """Split the exact counts under the placement in force; without replicas in evaluation or if they do not pay."""
         engine, replicas = self._engine, self._replicas
         if replicas is None or replicas.state is State.NONE:
             return self.homes, Split.to_homes(load, self.homes)
         placement = self.placement
         split = engine.planner.split(load, placement, self.context)
+        # Replicas that an earlier microbatch of the step has used hold gradients, which must go home in any case
         keep = replicas.in_use or self._pays(load, split)
         replicas.use(keep, np.flatnonzero(load.sum(axis=0)).tolist())
         if not keep:
@@ -198,28 +222,31 @@ class BalancedLayer:
         """Plan the next step from the counts so far, on the planning thread."""
         engine, kept, seen = self._engine, self.plans.kept, self.counts.load.copy()
         expected = self.history.forecast(seen, engine.experiment.replan.predict)
-        begins = kept is None and self.placement.is_static  # no plan yet, and none to go on with
+        # No plan yet, and none to go on with: the planner then starts without a previous placement
+        begins = kept is None and self.placement.is_static
         context = replace(self.context, previous=None if begins else self.placement)
 
         def plan() -> KeptPlan:
             found = next_plan(kept, seen, expected, engine.planner, context, engine.experiment.replan)
             placement = found.placement
             fits = placement.experts == context.experts and placement.ranks == context.ranks
+            # Here, beside the step, and not when the plan is taken, while all ranks wait for it. A placement that
+            # does not fit is refused by `check` on the thread that takes it.
             if fits and not placement.is_static:
-                self._forms.prepare(placement, context)  # remembered for the step that uses it
+                self._forms.prepare(placement, context)
             return found
 
         self.plans.start(plan)
 
     def take_plan(self) -> None:
-        """What was planned comes into force."""
+        """Put the planned placement into force."""
         planned_s = self.plans.take()
         if planned_s is not None and self.plans.kept is not None:
             self.placement = self.plans.kept.placement
             self.stopwatch.add("plan", planned_s)
 
     def check(self, placement: Placement) -> None:
-        """Raise `SpecError` where a planner has not kept to the layer's context: an own planner may be wrong."""
+        """Raise `SpecError` for a placement outside the layer's context: a user's planner may be wrong."""
         who, context = f"planner {self._engine.planner.name!r}, MoE layer {self.index}", self.context
         shape = (placement.experts, placement.ranks)
         if shape != (context.experts, context.ranks):
@@ -231,19 +258,25 @@ class BalancedLayer:
             raise SpecError(f"{who}: {copies} replicas by rank; slots_per_rank and memory allow {limits}")
 
     def resume(self, plan: KeptPlan | None, history: History) -> None:
-        """Go on from what was saved: `plan` comes into force with the next step."""
+        """Go on from saved state: `plan` comes into force with the next step."""
         self.history, self.placement = history, self.homes
         self.plans.resume(plan)
 
     def move_to(self, context: PlanContext) -> None:
         """Plan for another machine from now on."""
         self.context = context
+        # The old one remembers forms by placement, whose costs were those of the old machine
         self._forms = FormChooser(self._engine.experiment.transfers)
 
     # --- the step ---
 
     def form(self, schedule: Schedule, window_us: Mapping[Window, int]) -> Form:
-        """How Trans and Agg travel in the step that begins."""
+        """Choose how Trans and Agg travel in the step that begins.
+
+        Args:
+            schedule: When the transfers start and end.
+            window_us: Microseconds of compute by window, under which they can be hidden.
+        """
         return self._forms.form_under(schedule, self.index, self.placement, self.context, window_us)
 
     def imbalance(self) -> float:
@@ -253,6 +286,7 @@ class BalancedLayer:
     def end_step(self) -> StepCounts:
         """Remember the step's counts, and return them."""
         counts, self.counts = self.counts, StepCounts.none(self.context.ranks, self.context.experts)
+        # Of one microbatch, as windows are: each microbatch runs through all of them
         self.last_rank_load = counts.rank_load // self._engine.config.accumulation_steps
         self.history.observe(counts.load)
         return counts

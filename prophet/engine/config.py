@@ -1,4 +1,4 @@
-"""How a model is balanced, what its layers are planned for, and the checks that all ranks want the same."""
+"""How a model is balanced, the contexts its layers are planned in, and the checks that ranks are configured alike."""
 
 from __future__ import annotations
 
@@ -39,19 +39,26 @@ _SHARE = "a share of the step, from 0 to 1"
 class EngineConfig:
     """How a model is balanced. Must be the same on all ranks.
 
-    planner: a name from `prophet.planner.PLANNER_NAMES`, or a `prophet.planner.Planner`.
-    effort: the share of a step that the planner may search for better placements, from 0 to 1. Work is counted by
-        assumed times, never by a clock. Planners that do not search have no use for it; an object keeps its own.
-    topology: the machine, for the performance model, or the path of a file that `prophet calibrate` wrote, which is
-        read at once; None assumes equal ranks on one node.
-    slots_per_rank: replicas of one layer that a rank may hold.
-    replica_memory_bytes: budget per rank for the replicas of all layers, parameters and gradients; None is no limit.
-    timeout_s: limit on every wait; None keeps the layers' own.
-    windows: seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
-    refetch: drop replicas' parameters after the forward pass, and send them again for the backward pass. Only
-        neighbouring layers' parameters then count towards the budget. Otherwise they stay until the step ends.
-    accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
-        of 1 every backward pass brings its own gradients home, which is correct for any number of them.
+    Attributes:
+        planner: A name from `prophet.planner.PLANNER_NAMES`, or a `prophet.planner.Planner`.
+        effort: The share of a step that the planner may search for better placements, from 0 to 1. Work is counted by
+            assumed times, never by a clock. Planners that do not search have no use for it; a planner that is passed as
+            an object keeps its own.
+        topology: The machine, for the performance model, or the path of a file that `prophet calibrate` wrote, which is
+            read at once; None assumes equal ranks on one node.
+        slots_per_rank: Replicas of one layer that a rank may hold.
+        replica_memory_bytes: Budget per rank for the replicas of all layers, parameters and gradients; None sets no
+            limit.
+        timeout_s: Seconds that every wait may take; None keeps the layers' own limit.
+        windows: Seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
+        refetch: Drop replicas' parameters after the forward pass, and send them again for the backward pass. Only
+            neighbouring layers' parameters then count towards the budget. Without it they stay until the step ends.
+        accumulation_steps: Backward passes per optimizer step. Agg then runs once, with the last of them. With the
+            default of 1 every backward pass brings its own gradients home, which is correct for any number of them.
+
+    Raises:
+        ValueError: For a value outside the ranges above.
+        ArgumentError: For a planner that lacks what a `Planner` has.
     """
 
     planner: str | Planner = "prophet"
@@ -65,8 +72,10 @@ class EngineConfig:
     accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
+        # Called for its error, which lists the names that exist
         if isinstance(self.planner, str) and self.planner not in PLANNER_NAMES:
-            get_planner(self.planner)  # says which there are
+            get_planner(self.planner)
+        # By attributes and not by class: a user's planner need not derive from it
         lacking = [] if isinstance(self.planner, str) else [n for n in _PLANNER if not hasattr(self.planner, n)]
         if lacking:
             raise ArgumentError(
@@ -75,6 +84,7 @@ class EngineConfig:
             )
         if not 0 <= self.effort <= 1:
             raise ValueError(f"EngineConfig.effort must be {_SHARE}, got {self.effort!r}")
+        # Read now, so that a file that is missing is an error of this line and not of a later step
         if isinstance(self.topology, str | os.PathLike):
             object.__setattr__(self, "topology", read_topology(self.topology))
         for name in ("slots_per_rank", "replica_memory_bytes"):
@@ -91,13 +101,17 @@ class EngineConfig:
 class Experiment:
     """What benchmarks and tests vary and users leave alone. Must be the same on all ranks.
 
-    schedule: "block-wise" (Algorithm 2), "look-ahead" (over `look_ahead_blocks` blocks, fewer where refetched replicas
-        of so many would not fit the budget), and for comparison "operator" (uncut) and "blocking" (nothing hidden).
-    transfers: form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and gather),
-        or "auto", the cheaper one by the performance model.
-    replan: when placements are planned anew, and for which load; by default for every step, from the last one's load.
-    check_every: steps between explicit comparisons of splits and of a sample of the experts over ranks. Placements and
-        shared gradients are compared in every step, at no extra message.
+    Attributes:
+        schedule: "block-wise" (Pro-Prophet, Algorithm 2), "look-ahead" (over `look_ahead_blocks` blocks, fewer where
+            refetched replicas of so many would not fit the budget), and for comparison "operator" (uncut) and
+            "blocking" (nothing hidden).
+        look_ahead_blocks: Blocks over which "look-ahead" spreads transfers.
+        transfers: Form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and
+            gather), or "auto", the cheaper one by the performance model.
+        replan: When placements are planned anew, and for which load; by default for every step, from the last one's
+            load.
+        check_every: Steps between explicit comparisons of splits and of a sample of the experts over ranks. Placements
+            and shared gradients are compared in every step, at no extra message.
     """
 
     schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
@@ -117,16 +131,17 @@ class Experiment:
 
 
 def signature(*values: EngineConfig | Experiment) -> str:
-    """What must be equal on all ranks, as text: every field, planners by name, and the planner's compiled core."""
+    """Return as text all that must be equal on all ranks: every field, planners by name, and the planner's core."""
     pairs = {f.name: getattr(value, f.name) for value in values for f in fields(value)}
     planner, effort = pairs["planner"], pairs["effort"]
     pairs |= {"planner": getattr(planner, "name", planner), "effort": getattr(planner, "effort", effort)}
+    # Cores of two releases may plan differently from equal loads
     pairs["core"] = core.version()
     return " ".join(f"{n}={v}" for n, v in pairs.items())
 
 
 def planner_of(config: EngineConfig, rank: int) -> Planner:
-    """The configuration's planner; `static`, with a warning on rank 0, where it needs a core that was not built."""
+    """Return the configuration's planner; `static`, with a warning on rank 0, where the core it needs is missing."""
     planner = config.planner
     if isinstance(planner, str):
         planner = planner_with(planner, effort=config.effort)
@@ -138,12 +153,22 @@ def planner_of(config: EngineConfig, rank: int) -> Planner:
 
 
 def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
-    """What a layer is planned for on `ranks` ranks; ValueError where the configuration's topology has others."""
+    """Return the context in which a layer is planned.
+
+    Args:
+        layer: The layer.
+        ranks: The size of its expert-parallel group.
+        config: How it is balanced.
+
+    Raises:
+        ValueError: Where the configuration's topology has another number of ranks.
+    """
     topology = config.topology if isinstance(config.topology, Topology) else Topology.uniform(ranks)
     if topology.ranks != ranks:
         raise ValueError(
             f"the topology {topology.name!r} has {topology.ranks} ranks, the expert-parallel group has {ranks}"
         )
+    # Homes as plain expert parallelism has them; layers refuse experts that do not divide among the ranks
     per_rank = layer.num_experts // ranks
     budget = config.replica_memory_bytes
     return PlanContext(
@@ -157,10 +182,20 @@ def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
 
 
 def check_budget(config: EngineConfig, planner: Planner, contexts: Sequence[PlanContext]) -> None:
-    """Raise `ReplicaMemoryError` where replicas are wanted, and the budget holds not even one."""
+    """Check that the budget holds a replica.
+
+    Args:
+        config: Its budget and slots.
+        planner: Whether it makes replicas.
+        contexts: Each layer's sizes.
+
+    Raises:
+        ReplicaMemoryError: Where replicas are wanted, and the budget holds not even the smallest.
+    """
     budget = config.replica_memory_bytes
     if budget is None or config.slots_per_rank == 0 or not planner.replicates:
         return
+    # The smallest layer's: a budget that holds replicas of some layers only is of use
     need = min(c.shape.replica_bytes for c in contexts)
     if budget < need:
         raise ReplicaMemoryError(
@@ -169,7 +204,7 @@ def check_budget(config: EngineConfig, planner: Planner, contexts: Sequence[Plan
         )
 
 
-# by name: importing them would import packages that nobody may have
+# By name: importing them would import packages that nobody may have
 _MIXING = {
     "LBFGS": "keeps one flat history of all parameters",
     "ZeroRedundancyOptimizer": "keeps each state on one rank only, and sends what that one makes of a parameter to all",
@@ -178,20 +213,30 @@ APART = "give it the other parameters alone, and what prophet.parallel.expert_pa
 
 
 def why_not_apart(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why an optimizer cannot hold experts, which are others on every rank; None if it can."""
+    """Return why an optimizer cannot hold experts, which differ from rank to rank; None if it can."""
     kinds = (kind.__name__ for kind in type(optimizer).__mro__)
     return next((f"{name} {_MIXING[name]}" for name in kinds if name in _MIXING), None)
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> None:
-    """Raise TypeError for what is no optimizer, ValueError for another model's and for one that takes the experts of
-    several ranks for copies of one; warn of one that is out of date.
+    """Check that an optimizer can train a model whose experts are balanced; warn where it holds old parameters.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        ranks: The size of the expert-parallel group.
+
+    Raises:
+        TypeError: For a value that is no optimizer of torch's.
+        ValueError: For an optimizer of another model, or one that takes the experts of several ranks for copies of one.
     """
+    # A class that derives from torch's may leave out its constructor, and then has no hooks to follow
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     named = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     held = {id(p) for p in params if not isinstance(p, Elsewhere)}
+    # `Elsewhere` stands for experts of other ranks: an optimizer that holds nothing else is in order
     advice = "build it after prophet.convert() and fully_shard(), which make new parameters"
     if not held & set(named) and len(held) == len(params):
         raise ValueError(f"the optimizer holds none of the model's parameters: {advice}")
@@ -209,12 +254,23 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: i
 
 
 def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment, collective: Collective) -> None:
-    """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
+    """Check that all ranks have the same configuration and layers; collective.
+
+    Args:
+        layers: This rank's layers.
+        config: This rank's configuration.
+        experiment: This rank's experiment.
+        collective: The expert-parallel group.
+
+    Raises:
+        ConfigMismatch: Where ranks differ; it names them.
+    """
     parts = [signature(config, experiment), *(layer.signature() for layer in layers)]
     digests = [digest(np.frombuffer(part.encode(), np.uint8)) for part in parts]
-    said = [len(parts), digests[0], digest(np.array(digests[1:]))]
+    # Three numbers whatever the number of layers, since all ranks must send equally many
+    numbers = [len(parts), digests[0], digest(np.array(digests[1:]))]
     device = layers[0].experts.device
-    table = gather_numbers(collective, said, op=Operation("comparison of configurations"), device=device)
+    table = gather_numbers(collective, numbers, op=Operation("comparison of configurations"), device=device)
     for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
         differ = odd_ones_out(table[:, column])
         if differ:
@@ -225,7 +281,7 @@ def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment,
 
 
 def agree_on_training(layers: list[MoE], collective: Collective) -> None:
-    """Have replicas the gradients of what trains on one rank at least; collective where experts are modules."""
+    """Give replicas gradients of all parameters that train on at least one rank; collective if experts are modules."""
     own = [layer.experts.requires_grad() for layer in layers]
     flags = [int(on) for one in own for on in one]
     if not flags:

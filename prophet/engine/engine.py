@@ -46,32 +46,53 @@ from prophet.scheduler.windows import Stopwatch, predicted_window_us
 from prophet.spec import IntArray, PlanContext, Topology, Windows
 
 _log = logging.getLogger(__name__)
-_SEEN = 4  # shared parameters whose gradients tell what the user has thrown away
+# Shared parameters whose gradients show whether the user has zeroed them; the smallest cost the least to read
+_SEEN = 4
 
 
 class Engine:
     """Balances the MoE layers of one model on one rank; made by `attach`.
 
-    layers: the model's; balanced: what is known of each. last_step: the report of the last step; on_step: called with
-    every report. updates: how often the optimizer has run, also where no step was under way. compared: whether ranks
-    compare placements. split_digest: of the last split that had a choice.
+    Args:
+        layers: The model's MoE layers, in the order of execution.
+        collective: Their expert-parallel group.
+        config: How to balance.
+        experiment: Settings of benchmarks and tests.
+
+    Attributes:
+        balanced: What the engine knows of each layer.
+        last_step: The report of the last step; None before the first.
+        on_step: Functions that are called with every report.
+        updates: How often the optimizer has run, also where no step was under way.
+        compared: Whether ranks compare placements.
+        split_digest: Digest of the last split that had a choice.
+
+    Raises:
+        ValueError: For a topology of another number of ranks.
+        ReplicaMemoryError: Where the budget holds no replica.
     """
 
     def __init__(self, layers: list[MoE], collective: Collective, config: EngineConfig, experiment: Experiment) -> None:
+        # 1. What may refuse: planner, contexts, budget. Nothing of the model has changed if one of them raises.
         self.layers = layers
+        # Wrapped, so that `recording` can switch spans on and off between steps
         self.collective = ObservedCollective(collective)
         self.config, self.experiment = config, experiment
         self.planner: Planner = planner_of(config, collective.rank)
         self.compared = collective.size > 1 and self.planner.replicates
         contexts = [context_of(layer, collective.size, config) for layer in layers]
+        # No experts come before those of the first block, so only non-MoE compute can hide its transfers
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))
         check_budget(config, self.planner, contexts)
+        # 2. State that does not depend on anything
         self.step = self.updates = 0
         self.last_step: StepReport | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
         self.watch: GradientWatch | None = None
         self.stopwatch = Stopwatch()
         self.split_digest = 0
+        # 3. The machinery of a step, bottom up: memory, then the schedule over it, then the runtime that follows the
+        # schedule. The depth comes before the schedule, since the budget limits it.
         self.pool = ReplicaPool(config.replica_memory_bytes)
         self._depth = self._look_ahead(contexts)
         self.schedule: Schedule = schedule_named(
@@ -86,13 +107,17 @@ class Engine:
             refetch=config.refetch,
             stopwatch=self.stopwatch,
         )
+        # 4. Planning. Layers read the schedule, the thread and the stopwatch of this engine, so they come after those.
         self.thread = Waiter("plans placements")
         self.balanced = [BalancedLayer(self, i, *both) for i, both in enumerate(zip(layers, contexts, strict=True))]
+        # Only the first layer's next placement is compared a step ahead: a schedule that sends others' replicas at the
+        # start, before any counts, needs a comparison with a message
         early = {a.block for a in self.schedule if a.kind == "TRANS" and a.window == Window("START")}
         self._can_confirm = len(layers) > 1 and early <= {0}
         self._confirmed = self._experts_compared = False
         self._closed = False
         self._hooks: list[Any] = []
+        # 5. Last of all the layers are taken over: an error above leaves the model as it was. `close` puts these back.
         self._originals = [(layer.collective, layer._port) for layer in layers]
         for layer, balanced in zip(layers, self.balanced, strict=True):
             layer.collective, layer._port = self.collective, balanced
@@ -104,7 +129,7 @@ class Engine:
         return f"Engine({sizes}, planner {self.planner.name})"
 
     def _look_ahead(self, contexts: list[PlanContext]) -> int:
-        """Over how many blocks transfers are spread."""
+        """Return over how many blocks transfers are spread."""
         config = self.config
         depth = self.experiment.look_ahead_blocks if self.experiment.schedule == "look-ahead" else 1
         if config.refetch:
@@ -113,12 +138,18 @@ class Engine:
         return depth
 
     def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """From now on begin steps with the model's forward passes, and end them with the optimizer's steps."""
+        """Hook the model and the optimizer: its forward passes begin steps, and optimizer steps end them.
+
+        Args:
+            model: The model; only its own forward passes count, not those of a copy.
+            optimizer: Its optimizer, or None where the caller ends steps.
+        """
+        # Not those that FSDP has cut: their gradients come at another time, and as parts
         shared = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
         shared = [p for p in shared if not getattr(p, "prophet_expert", False)]
         self.runtime.shared = sorted(shared, key=lambda p: p.numel())[:_SEEN]
         self._hooks.append(
-            # a copy of the model has the hook, too: it must not drive this engine
+            # A copy of the model has the hook, too: it must not drive this engine
             model.register_forward_pre_hook(lambda m, _: self.ensure_step() if m is model and m.training else None)
         )
         if optimizer is not None:
@@ -130,7 +161,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where ranks exchange tensors."""
+        """The device on which ranks exchange tensors."""
         return self.layers[0].experts.device
 
     # --- the step, driven by hooks ---
@@ -138,6 +169,7 @@ class Engine:
     @torch._compile._disable_dynamo
     def ensure_step(self) -> None:
         """Begin a step unless one is under way: planned placements come into force and Trans starts."""
+        # Another forward pass of the step under way: gradients that the user has zeroed since must not come home
         if self.runtime.step is not None:
             self.runtime.step.forget()
             return
@@ -147,8 +179,10 @@ class Engine:
             for layer in self.balanced:
                 layer.take_plan()
             self._fit_memory()
+            # Only now: what has no room in memory is not a part of the placement in force
             for layer in self.balanced:
                 layer.digest = layer.placement.digest()
+            # Before Trans: ranks whose placements differ would send what others do not expect
             if self.compared and not self._confirmed:
                 digests = [layer.digest for layer in self.balanced]
                 compare_placements(digests, self.step, self.collective, self.device)
@@ -162,7 +196,7 @@ class Engine:
         budget = self.config.replica_memory_bytes
         if budget is None:
             return
-        # the layers with the worst imbalance come first; ties go to the earlier layer
+        # The layers with the worst imbalance come first; ties go to the earlier layer
         imbalance = [layer.imbalance() for layer in self.balanced]
         shapes = [layer.context.shape for layer in self.balanced]
         placements = within_budget(
@@ -177,12 +211,13 @@ class Engine:
             layer.placement = placement
 
     def _agreed_us(self) -> dict[Window, int]:
-        """Microseconds by window as all ranks know them; empty before the first measurement."""
+        """Microseconds by window that all ranks have agreed on; empty before the first measurement."""
+        # Never this rank's own measurement: forms are chosen from it, and must be the same on all ranks
         found = {window: us for layer in self.balanced for window, us in layer.windows.agreed_us().items()}
         return found if any(found.values()) else {}
 
     def complete_gradients(self) -> None:
-        """Bring home what is still away, with a warning. Called before the optimizer reads its gradients."""
+        """Bring home gradients that are still away, with a warning; called before the optimizer reads its gradients."""
         if self.runtime.finish_gradients():
             warnings.warn(
                 f"optimizer.step() came before {self.config.accumulation_steps} backward passes had run outside "
@@ -197,26 +232,30 @@ class Engine:
             self.watch.look(self.step)
 
     def finish_step(self) -> None:
-        """End the step: replicas vanish and the report is written. Called when the optimizer has run, or a `GradScaler`
-        has skipped it.
+        """End the step: replicas vanish and the report is written.
+
+        Called when the optimizer has run, or a `GradScaler` has skipped it.
         """
-        self.updates += 1  # a rank whose optimizer runs without a forward pass is out of step, too
+        # Counted without a step as well: a rank whose optimizer runs without a forward pass is out of step, too
+        self.updates += 1
         step = self.runtime.step
         if step is None:
             return
         self.runtime.end()
+        # For optimizers that are not torch's, which do not call its hooks
         for moe in self.layers:
-            moe.expert_watch.look()  # where no optimizer of torch's has
+            moe.expert_watch.look()
         if self.runtime.recording is not None:
             self.runtime.recording.end()
         update_biases(self.layers, [layer.counts.choices for layer in self.balanced])
+        # On an accelerator the host's clock says when work was launched, not how long it took
         if self.device.type == "cpu":
             seconds = self.runtime.windows.take()
             for layer in self.balanced:
                 layer.windows.measured(seconds)
         self.last_step = self._report(step, [layer.end_step() for layer in self.balanced])
         if self.collective.rank == 0:
-            # the first plan is in force from the second step on
+            # The first plan is in force from the second step on, so two steps show what balancing does
             _log.log(logging.INFO if self.step < 2 else logging.DEBUG, "%r", self.last_step)
         self.step += 1
         for listener in self.on_step:
@@ -226,6 +265,7 @@ class Engine:
         ranks, experts = self.collective.size, max(x.num_experts for x in self.layers)
         counts = np.zeros((len(by_layer), ranks, experts), dtype=np.int64)
         static = np.zeros((len(by_layer), ranks), dtype=np.int64)
+        # Layers may have different numbers of experts: the rest of their rows stays zero
         for i, (layer, found) in enumerate(zip(self.balanced, by_layer, strict=True)):
             counts[i, :, : found.load.shape[1]] = found.load
             np.add.at(static[i], layer.homes.home, found.load.sum(axis=0))
@@ -252,32 +292,38 @@ class Engine:
 
     @property
     def checks(self) -> bool:
-        """Whether this step is one of those that compare splits over the ranks."""
+        """Whether ranks compare their splits in this step."""
         return self.step < 2 or self.step % self.experiment.check_every == 0
 
     def upcoming(self) -> int:
-        """Digest of the first layer's next placement, where it is known and final by now."""
+        """Return the digest of the first layer's next placement; `UNKNOWN` unless it is final by now."""
+        # With a budget the other layers' placements decide what is dropped for lack of memory
         if self.config.replica_memory_bytes is not None:
-            return UNKNOWN  # the other layers' placements decide what is dropped for lack of memory
+            return UNKNOWN
         return self.balanced[0].plans.upcoming(self.balanced[0].digest)
 
     def confirm(self, upcoming: IntArray) -> None:
-        """All ranks have said what they planned for the first layer's next step, [R].
+        """Take note of what all ranks have planned for the first layer.
 
         Where that is the same, no comparison is needed before its Trans, which starts before any counts. The other
         layers' placements are compared with the first layer's counts, which is in time for them.
+
+        Args:
+            upcoming: Digests [R] of the first layer's next placement, by rank, or `UNKNOWN`.
         """
         same = bool(upcoming[0] != UNKNOWN and (upcoming == upcoming[0]).all())
         self._confirmed = self._can_confirm and same
 
     def used_gradients(self) -> Tensor | None:
-        """A digest of the shared gradients that the last optimizer step used; None where ranks cannot differ."""
+        """Return a digest of the shared gradients that the last optimizer step used; None if ranks cannot differ."""
         return None if self.watch is None else self.watch.take(self.device)
 
     def first_counts(self) -> None:
-        """The first layer's counts are known: it is planned anew. In the first step, ranks compare their experts."""
+        """React to the first layer's counts: it is planned anew, and in the first step ranks compare their experts."""
+        # The plan that was confirmed is replaced by the one that starts now
         self._confirmed = False
-        if not self._experts_compared:  # not sooner: a checkpoint may be loaded after `attach`
+        # Not sooner: a checkpoint may be loaded after `attach`
+        if not self._experts_compared:
             self._experts_compared = True
             check_not_copies(self.layers, self.collective)
 
@@ -285,25 +331,28 @@ class Engine:
 
     @property
     def measured_windows(self) -> Windows | None:
-        """What `EngineConfig.windows` would say of this run: the non-MoE compute of a block, mean over ranks and last
-        steps, median over blocks; to be read between two steps. None before the third, with one rank or
-        `planner="static"`, and on devices that compute behind the host's back, whose windows the host cannot time.
+        """The measured value of `EngineConfig.windows`, to be read between two steps.
+
+        It is the non-MoE compute of a block: the mean over ranks and the last steps, the median over blocks. None
+        before the third step, with one rank, with `planner="static"`, and on accelerators, whose windows the host
+        cannot time.
         """
         found_us = self._agreed_us()
         if not found_us:
             return None
-        inner = range(max(len(self.layers) - 1, 1))  # no block comes after the last one, and the loss is computed there
+        # No block comes after the last one, and the loss is computed there
+        inner = range(max(len(self.layers) - 1, 1))
         fnec_us, bnec_us = (float(np.median([found_us[Window(k, i)] for i in inner])) for k in ("FNEC", "BNEC"))
         return Windows(fnec_s=1e-6 * fnec_us, bnec_s=1e-6 * bnec_us)
 
     @property
     def contexts(self) -> tuple[PlanContext, ...]:
-        """What each layer is planned for, by layer."""
+        """The contexts that placements are planned in, by layer."""
         return tuple(layer.context for layer in self.balanced)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep the replicas' gradients where they are; the next one outside brings all home."""
+        """Leave gradients on the replicas in backward passes inside; the next one outside brings all of them home."""
         self.runtime.sync_gradients, before = False, self.runtime.sync_gradients
         try:
             yield
@@ -311,9 +360,15 @@ class Engine:
             self.runtime.sync_gradients = before
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank.
+        """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; collective.
 
-        norm_type: as of torch's function, any positive number or infinity.
+        Args:
+            parameters: This rank's parameters, experts and others.
+            max_norm: The norm that gradients are scaled down to.
+            norm_type: As of torch's function, any positive number or infinity.
+
+        Returns:
+            The norm before clipping, in float64, the same on every rank.
         """
         return clip_grad_norm_(parameters, max_norm, self.collective, self.device, norm_type)
 
@@ -321,8 +376,10 @@ class Engine:
     def recording(self, *, limit: int = 100_000) -> Iterator[Recording]:
         """Record what this rank does in the steps inside: `recording.spans()` is one of them, for `write_trace`.
 
-        Enter and leave it between steps. limit: spans that are kept. On a device that computes behind the host's back
-        the spans are the host's.
+        Enter and leave it between steps. On an accelerator the spans are the host's.
+
+        Args:
+            limit: How many spans are kept.
         """
         before = self.runtime.recording, self.collective.recorder
         recording = Recording(self.collective.rank, limit=limit)
@@ -336,8 +393,14 @@ class Engine:
         """Plan for another machine from now on, as after measuring that a rank or a link has become slower.
 
         Collective in effect: call it with the same topology on all ranks, between two steps. Plans that are under way
-        are thrown away; the placements in force stay for one more step. ValueError for another number of ranks;
-        RuntimeError within a step.
+        are thrown away; the placements in force stay for one more step.
+
+        Args:
+            topology: The machine as it is now.
+
+        Raises:
+            ValueError: For another number of ranks.
+            RuntimeError: Within a step.
         """
         if topology.ranks != self.collective.size:
             raise ValueError(f"expected a topology of {self.collective.size} ranks, got {topology.ranks}")
@@ -347,25 +410,30 @@ class Engine:
             layer.move_to(replace(layer.context, topology=topology))
 
     def state_dict(self) -> dict[str, Any]:
-        """What balancing remembers between two steps, as numbers and tensors: the histories, and the next plans.
+        """Return the engine's memory between two steps as numbers and tensors: the histories, and the next plans.
 
         A run that loads it on as many ranks uses the placements that this one is going to use, and so goes on bit by
         bit; without it the first step has no replicas, and its sums another order. Not collective, and the same on
-        every rank. RuntimeError within a step.
+        every rank.
+
+        Raises:
+            RuntimeError: Within a step.
         """
         self._between_steps("state_dict()")
         plans = [layer.plans.latest() for layer in self.balanced]
         return engine_state(self.step, plans, [layer.history for layer in self.balanced])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; collective in effect: call it with the same state on all ranks.
+        """Load what `state_dict` returned; collective in effect: call it with the same state on all ranks.
 
-        Raises `SpecError`, nothing changed, for the state of another number of ranks or of other layers; RuntimeError
-        within a step.
+        Raises:
+            SpecError: For the state of another number of ranks or of other layers; nothing is changed then.
+            RuntimeError: Within a step.
         """
         self._between_steps("load_state_dict()")
         homes, present = [x.homes for x in self.balanced], [x.history for x in self.balanced]
         step, plans, histories = engine_state_from(state, homes, present)
+        # All plans are checked before anything is changed
         for layer, plan in zip(self.balanced, plans, strict=True):
             if plan is not None:
                 layer.check(plan.placement)
@@ -385,11 +453,11 @@ class Engine:
         self._confirmed = False
 
     def close(self) -> None:
-        """Detach: layers go back to plain expert parallelism, hooks and threads end; again is harmless.
+        """Detach: layers go back to plain expert parallelism, hooks and threads end. A second call does nothing.
 
         A converted model stays converted, every expert at its home alone; `prophet.revert(model)` undoes that.
-        Not collective, so it can follow an error: transfers under way are left to themselves. Gradients that replicas
-        still hold are lost; `runtime.finish_gradients()` brings them home first.
+        Not collective, so it can follow an error: transfers under way are abandoned. Gradients that replicas still hold
+        are lost; `runtime.finish_gradients()` brings them home first.
         """
         if self._closed:
             return

@@ -1,4 +1,4 @@
-"""Are the experts of different ranks different? They are not where every rank has initialised its own alike.
+"""Check that experts of different ranks differ: they do not where every rank has initialised its own alike.
 
 Shape legend: R ranks, L layers, m experts of a rank.
 """
@@ -19,21 +19,30 @@ from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
 
 COMPARISON = "comparison of experts"
-SAMPLE = 64  # last numbers of an expert's largest parameter
+# So many last numbers of an expert's largest parameter stand for the whole expert
+SAMPLE = 64
 
 
 def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
-    """Raise `ConfigMismatch` where weights of an expert equal those of another rank's, and not all experts' are equal.
+    """Refuse experts that are bit for bit those of another rank; collective.
 
-    `model.apply(init)` does that: from one random state, every rank draws for its first expert what the others draw for
-    theirs. Where all experts of a layer are equal, somebody may have copied them on purpose: that is a warning.
-    Converted experts are as their framework has made them: DeepSpeed copies one on purpose. Collective.
+    `model.apply(init)` makes such experts: from one random state, every rank draws for its first expert what the others
+    draw for theirs. Where all experts of a layer are equal, somebody may have copied them on purpose: it only warns.
+
+    Args:
+        layers: This rank's layers.
+        collective: The expert-parallel group.
+
+    Raises:
+        ConfigMismatch: Where experts of two ranks are equal, but not all experts of the layer.
     """
+    # Converted experts are as their framework has made them, and DeepSpeed copies one on purpose
     layers = [layer for layer in layers if layer.initialised_here]
     if collective.size == 1 or not layers:
         return
-    said = [_digest(layer.experts, local) for layer in layers for local in range(layer.experts.experts)]
-    table = gather_numbers(collective, said, op=Operation(COMPARISON), device=layers[0].experts.device).tolist()
+    digests = [_digest(layer.experts, local) for layer in layers for local in range(layer.experts.experts)]
+    table = gather_numbers(collective, digests, op=Operation(COMPARISON), device=layers[0].experts.device).tolist()
+    # Each row has one number per expert, layer after layer
     at = 0
     for layer in layers:
         m = layer.experts.experts
@@ -41,9 +50,10 @@ def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
         at += m
         seen: dict[int, tuple[int, int]] = {}
         twins = None
-        for rank, digests in enumerate(by_rank):
-            for local, value in enumerate(digests):
+        for rank, of_rank in enumerate(by_rank):
+            for local, value in enumerate(of_rank):
                 first = seen.setdefault(value, (rank, local))
+                # Twins on one rank may be the user's choice; across ranks they are what a shared seed makes
                 if first[0] != rank and twins is None:
                     twins = first, (rank, local)
         if twins is None:
@@ -64,7 +74,9 @@ def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
 
 
 def _digest(bank: Bank, local: int) -> int:
-    """Of the end of the largest parameter of home expert `local`; biases are often zero, or left as they were."""
+    """Return a digest of the end of the largest parameter of home expert `local`."""
+    # Not of biases, which are zero in many experts, or were never initialised anew
     largest = max(bank.flat_views(local, 0, bank.expert_numel), key=torch.Tensor.numel)
     sample = largest[-SAMPLE:].to("cpu").contiguous().view(torch.uint8)
+    # Seven bytes: the number must fit into a signed 64-bit integer
     return int.from_bytes(hashlib.blake2b(sample.numpy().tobytes(), digest_size=7).digest(), "little")

@@ -1,4 +1,4 @@
-"""Data parallelism around expert parallelism: which gradients DistributedDataParallel averages, and who does the rest.
+"""Data parallelism around expert parallelism: the gradients that DDP averages, and those that it must not.
 
 With R processes and an expert-parallel (EP) group of P of them, every expert lives R / P times. DDP averages the
 gradients of all other parameters over the R processes. An expert's gradient comes out of the backward pass as the mean
@@ -25,12 +25,16 @@ from prophet.spec import IntArray
 
 
 def expert_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The experts' parameters of all MoE layers of `model`, by name."""
+    """List the experts' parameters of all MoE layers of `model`, with their names."""
     return [(n, p) for n, p in model.named_parameters() if getattr(p, "prophet_expert", False)]
 
 
 def leave_out_of_ddp(model: nn.Module) -> None:
-    """Tell DistributedDataParallel which parameters belong to experts; refuse a model it already wraps."""
+    """Have DistributedDataParallel ignore the parameters of experts.
+
+    Raises:
+        ValueError: For a model that it already wraps, experts included.
+    """
     names = {n for n, _ in expert_parameters(model)}
     if isinstance(model, nn.parallel.DistributedDataParallel):
         averaged = {n.removeprefix("module.") for n in names} - set(model.parameters_to_ignore)
@@ -45,13 +49,13 @@ def leave_out_of_ddp(model: nn.Module) -> None:
 
 
 def put_back_into_ddp(model: nn.Module, names: Iterable[str]) -> None:
-    """Undo `leave_out_of_ddp` for parameters that are no experts' any more."""
+    """Undo `leave_out_of_ddp` for parameters that no longer belong to experts."""
     known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     model._ddp_params_and_buffers_to_ignore = sorted(known - _compiled_or_not(names))  # type: ignore[assignment]
 
 
 def _compiled_or_not(names: Iterable[str]) -> set[str]:
-    """The names that parameters have in the model, and in what `torch.compile` makes of it: DDP may wrap either."""
+    """Return names as in the model, and as in the module that `torch.compile` makes of it: DDP may wrap either."""
     bare = [name.removeprefix(_COMPILED) for name in names]
     return {*bare, *(_COMPILED + name for name in bare)}
 
@@ -66,44 +70,65 @@ def clip_grad_norm_(
     device: torch.device,
     norm_type: float = 2.0,
 ) -> Tensor:
-    """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank.
+    """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; collective.
 
-    experts: the expert-parallel group; device: where it exchanges tensors. norm_type: as of torch's function, any
-    positive number or infinity. Returns the norm before clipping, in float64. A norm that is NaN makes all gradients
-    NaN, as with torch's own; `max_norm` infinite only measures. Collective. Raises ValueError for another `norm_type`.
+    Args:
+        parameters: This rank's parameters, experts and others.
+        max_norm: The norm that gradients are scaled down to; infinite only measures. A norm that is NaN makes all
+            gradients NaN, as with torch's own function.
+        experts: The expert-parallel group.
+        device: Where it exchanges tensors.
+        norm_type: As of torch's function, any positive number or infinity.
+
+    Returns:
+        The norm before clipping, in float64, the same on every rank.
+
+    Raises:
+        ValueError: For another `norm_type`.
     """
     power = float(norm_type)
     if not power > 0:
         raise ValueError(f"norm_type: expected a positive number, as 1, 2 or inf, got {norm_type!r}")
     held = [(p, p.grad) for p in parameters if p.grad is not None]
-    figures = torch.zeros(2, dtype=torch.float64, device=device)  # of what ranks share, and of this rank's experts
+    # Of the parameters that ranks share, and of this rank's experts
+    figures = torch.zeros(2, dtype=torch.float64, device=device)
     for p, grad in held:
         figure = _figure(grad.detach().double(), power)
-        own = figures[int(bool(getattr(p, "prophet_expert", False)))]  # a view
+        # A view, written to in place: no value comes to the host
+        own = figures[int(bool(getattr(p, "prophet_expert", False)))]
         own.copy_(torch.maximum(own, figure.to(device)) if power == math.inf else own + figure)
+    # The shared parameters once, the experts of every rank
     of_ranks = torch.cat([figures[:1], share(experts, figures[1:], op=Operation("gradient norm")).view(-1)])
     total = of_ranks.sum()
     norm = of_ranks.amax() if power == math.inf else total.sqrt() if power == 2 else total.pow(1.0 / power)
+    # 1e-6 as in torch's function
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # Only on the host: to read the factor of an accelerator would make the host wait
     if max_norm == float("inf") or (factor.device.type == "cpu" and float(factor) == 1.0):
-        return norm  # elsewhere looking at the factor would make the host wait
+        return norm
     for _, grad in held:
         part = grad.to_local() if hasattr(grad, "to_local") else grad
-        here = factor.to(part.device, non_blocking=part.device.type != "cpu")  # the host has to wait for its copy
+        # A copy to the host is read at once, so that one has to be waited for
+        here = factor.to(part.device, non_blocking=part.device.type != "cpu")
+        # A product in sixteen bits would round the factor first
         if part.dtype in (torch.float16, torch.bfloat16) and part.device.type != "cpu":
-            part.copy_(part.float() * here)  # a product in sixteen bits would round the factor first
+            part.copy_(part.float() * here)
         else:
             part.mul_(here)
     return norm
 
 
 def _figure(grad: Tensor, power: float) -> Tensor:
-    """Of the whole gradient, of which FSDP leaves every rank a part: the sum of powers, or the greatest number."""
+    """Sum the powers of a whole gradient, or take its greatest number; collective where FSDP has cut it.
+
+    Args:
+        grad: The gradient in float64.
+        power: The power of the norm; infinity for the greatest number.
+    """
     cut: Any = grad if hasattr(grad, "full_tensor") else None
     if power == math.inf:
-        if (
-            cut is not None
-        ):  # amax() of a part without elements is an error, so the ranks exchange what is along the cut
+        # amax() of a part without elements is an error, so reduce the other dimensions, and gather along the cut
+        if cut is not None:
             along = {placement.dim for placement in cut.placements if placement.is_shard()}
             others = [d for d in range(cut.ndim) if d not in along]
             grad = (cut.abs().amax(others) if others else cut).full_tensor()
@@ -114,9 +139,11 @@ def _figure(grad: Tensor, power: float) -> Tensor:
 
 
 def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
-    """Update the gates' balancing biases from one step's `choices` [E] by layer; collective where replicas share them.
+    """Update the gates' balancing biases; collective where expert replicas share them.
 
-    Every process counts its own EP group's choices. The copies of a gate must stay equal, so the groups' are added.
+    Args:
+        layers: The layers.
+        choices: Each layer's choices [E] in one step, over this EP group.
     """
     biased = [
         (layer, torch.from_numpy(c)) for layer, c in zip(layers, choices, strict=True) if layer.gate.bias is not None
@@ -124,6 +151,7 @@ def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
     if not biased:
         return
     counts, replicas = torch.cat([c for _, c in biased]), biased[0][0].replicas
+    # The copies of a gate must stay equal, so the choices of all EP groups are added
     if replicas is not None and replicas.size > 1:
         counts = counts.to(biased[0][0].experts.device, non_blocking=True)
         counts = replicas.all_gather(counts, op=Operation("choices of all replicas"), channel="weights").sum(0)
@@ -134,17 +162,27 @@ def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
 class ExpertReplicas:
     """Averages expert gradients over the processes that hold the same experts, at the end of every backward pass.
 
-    replicas: the expert-data-parallel collective, see `expert_groups`. The average is complete when `backward()`
-    returns, replicas' gradients brought home first where an engine is attached, so clipping sees what it should. With
-    several backward passes per step (gradient accumulation) it runs with each of them, which is correct because the
-    mean of a mean changes nothing; `enabled = False` leaves out all but the last. At the start the experts' parameters
-    are overwritten by those of replica 0. Balancing biases of gates follow the choices of all replicas.
+    The average is complete when `backward()` returns, replicas' gradients brought home first where an engine is
+    attached, so clipping sees complete gradients. With several backward passes per step (gradient accumulation) it runs
+    with each of them, which is correct because the mean of a mean changes nothing. At the start the experts' parameters
+    are overwritten by those of replica 0. Balancing biases of gates follow the choices of all replicas. The constructor
+    is collective.
 
     A layer that did not run in a pass contributes zeros, unless it ran on none of the processes. A process on which no
     layer ran while another's did is an error after the collective's time limit.
 
-    Where an engine was told of more backward passes per step than ran, it completes gradients in `optimizer.step()`,
+    Where fewer backward passes run in a step than the engine expects, it completes gradients in `optimizer.step()`,
     after this average: call `engine.runtime.finish_gradients()` and `average()` before the step then.
+
+    Args:
+        model: The model, before it is wrapped in DistributedDataParallel.
+        replicas: The expert-data-parallel collective; see `expert_groups`.
+
+    Attributes:
+        enabled: Whether backward passes average; with gradient accumulation False saves all averages but the last.
+
+    Raises:
+        ValueError: For a model without MoE layers.
     """
 
     def __init__(self, model: nn.Module, replicas: Collective) -> None:
@@ -169,19 +207,20 @@ class ExpertReplicas:
             for p in self._params:
                 p.copy_(replicas.all_gather(p, op=Operation("experts of replica 0"), channel="weights")[0])
 
-        def ran(layer: MoE) -> None:  # a function, which a copy of the model shares, as a method would not be
+        # A function: a copy of the model shares it, whereas a bound method would be copied with this object
+        def ran(layer: MoE) -> None:
             self._ran(layer)
 
         for layer in layers:
             layer.on_backward = ran
 
     def _ran(self, layer: MoE) -> None:
-        """Experts run backward: average when this backward pass ends. Queued after the engine's own end.
-
-        Not where a parameter has its gradient: of experts without rows, none has.
-        """
+        """Queue an average for the end of this backward pass, which has reached a layer of experts."""
+        # Called by layers and not by hooks of parameters: those of experts without rows get no gradient
         task = torch._C._current_graph_task_id()
-        ours = any(layer is own for own in self._layers)  # a copied model calls, too
+        # A copied model calls, too
+        ours = any(layer is own for own in self._layers)
+        # Once per backward pass. The engine has queued its own end before, so the gradients are home by then.
         if ours and self.enabled and task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -192,7 +231,7 @@ class ExpertReplicas:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average now; collective over the replicas. Harmless where it has happened already."""
+        """Average now; collective over the replicas. A second call changes nothing."""
         params = [p for p in self._params if p.requires_grad]
         if self.replicas.size == 1 or not params:
             return
@@ -200,11 +239,12 @@ class ExpertReplicas:
             self._average([p for p in params if p.dtype == dtype])
 
     def _average(self, params: list[nn.Parameter]) -> None:
-        # which parameters have a gradient travels with the gradients: no message of its own
+        # Which parameters have a gradient travels with the gradients, which saves a message
         present = torch.stack([params[0].new_tensor(0.0 if p.grad is None else 1.0) for p in params])
         sums = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in params]
         self.replicas.all_reduce_mean_([present, *sums], op=Operation("average of expert gradients over replicas"))
         for p, mean, anywhere in zip(params, sums, present.tolist(), strict=True):
+            # No gradient on any of them: None stays None, or optimizers would decay unused experts
             if anywhere == 0:
                 continue
             if p.grad is None:

@@ -1,4 +1,4 @@
-"""Sharing the experts of a whole model over other ranks: which parameters are cut, and what a layer takes to be.
+"""Sharing the experts of a whole model over other ranks: the parameters that are cut, and the conditions for it.
 
 Shape legend: E experts of a layer, m experts of a rank.
 """
@@ -23,7 +23,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def stacked_experts(model: nn.Module) -> dict[str, Bank]:
-    """The parameters whose first dimension counts a rank's experts, by name, with their bank: [m x rows, ...]."""
+    """Return the parameters that stack a rank's experts in the first dimension, [m x rows, ...], with their banks."""
     banks = [layer.experts for layer in moe_layers(model)]
     stacked = [bank for bank in banks if isinstance(bank, FeedForwardBank)]
     names = {id(p): name for name, p in model.named_parameters()} if stacked else {}
@@ -42,11 +42,16 @@ def check_unsplit(model: nn.Module) -> None:
 
 
 def check_regroupable(model: nn.Module, ranks: int) -> None:
-    """Raise `SpecError` unless so many ranks can share the experts of every layer, and its router needs no engine."""
+    """Check that `ranks` ranks can share the experts of every layer of `model`.
+
+    Raises:
+        SpecError: Where they cannot, or where a router needs an engine.
+    """
     for name, layer in _layers(model):
         bank = layer.experts
         if layer.gate.config.bias_update_rate > 0:
             raise SpecError(f"{name}: only an engine updates balancing biases: expected bias_update_rate=0")
+        # Modules are not stacked in one tensor, so there is nothing to cut by the first dimension
         if ranks > 1 and (not isinstance(bank, FeedForwardBank) or any(True for _ in bank.children())):
             raise SpecError(f"{name}: experts that are modules stay whole on every rank: expected ep1, got ep{ranks}")
         check_shared(name, bank.total_experts, ranks)
@@ -59,20 +64,25 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
 
 
 def regroup(model: nn.Module, group: Collective, replicas: Collective | None, alike: Collective | None = None) -> None:
-    """Have the ranks of `group` share the experts of every layer; see `MoE.regroup` for the others. Cannot fail.
+    """Have the ranks of `group` share the experts of every layer. Cannot fail once `check_regroupable` has passed.
 
-    The parameters are put in place by the caller, once `check_regroupable` has passed.
+    Args:
+        model: The model, whose parameters the caller has put in place.
+        group: The expert-parallel group from now on.
+        replicas: See `MoE.regroup`.
+        alike: See `MoE.regroup`.
     """
     for layer in moe_layers(model):
         layer.regroup(group, replicas, alike)
 
 
 def inside_layers(model: nn.Module) -> set[int]:
-    """The ids of the layers of experts in `model`, and of all modules in them."""
+    """Return the ids of the layers of experts in `model`, and of all modules in them."""
     return {id(module) for layer in moe_layers(model) for module in layer.modules()}
 
 
 def known_references(model: nn.Module) -> set[int]:
-    """The ids of the weak references to `model` that its layers of experts have, which may go on with it."""
+    """Return the ids of weak references to `model` held by its layers of experts, which may stay with it."""
+    # Converted layers remember the model that they came from, so that `revert` finds it
     found = (getattr(getattr(layer, "origin", None), "model", None) for layer in moe_layers(model))
     return {id(reference) for reference in found if reference is not None and reference() is model}

@@ -1,4 +1,4 @@
-"""When to plan: a placement is kept while it is worth keeping, and planned anew at once where routing moves away.
+"""When to plan: a placement is kept while it saves enough, and planned anew at once where routing moves away.
 
 Functions from values to values: every rank calls them with the same gathered integers and reaches the same decision.
 
@@ -23,13 +23,17 @@ Reason = Literal["step", "first", "interval", "gain", "drift", "kept"]
 class ReplanConfig:
     """When a placement is planned anew, and for which load.
 
-    predict: the load that placements are planned for: that of the "last" step, a moving average ("ema"), the "mean" of
-        the last steps, or "best": per layer whichever of these has foretold its routing best.
-    interval: steps after which a placement comes up for re-planning.
-    gain_loss: at that time it is kept unless its predicted gain over no replicas has fallen by this fraction since it
-        was planned; None re-plans without asking.
-    drift: re-plan inside the interval, too, when the overlap of the experts' shares between the step and the load that
-        the placement was planned for falls this far below the layer's usual overlap; None never does.
+    Attributes:
+        predict: The load that placements are planned for: that of the "last" step, a moving average ("ema"), the "mean"
+            of the last steps, or "best": per layer the one of these whose forecasts were best.
+        interval: Steps after which a placement comes up for re-planning.
+        gain_loss: At that time it is kept unless its predicted gain over no replicas has fallen by this fraction since
+            it was planned; None always re-plans.
+        drift: Re-plan inside the interval, too, when the overlap of the experts' shares between the step and the load
+            that the placement was planned for falls this far below the layer's usual overlap; None never does.
+
+    Raises:
+        SpecError: For values outside their ranges.
     """
 
     predict: PredictMode = "last"
@@ -50,17 +54,22 @@ class ReplanConfig:
                 raise SpecError(f"ReplanConfig.{name} must be a number above 0 and at most 1, or None, got {value!r}")
 
 
+# The default of engines: always a new plan, and no gains or overlaps to compute
 EVERY_STEP = ReplanConfig(interval=1, gain_loss=None, drift=None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class KeptPlan:
-    """A layer's placement and what it was planned for.
+    """A layer's placement and the load it was planned for.
 
-    load: [R, E] the forecast it was planned from. gain: predicted seconds saved over no replicas, as a fraction of
-    those without. age: steps since it was planned, or last found worth keeping; fresh: no step has run with it yet.
-    usual: overlap of a step with the load planned for, as it is right after planning. reason: why it was planned now,
-    or "kept".
+    Attributes:
+        placement: The placement.
+        load: The forecast [R, E] that it was planned from.
+        gain: Predicted seconds saved over no replicas, as a fraction of those without.
+        age: Steps since it was planned, or last found worth keeping.
+        fresh: Whether no step has run with it yet.
+        usual: Overlap of a step with the load planned for, as it usually is right after planning.
+        reason: Why it was planned now, or "kept".
     """
 
     placement: Placement
@@ -80,19 +89,26 @@ def next_plan(
     context: PlanContext,
     config: ReplanConfig,
 ) -> KeptPlan:
-    """The plan for the coming step.
+    """Return the plan for the coming step.
 
-    kept: the plan of the step that runs; None before the first. seen: that step's load so far, [R, E]. forecast: the
-    load expected of the coming step, [R, E].
+    Args:
+        kept: The plan of the step that runs; None before the first.
+        seen: That step's load so far, [R, E].
+        forecast: The load expected of the coming step, [R, E].
+        planner: Makes placements and splits.
+        context: What it plans for.
+        config: When to plan anew.
     """
-    if config.interval == 1 and config.gain_loss is None:  # every step is planned for, whatever its routing
+    # Every step is planned for: gains and overlaps would cost time, and nobody reads them
+    if config.interval == 1 and config.gain_loss is None:
         return KeptPlan(placement=planner.place(forecast, context), load=forecast)
     if kept is None:
         return _planned(None, "first", forecast, planner, context)
     overlap = similarity(kept.load, seen)
     usual = kept.usual
     drifted = config.drift is not None and usual is not None and overlap < usual - config.drift
-    if kept.fresh and not drifted:  # how well plans fit their first step is what is usual; it may change slowly
+    # How well plans fit their first step is what is usual; it may change slowly
+    if kept.fresh and not drifted:
         usual = overlap if usual is None else usual + 0.25 * (overlap - usual)
     now = replace(kept, age=kept.age + 1, fresh=False, usual=usual, reason="kept")
     if drifted:
@@ -101,6 +117,7 @@ def next_plan(
         return now
     if config.gain_loss is None:
         return _planned(now, "interval", forecast, planner, context)
+    # A plan that saved nothing when it was made has nothing to lose, and is always planned anew
     enough = kept.gain * (1.0 - config.gain_loss)
     if kept.gain > 0 and predicted_gain(kept.placement, forecast, planner, context) >= enough:
         return replace(now, age=0)
@@ -117,7 +134,14 @@ def _planned(
 
 
 def predicted_gain(placement: Placement, load: IntArray, planner: Planner, context: PlanContext) -> float:
-    """Predicted seconds saved by `placement` under `load` [R, E], as a fraction of those of homes only."""
+    """Predict the seconds that a placement saves, as a fraction of those of homes only.
+
+    Args:
+        placement: The placement.
+        load: Tokens [R, E].
+        planner: Splits the load.
+        context: The machine and the layer.
+    """
     if placement.is_static:
         return 0.0
     static = context.homes_only()

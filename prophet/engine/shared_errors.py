@@ -1,4 +1,4 @@
-"""Processes that tell each other their errors before any of them raises: nobody waits for one that has ended."""
+"""Processes exchange their errors before any of them raises: nobody waits for one that has ended."""
 
 from __future__ import annotations
 
@@ -16,24 +16,36 @@ from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work, meet, process_rank
 
+# Of an error's text: it travels through the process group's store
 _MESSAGE_BYTES = 400
 
 
 def limit_of(model: nn.Module) -> float:
-    """How long the processes that train `model` wait for one that does nothing: as its layers do."""
+    """Return how many seconds processes that train `model` wait for an idle one: the longest limit of its layers."""
     return max((layer.collective.timeout_s for layer in moe_layers(model)), default=DEFAULT_TIMEOUT_S)
 
 
 @contextmanager
 def on_all_ranks(
-    what: str, where: object = "", *, said: str = "failed, their errors say why", timeout_s: float = DEFAULT_TIMEOUT_S
+    what: str,
+    where: object = "",
+    *,
+    outcome: str = "failed, their errors say why",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Iterator[None]:
-    """Go on when every process has done what stands under `with`, however long that takes.
+    """Go on when every process has completed the block under `with`, however long that takes; collective.
 
-    what: the same on all ranks, by which they meet; where may differ, as folders that somebody has mixed up.
+    Args:
+        what: The name of the work, by which ranks meet; the same on all of them.
+        where: May differ, as folders that somebody has mixed up.
+        outcome: Ends the text for ranks where it has not failed.
+        timeout_s: Seconds to wait for a process that has not begun.
 
-    Where one fails it raises its error, and the others `CheckpointError`: both, the ranks and `said`. Where one ends
-    the others raise `PeerLost`; `CollectiveTimeout` where one has not begun after `timeout_s`.
+    Raises:
+        Exception: The error of this process, where it has failed.
+        CheckpointError: Where only others have failed; it names them.
+        PeerLost: Where another process has ended.
+        CollectiveTimeout: Where one has not begun after `timeout_s`.
     """
     text = f"{what} {where}".strip()
     error: Exception | None = None
@@ -42,31 +54,45 @@ def on_all_ranks(
             yield
     except Exception as caught:
         error = caught
-    words = meet(Operation(what), "" if error is None else "failed", timeout_s=timeout_s)
-    failed = [rank for rank, word in enumerate(words) if word]
+    # Also after an error: the others wait here, and would otherwise do so until the time limit
+    texts = meet(Operation(what), "" if error is None else "failed", timeout_s=timeout_s)
+    failed = [rank for rank, failure in enumerate(texts) if failure]
     if error is not None:
         raise error
     if failed:
         raise CheckpointError(
-            f"{what} {where}: rank(s) {failed} {said}" if where else f"{what}: rank(s) {failed} {said}"
+            f"{what} {where}: rank(s) {failed} {outcome}" if where else f"{what}: rank(s) {failed} {outcome}"
         )
 
 
 def together(what: str, folder: Path, error: Exception | None, value: Any = None, *, timeout_s: float) -> list[Any]:
-    """Every process's `value`, as JSON says it.
+    """Exchange values, or the error that kept a process from having one; collective.
 
-    Raises `error`; where others have one, `CheckpointError` with its text.
+    Args:
+        what: The name of the exchange, the same on all ranks.
+        folder: Stands in the text of errors.
+        error: This process's error, or None.
+        value: This process's value; anything that JSON can hold.
+        timeout_s: Seconds to wait for a process that is not at work.
+
+    Returns:
+        Every process's value, by rank.
+
+    Raises:
+        Exception: `error`, as `CheckpointError` where it is one of the file system.
+        CheckpointError: Where other processes have an error, with its text.
     """
     mine = [None if error is None else _short(error), value]
-    said = [json.loads(words) for words in meet(Operation(what), json.dumps(mine), timeout_s=timeout_s)]
+    every = [json.loads(text) for text in meet(Operation(what), json.dumps(mine), timeout_s=timeout_s)]
+    # Users catch one class for all that goes wrong with a checkpoint's files
     if isinstance(error, OSError):
         raise CheckpointError(f"{folder}: rank {process_rank()}: {_short(error)}") from error
     if error is not None:
         raise error
-    failed = [f"rank {r}: {text}" for r, (text, _) in enumerate(said) if text is not None]
+    failed = [f"rank {r}: {text}" for r, (text, _) in enumerate(every) if text is not None]
     if failed:
         raise CheckpointError(f"{folder}: {'; '.join(failed)}")
-    return [value for _, value in said]
+    return [value for _, value in every]
 
 
 def _short(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What one optimizer step did, in counts and seconds.
+"""The report of one optimizer step, in counts and seconds.
 
 Shape legend: L layers, R ranks, E experts.
 """
@@ -18,12 +18,20 @@ from prophet.spec import IntArray, Placement
 class StepReport:
     """One optimizer step, summed over its microbatches; the counts are those of all ranks.
 
-    counts: [L, R, E] choices by layer, source rank and expert. rank_load: [L, R] rows every rank computed.
-    rank_load_static: [L, R] rows it would have computed without replicas. copies: [L, R] replicas it held.
-    dropped: [L] choices dropped for lack of capacity. seconds: host seconds on this rank by activity. actions: the
-    transfers in the order in which this rank launched them. placements, forms: by layer, those that were in force.
-    planned: [L] why each placement was planned, or "kept"; empty in the first step. withdrawn: layers whose replicas
-    turned out not to be worth the rest of their transfers; they are not among `placements`.
+    Attributes:
+        step: Its number, from 0 on.
+        counts: Choices [L, R, E] by layer, source rank and expert.
+        rank_load: Rows [L, R] that every rank computed.
+        rank_load_static: Rows [L, R] that it would have computed without replicas.
+        copies: Replicas [L, R] that it held.
+        dropped: Choices [L] dropped for lack of capacity.
+        seconds: Host seconds on this rank by activity.
+        actions: The transfers in the order in which this rank launched them.
+        placements: The placement in force, by layer.
+        forms: How its Trans and Agg travelled, by layer.
+        planned: Why each placement [L] was planned, or "kept"; empty in the first step.
+        withdrawn: Layers whose replicas turned out not to be worth the rest of their transfers; in `placements` these
+            have homes only.
     """
 
     step: int
@@ -48,20 +56,21 @@ class StepReport:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which this rank waited for Trans, Agg or a plan."""
+        """Seconds that this rank waited for Trans, Agg or a plan."""
         return sum(s for name, s in self.seconds.items() if name.startswith("exposed_"))
 
     @property
     def max_mean(self) -> float:
-        """Mean over layers of the largest rank load over the mean rank load."""
+        """The largest rank load over the mean rank load, averaged over layers."""
         return _max_mean(self.rank_load)
 
     @property
     def max_mean_static(self) -> float:
-        """The same without replicas."""
+        """The value of `max_mean` without replicas."""
         return _max_mean(self.rank_load_static)
 
 
 def _max_mean(load: IntArray) -> float:
     means = load.mean(axis=1)
+    # A layer without rows is balanced, and not a division by zero
     return float(np.mean(np.divide(load.max(axis=1), means, out=np.ones_like(means), where=means > 0)))

@@ -1,4 +1,4 @@
-"""Planners by name. Modules are imported when one is asked for, so that `import prophet` stays light."""
+"""Planners by name. A planner's module is imported with its first use, so that `import prophet` stays light."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from prophet.errors import SpecError, no_such
 from prophet.planner.base import Planner
 
-# Module and class of every planner.
+# Module and class of every planner, as text, so that a list of names imports none of them
 _WHERE = {
     "prophet": ("search.prophet", "ProphetPlanner"),
     "static": ("policies.static", "StaticPlanner"),
@@ -30,8 +30,10 @@ __all__ = ["PLANNER_NAMES", "Planner", "get_planner", "planner_with"]
 
 
 def get_planner(name: str, **options: Any) -> Planner:
-    """Return the planner called `name`, built with `options`; raise `SpecError` for an unknown name or
-    option.
+    """Return the planner called `name`, built with `options`.
+
+    Raises:
+        SpecError: For an unknown name or option.
     """
     if name not in PLANNER_NAMES:
         raise SpecError(no_such("planner", name, PLANNER_NAMES))
@@ -42,11 +44,12 @@ def get_planner(name: str, **options: Any) -> Planner:
 
 
 def planner_with(name: str, *, effort: float) -> Planner:
-    """The planner called `name`; if it searches, it may search for `effort` of a step. Raises as `get_planner`."""
+    """Return the planner called `name`, with `effort`, a share of a step, if it searches. Raises as `get_planner`."""
     return get_planner(name, effort=effort) if name == "prophet" else get_planner(name)
 
 
 def _build(name: str, options: dict[str, Any]) -> Planner:
+    # One class serves several names: the options make the difference, and the planner must know its name
     if name in ("top2", "top3"):
         options = {"k": int(name[3:]), "name": name, **options}
     elif name == "moonep":

@@ -1,4 +1,4 @@
-"""What every planner is: two functions from values to values.
+"""The interface of planners: two functions from values to values.
 
 A planner owns no clock, no environment variable, no process group and no device. Given equal arguments it returns equal
 values on every rank and every machine: comparisons are made on integers or on float64 sums taken in a fixed order, and
@@ -12,7 +12,8 @@ from typing import Protocol, runtime_checkable
 
 from prophet.spec import IntArray, Placement, PlanContext, Split
 
-EFFORT = 0.003  # share of a step that a planner may search, unless it is told otherwise
+# Share of a step that a planner may search by default
+EFFORT = 0.003
 
 
 @runtime_checkable
@@ -37,17 +38,17 @@ class Planner(Protocol):
 
     @property
     def replicates(self) -> bool:
-        """Whether it ever places a replica. Where it does not, ranks need not compare placements."""
+        """Whether it ever places a replica. If it does not, ranks need not compare placements."""
         return True
 
     @property
     def withdraws(self) -> bool:
-        """Whether replicas are withdrawn where the counts show that they are not worth the rest of their transfers."""
+        """Whether replicas are withdrawn when the counts show that they are not worth the rest of their transfers."""
         return False
 
     @property
     def goes_on(self) -> bool:
-        """Whether `place` goes on from `context.previous`. Where it does not, earlier steps change nothing."""
+        """Whether `place` goes on from `context.previous`. If it does not, earlier steps change nothing."""
         return False
 
     @property
@@ -57,14 +58,27 @@ class Planner(Protocol):
 
     @abstractmethod
     def place(self, load: IntArray, context: PlanContext) -> Placement:
-        """Choose which ranks hold which experts next step.
+        """Choose which ranks hold which experts in the next step.
 
-        `load` is the predicted load, [R, E] integers. The result respects `context.slot_limits()` and keeps
-        `context.home`.
+        Args:
+            load: The predicted load, [R, E] integers.
+            context: The machine, the layer and its homes.
+
+        Returns:
+            A placement that respects `context.slot_limits()` and keeps `context.home`.
         """
         ...
 
     @abstractmethod
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-        """Assign the exact `load` ([R, E] integers) to the ranks that hold each expert; conserves every token."""
+        """Assign a step's tokens to the ranks that hold their expert.
+
+        Args:
+            load: The exact load, [R, E] integers.
+            placement: Which ranks hold which experts.
+            context: The machine, the layer and its homes.
+
+        Returns:
+            A split that conserves every token.
+        """
         ...

@@ -238,6 +238,7 @@ class Collective(ABC):
         """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""
         if self.size == 1 or not tensors:
             return
+        # One message for all tensors
         flat = torch.cat([t.reshape(-1) for t in tensors])
         gathered = self.all_gather(flat, op=op or Operation("mean over ranks"))
         # One by one: a reduction by the backend adds in an order that its ring decides, and runs would differ
@@ -250,6 +251,7 @@ class Collective(ABC):
 
     def with_timeout(self, timeout_s: float) -> Collective:
         """Return a collective over the same ranks with another time limit; itself where the limit is the same."""
+        # Communicators cost memory and sockets: the same limit needs no further ones
         if timeout_s == self.timeout_s:
             return self
         return self._renewed(timeout_s)

@@ -1,4 +1,4 @@
-"""The values that flow between the rooms: frozen, validated when built, free of torch and of any process group."""
+"""The values that pass between the rooms: frozen, validated when built, free of torch and of any process group."""
 
 from prophet.spec.arrays import BoolArray, FloatArray, IntArray, digest, odd_ones_out
 from prophet.spec.checked import checked

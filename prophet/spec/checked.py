@@ -1,4 +1,4 @@
-"""Arguments are held to their annotations where the user writes them: in a constructor, or in a call."""
+"""Checks arguments against their annotations where the user writes them: in a constructor, or in a call."""
 
 from __future__ import annotations
 
@@ -20,31 +20,43 @@ from prophet.errors import ArgumentError, nearest
 
 _Made = TypeVar("_Made", bound=Callable[..., Any])
 _PLAIN = (str, int, float, complex, bool, NoneType, np.generic)
-_WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "a string", Path: "a path"}
+_NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", Path: "a path"}
 _SEVERAL = {int: "integers", float: "numbers", str: "strings"}
 
 
 def checked(made: _Made) -> _Made:
     """Have a function, or the constructor of a class, refuse arguments that its annotations do not allow.
 
-    Raises `ArgumentError`: one sentence with the argument, what was expected and what was got; for a name that there is
-    none of, the nearest one. A field's metadata may word what is "expected" of it. NumPy's numbers are numbers, a bool
-    is none. What an annotation says of protocols, type variables and what functions take is not looked at.
+    The error is an `ArgumentError`, one sentence with the argument, what was expected and what was given; for an
+    unknown name, the nearest one. A field's metadata may word what is "expected" of it. NumPy's numbers count as
+    numbers, a bool does not. Protocols, type variables and the arguments of functions are not checked.
+
+    Args:
+        made: A function or a class; a class is changed in place.
     """
     if not isinstance(made, type):
         return _checking(made, f"{made.__name__}(): ", made, {})  # type: ignore[return-value]
-    words = (
+    worded = (
         {f.name: f.metadata["expected"] for f in fields(made) if "expected" in f.metadata} if is_dataclass(made) else {}
     )
+    # A dataclass annotates its fields, any other class the parameters of its constructor
     annotated = made if is_dataclass(made) else made.__init__  # type: ignore[misc]
-    made.__init__ = _checking(made.__init__, f"{made.__name__}.", annotated, words)  # type: ignore[misc]
+    made.__init__ = _checking(made.__init__, f"{made.__name__}.", annotated, worded)  # type: ignore[misc]
     return made
 
 
-def _checking(call: Callable[..., Any], title: str, annotated: Any, words: Mapping[str, str]) -> Callable[..., Any]:
+def _checking(call: Callable[..., Any], title: str, annotated: Any, worded: Mapping[str, str]) -> Callable[..., Any]:
+    """Wrap `call` in a check of its arguments.
+
+    Args:
+        call: The function or constructor.
+        title: Stands before an argument's name in errors.
+        annotated: Has the annotations.
+        worded: What is expected of an argument, where its annotation would not say it well.
+    """
     signature = inspect.signature(call)
     known = [name for name in signature.parameters if name != "self"]
-    # later: what annotations name may not be imported yet
+    # At the first call: names in annotations may not be imported yet
     hints_of = functools.cache(lambda: get_type_hints(annotated))
 
     @functools.wraps(call)
@@ -59,7 +71,7 @@ def _checking(call: Callable[..., Any], title: str, annotated: Any, words: Mappi
         hints = hints_of()
         for name, value in given.items():
             if name in hints and not fits(value, hints[name]):
-                expected = words.get(name) or reasons_text(hints[name])
+                expected = worded.get(name) or type_text(hints[name])
                 more = _hint(name, value, {n: (v, hints[n]) for n, v in given.items() if n in hints})
                 raise ArgumentError(f"{title}{name} must be {expected}, got {_shown(value)}{more}")
         return call(*args, **options)
@@ -68,10 +80,11 @@ def _checking(call: Callable[..., Any], title: str, annotated: Any, words: Mappi
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether an annotation allows a value."""
+    """Whether the annotation `hint` allows `value`."""
     kind, inside = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return any(fits(value, one) for one in inside)
+    # With the type, since 1 == True and 1 == 1.0
     if kind is Literal:
         return any(type(value) is type(one) and value == one for one in inside)
     if kind is None or kind is NoneType:
@@ -88,38 +101,40 @@ def fits(value: Any, hint: Any) -> bool:
         return False
     if inside and isinstance(value, Mapping):
         return all(fits(k, inside[0]) and fits(v, inside[1]) for k, v in value.items())
+    # A string is a sequence of strings, and rarely meant as one
     if inside and isinstance(value, Sequence):
         return not isinstance(value, str | bytes) and all(fits(one, inside[0]) for one in value)
     return True
 
 
-def reasons_text(hint: Any) -> str:
-    """What an annotation allows; None is not mentioned beside something else."""
+def type_text(hint: Any) -> str:
+    """Word what the annotation `hint` allows; None is not mentioned beside something else."""
     kind, inside = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return _or([reasons_text(one) for one in inside if one is not NoneType])
+        return _or([type_text(one) for one in inside if one is not NoneType])
     if kind is Literal:
         return _or([repr(one) for one in inside])
-    if kind in _WORDS:
-        return _WORDS[kind]
+    if kind in _NAMES:
+        return _NAMES[kind]
     if kind is PathLike:
-        return _WORDS[Path]
+        return _NAMES[Path]
     if kind is Callable:
         return "a function"
     if not isinstance(kind, type):
         return str(kind)
     if inside and issubclass(kind, Sequence):
-        return f"a sequence of {_SEVERAL.get(inside[0]) or reasons_text(inside[0]).split(' ', 1)[-1]}"
+        return f"a sequence of {_SEVERAL.get(inside[0]) or type_text(inside[0]).split(' ', 1)[-1]}"
     name = _name(kind)
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _or(words: list[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+def _or(texts: list[str]) -> str:
+    return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def _name(kind: type) -> str:
-    """The shortest name by which a class can be imported."""
+    """Return the shortest name by which a class can be imported."""
+    # The module that defines a class is often private; users know the package that exports it
     path = kind.__module__.split(".")
     prefixes = (".".join(path[: i + 1]) for i in range(len(path)))
     where = next((p for p in prefixes if getattr(sys.modules.get(p), kind.__name__, None) is kind), kind.__module__)
@@ -127,7 +142,8 @@ def _name(kind: type) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A number or a word as it is; of anything else the class, and what is in it if that is Python's own."""
+    """Word a value: plain ones as they are, of others the class, with the contents of Python's own containers."""
+    # `reprlib` shortens: a tensor or a list of all parameters must not fill the screen
     if isinstance(value, _PLAIN):
         return reprlib.repr(value)
     held = f" {reprlib.repr(value)}" if type(value) in (list, tuple, dict, set) else ""
@@ -135,11 +151,18 @@ def _shown(value: Any) -> str:
 
 
 def _hint(name: str, value: Any, given: Mapping[str, tuple[Any, Any]]) -> str:
-    """What may have been meant: the nearest word, what the value wraps, or another argument."""
+    """Suggest what may have been meant: the nearest literal, the wrapped value, or another argument.
+
+    Args:
+        name: The argument that is wrong.
+        value: Its value.
+        given: Values and annotations of all arguments, by name.
+    """
     hint = given[name][1]
     if isinstance(value, str):
         one = [hint, *get_args(hint)]
-        return nearest(value, [word for h in one if get_origin(h) is Literal for word in get_args(h)])
+        return nearest(value, [literal for h in one if get_origin(h) is Literal for literal in get_args(h)])
+    # A wrapper often has what it wraps under the argument's name, as a scheduler has its `optimizer`
     wrapped = getattr(value, name, None)
     if wrapped is not None and fits(wrapped, hint):
         return f"; it wraps one: pass its .{name}"

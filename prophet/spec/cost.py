@@ -21,10 +21,16 @@ from prophet.spec.placement import Placement
 class LayerShape:
     """Sizes of one MoE layer's experts; everything the performance model needs to know of the network.
 
-    expert_params: parameters of one expert. expert_bytes: theirs, what Trans moves for one replica. expert_grad_bytes:
-    those of the gradients of the parameters that train, what Agg moves. token_bytes: of one row, what dispatch moves,
-    and combine again; the mean of both where answers are of another size. forward_flops_per_token: floating-point
-    operations of one expert on one row; the backward pass takes twice that.
+    Attributes:
+        expert_params: Parameters of one expert.
+        expert_bytes: Their bytes, which Trans moves for one replica.
+        expert_grad_bytes: Bytes of the gradients of those that train, which Agg moves.
+        token_bytes: Bytes of one row, which dispatch moves, and combine again; the mean of both where answers have
+            another size.
+        forward_flops_per_token: Floating-point operations of one expert on one row; the backward pass takes twice that.
+
+    Raises:
+        SpecError: For sizes that are not positive.
     """
 
     expert_params: int
@@ -35,6 +41,7 @@ class LayerShape:
 
     def __post_init__(self) -> None:
         check_positive(self, "expert_params", "expert_bytes", "token_bytes", "forward_flops_per_token")
+        # None where all experts are frozen
         check_not_negative(self, "expert_grad_bytes")
 
     @classmethod
@@ -50,10 +57,20 @@ class LayerShape:
         grad_bytes: int = 4,
         token_element_bytes: int = 4,
     ) -> LayerShape:
-        """That of feed-forward networks: two matrices of dim x hidden, three where they are gated.
+        """Make the sizes of feed-forward networks: two matrices of dim x hidden, three where they are gated.
 
-        dim_out: elements of an answer, to which the last matrix leads; None: `dim`. param_bytes, grad_bytes,
-        token_element_bytes: of one parameter, one gradient, one element of a row or an answer.
+        Args:
+            dim: Elements of a row.
+            hidden: Elements between the matrices.
+            dim_out: Elements of an answer, to which the last matrix leads; None for `dim`.
+            activation: Decides whether there is a gate.
+            bias: Which matrices have biases.
+            param_bytes: Bytes of one parameter.
+            grad_bytes: Bytes of one gradient.
+            token_element_bytes: Bytes of one element of a row or an answer.
+
+        Raises:
+            SpecError: For sizes that are not positive.
         """
         out = dim if dim_out is None else dim_out
         if min(dim, hidden, out, param_bytes, grad_bytes, token_element_bytes) < 1:
@@ -62,8 +79,10 @@ class LayerShape:
                 f"param_bytes={param_bytes}, grad_bytes={grad_bytes}, token_element_bytes={token_element_bytes}"
             )
         b_in, b_out = has_biases(bias)
+        # A gate is a second first matrix: both make `hidden` numbers, which are multiplied
         units = 2 * hidden if parts_of(activation).gated else hidden
         params = units * (dim + b_in) + out * (hidden + b_out)
+        # Biases cost memory, but no operations worth counting; a multiplication and an addition are two operations
         return cls(
             expert_params=params,
             expert_bytes=params * param_bytes,
@@ -74,7 +93,7 @@ class LayerShape:
 
     @property
     def replica_bytes(self) -> int:
-        """Memory one replica takes: its parameters and its gradients."""
+        """Bytes of one replica: its parameters and its gradients."""
         return self.expert_bytes + self.expert_grad_bytes
 
 
@@ -89,10 +108,16 @@ class Cover(NamedTuple):
 
 
 class TransferSeconds(NamedTuple):
-    """What a Trans or an Agg takes directly, and in each phase of its two-phase form; infinite where it may not.
+    """Seconds of a Trans or an Agg in its direct form, and in each phase of its two-phase form.
 
-    By how much it lengthens a step is said here alone: by what its windows do not cover, and by `overlap_cost` times
-    what they do. The form is chosen that lengthens it less, and of two alike the one that takes fewer seconds.
+    Only this class defines by how much a transfer lengthens a step: by the part that its windows do not cover, and by
+    `overlap_cost` times the part that they do. The form that lengthens it less is chosen, and of two alike the one that
+    takes fewer seconds.
+
+    Attributes:
+        direct: Seconds of the direct form; infinite where that is not allowed.
+        first: Seconds of the first phase; infinite where two phases are not allowed.
+        second: Seconds of the second phase.
     """
 
     direct: float
@@ -100,28 +125,31 @@ class TransferSeconds(NamedTuple):
     second: float
 
     def seconds(self, two_phase: bool) -> float:
-        """All of it in one form."""
+        """Return all seconds of one form, exposed or not."""
         return self.first + self.second if two_phase else self.direct
 
     def exposed(self, cover: Cover, two_phase: bool) -> float:
-        """Seconds of it in one form that its windows do not cover."""
+        """Return the seconds of one form that its windows do not cover."""
+        # Each phase has its own window: the second cannot start early, as it sends on what the first has brought
         if two_phase:
             return max(0.0, self.first - cover.first) + max(0.0, self.second - cover.second)
         return max(0.0, self.direct - (cover.first + cover.second))
 
     def hidden(self, cover: Cover, two_phase: bool) -> float:
-        """Seconds of it in one form that its windows cover."""
+        """Return the seconds of one form that its windows cover."""
         if two_phase:
             return min(self.first, cover.first) + min(self.second, cover.second)
         return min(self.direct, cover.first + cover.second)
 
     def exposed_seconds(self, cover: Cover, overlap_cost: float) -> float:
-        """By how many seconds it lengthens the step (Eq. 8 takes the hidden part for free)."""
+        """Return by how many seconds it lengthens the step (Eq. 8, where the hidden part is free)."""
+        # The form is chosen for each step, so the better one counts
         return min(self._exposed_seconds(cover, overlap_cost, False), self._exposed_seconds(cover, overlap_cost, True))
 
     def two_phase(self, cover: Cover, overlap_cost: float) -> bool:
-        """Whether it takes the two-phase form."""
+        """Whether it takes the two-phase form, under these windows and at this `overlap_cost`."""
         phases_s, direct_s = (self._exposed_seconds(cover, overlap_cost, form) for form in (True, False))
+        # As pairs: of two forms that lengthen the step alike, the one that takes fewer seconds
         return (phases_s, self.first + self.second) < (direct_s, self.direct)
 
     def _exposed_seconds(self, cover: Cover, overlap_cost: float, two_phase: bool) -> float:
@@ -133,8 +161,10 @@ class TransferSeconds(NamedTuple):
 class Windows:
     """Compute under which a block's Trans and Agg are hidden (paper, Eq. 8): that of the block before.
 
-    fnec_s, bnec_s: its compute outside the experts, forward and backward. experts: whether its experts compute, too; no
-    experts come before those of a model's first block.
+    Attributes:
+        fnec_s: Seconds of its forward compute outside the experts.
+        bnec_s: Seconds of its backward compute outside the experts.
+        experts: Whether its experts compute, too; no experts come before those of a model's first block.
     """
 
     fnec_s: float = 0.0
@@ -145,17 +175,19 @@ class Windows:
         check_not_negative(self, "fnec_s", "bnec_s")
 
     def over_trans(self, experts_s: float) -> Cover:
-        """What hides Trans, where experts compute for `experts_s` seconds forward: they come first."""
+        """Return the cover of Trans, where experts compute for `experts_s` seconds forward."""
+        # In the forward pass a block's experts come before the rest of it
         return Cover(experts_s, self.fnec_s) if self.experts else Cover(self.fnec_s, 0.0)
 
     def over_agg(self, experts_s: float) -> Cover:
-        """What hides Agg, where experts compute for `experts_s` seconds forward, and twice that backward (Eq. 3)."""
+        """Return the cover of Agg, where experts compute for `experts_s` seconds forward."""
+        # In the backward pass it is the other way round, and products take twice as long (Eq. 3)
         return Cover(self.bnec_s, 2.0 * experts_s if self.experts else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """One level of the network as one rank sees it."""
+    """One level of the network as one rank sees it: `bytes_per_s`, and `latency_s` for every exchange."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -165,7 +197,7 @@ class Link:
         check_not_negative(self, "latency_s")
 
     def seconds(self, n_bytes: float) -> float:
-        """Time to move `n_bytes` over this link; nothing to move takes no time."""
+        """Return the seconds to move `n_bytes` over this link; nothing to move takes no time."""
         return self.latency_s + n_bytes / self.bytes_per_s if n_bytes > 0 else 0.0
 
 
@@ -173,12 +205,24 @@ class Link:
 class Topology:
     """The machine an expert-parallel group runs on.
 
-    `ranks` are numbered node by node: ranks 0 .. ranks_per_node-1 share node 0. `flops_per_s[r]` is what expert
-    products reach on rank r (not the data sheet's peak). `free_bytes[r]` bounds what replicas may take on rank r.
-    `expert_overhead_s` is spent on every expert that a rank computes, `call_overhead_s` once for all of them together.
-    `trans_rate` and `agg_rate` are the bytes per second of Trans and Agg over those of the all-to-all: below 1 where
-    gathering and adding up the pieces takes time. `overlap_cost`, from 0 to below 1, is by how much of its seconds a
-    transfer lengthens the compute that hides it: sending takes time of the processor, or of a GPU's memory.
+    Attributes:
+        ranks: R. They are numbered node by node: ranks 0 .. ranks_per_node-1 share node 0.
+        ranks_per_node: Ranks of a node; the last node may have fewer.
+        intra: The network within a node.
+        inter: The network between nodes.
+        flops_per_s: FLOP/s [R] that expert products reach on each rank, not the data sheet's peak.
+        free_bytes: Bytes [R] that replicas may take on each rank.
+        expert_overhead_s: Seconds for every expert that a rank computes.
+        call_overhead_s: Seconds once for all experts of a rank together.
+        trans_rate: Bytes per second of Trans over those of the all-to-all; below 1 where gathering the pieces takes
+            time.
+        agg_rate: The same for Agg, where gradients are added up.
+        overlap_cost: From 0 to below 1, the share of its seconds by which a transfer lengthens the compute that hides
+            it: sending takes time of the processor, or of a GPU's memory.
+        name: Its name in messages and reports.
+
+    Raises:
+        SpecError: For values outside their ranges, or not one per rank.
     """
 
     ranks: int
@@ -220,8 +264,20 @@ class Topology:
         expert_overhead_s: float = 0.0,
         name: str = "uniform",
     ) -> Topology:
-        """A topology whose ranks are all alike; `inter` defaults to `intra`, `ranks_per_node` to one node."""
+        """Make a topology whose ranks are all alike.
+
+        Args:
+            ranks: How many there are.
+            ranks_per_node: Ranks of a node; None for one node.
+            flops_per_s: FLOP/s that expert products reach.
+            intra: The network within a node; None for 10 GB/s without latency.
+            inter: The network between nodes; None for that within a node.
+            free_bytes: Bytes that replicas may take on a rank; no limit by default.
+            expert_overhead_s: Seconds for every expert that a rank computes.
+            name: Its name in messages and reports.
+        """
         intra = intra or Link(bytes_per_s=10e9)
+        # Rates of Trans and Agg stay those of the all-to-all: they are measured, or set in the constructor
         return cls(
             ranks=ranks,
             ranks_per_node=ranks_per_node or ranks,
@@ -235,17 +291,20 @@ class Topology:
 
     @property
     def nodes(self) -> int:
+        """The number of nodes, the last of which may not be full."""
+        # Rounded up
         return -(-self.ranks // self.ranks_per_node)
 
     def node_of(self, rank: int) -> int:
+        """Return the node of a rank."""
         return rank // self.ranks_per_node
 
     def node_ids(self) -> IntArray:
-        """Node of every rank, [R]."""
+        """Return the node of every rank, [R]."""
         return np.arange(self.ranks, dtype=np.int64) // self.ranks_per_node
 
     def relative_speed(self) -> FloatArray:
-        """Compute speed of every rank relative to the fastest, [R] in (0, 1]."""
+        """Return the compute speed of every rank relative to the fastest, [R] in (0, 1]."""
         speed = np.asarray(self.flops_per_s, dtype=np.float64)
         relative: FloatArray = speed / speed.max()
         return relative
@@ -253,7 +312,16 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Predicted seconds of one MoE layer in one training step, forward and backward (paper, Eq. 6 and 8)."""
+    """Predicted seconds of one MoE layer in one training step, forward and backward (paper, Eq. 6 and 8).
+
+    Attributes:
+        a2a_s: The four all-to-alls.
+        expert_s: Products of the experts.
+        exposed_trans_s: By how much Trans lengthens the step.
+        exposed_agg_s: By how much Agg lengthens the step.
+        trans_s: All of Trans, exposed or hidden.
+        agg_s: All of Agg, exposed or hidden.
+    """
 
     a2a_s: float
     expert_s: float
@@ -264,10 +332,11 @@ class StepCost:
 
     @property
     def total_s(self) -> float:
-        """What the step waits for; `trans_s` and `agg_s` count only where they are exposed."""
+        """Seconds of the whole layer; `trans_s` and `agg_s` count only where they are exposed."""
         return self.a2a_s + self.expert_s + self.exposed_trans_s + self.exposed_agg_s
 
     def as_dict(self) -> dict[str, float]:
+        """Return all fields and the total, by name."""
         return asdict(self) | {"total_s": self.total_s}
 
 
@@ -275,9 +344,17 @@ class StepCost:
 class PlanContext:
     """All that a planner may know besides the load.
 
-    `slots_per_rank` bounds the replicas of this layer on one rank; `budget_bytes[r]`, when given, bounds their
-    memory on rank r more tightly than the topology's `free_bytes`. `previous` is the placement in force, for planners
-    that go on from it or keep it; None before the first plan.
+    Attributes:
+        topology: The machine.
+        shape: The sizes of the layer's experts.
+        home: Home rank [E] of every expert.
+        windows: Compute that hides the layer's transfers.
+        slots_per_rank: Replicas of this layer that a rank may hold.
+        budget_bytes: Bytes [R] that they may take, besides the topology's `free_bytes`; None for no further limit.
+        previous: The placement in force, for planners that go on from it or keep it; None before the first plan.
+
+    Raises:
+        SpecError: For homes that are no ranks, and for limits that are negative or not one per rank.
     """
 
     topology: Topology
@@ -307,21 +384,23 @@ class PlanContext:
 
     @property
     def trans_bytes(self) -> float:
-        """An expert's parameters in bytes of the all-to-all that take as long."""
+        """An expert's parameters, as the bytes that an all-to-all moves in the same time."""
+        # A link's rate is that of the all-to-all, so a slower transfer counts as more bytes
         return self.shape.expert_bytes / self.topology.trans_rate
 
     @property
     def agg_bytes(self) -> float:
-        """An expert's gradients in bytes of the all-to-all that take as long."""
+        """An expert's gradients, as the bytes that an all-to-all moves in the same time."""
         return self.shape.expert_grad_bytes / self.topology.agg_rate
 
     def slot_limits(self) -> IntArray:
-        """Replicas that fit on every rank under all limits, [R]."""
+        """Return the number of replicas that fit on every rank under all limits, [R]."""
         free = np.array(self.topology.free_bytes, dtype=np.int64)
         if self.budget_bytes is not None:
             free = np.minimum(free, self.budget_bytes)
+        # Parameters and gradients of a replica exist at the same time
         return np.minimum(self.slots_per_rank, free // self.shape.replica_bytes)
 
     def homes_only(self) -> Placement:
-        """The placement without replicas."""
+        """Return the placement without replicas."""
         return Placement.with_replicas(self.home, self.ranks, ())

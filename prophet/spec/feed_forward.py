@@ -1,4 +1,4 @@
-"""What a feed-forward expert may compute: the one table of activations that kernels, planner and conversion read.
+"""The activations of feed-forward experts: the one table that kernels, planner and conversion read.
 
 Shape legend: D model dim, H hidden dim, O output dim.
 """
@@ -16,7 +16,7 @@ Function = Literal["identity", "relu", "relu2", "gelu", "gelu_tanh", "silu", "qu
 """A function of one number, with its derivative in every kernel."""
 
 Activation = str
-"""The name of what `ActivationParts` describes, as `activation_named` writes it.
+"""The name of an activation, as `activation_named` writes it for its `ActivationParts`.
 
 Either one of `ACTIVATIONS`, or a gated one of them whose factors are bounded, or whose `up` is increased by 1, or both:
 "swiglu(limit=10)", "quick_geglu(limit=7, plus_one)".
@@ -25,11 +25,16 @@ Either one of `ACTIVATIONS`, or a gated one of them whose factors are bounded, o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationParts:
-    """How an activation is made: `function` of the pre-activations, or, if `gated`, of the gate, times `up`.
+    """The parts of an activation.
 
-    A gated expert has 2H rows in w_in, the gate's first. limit: before, the gate is bounded by it from above, and `up`
-    on both sides; None: neither. plus_one: 1 is added to `up` then. Raises `SpecError` for a limit that is not positive
-    and finite, and for either where there is no gate.
+    Attributes:
+        function: Applied to the pre-activations or, if `gated`, to the gate, and then multiplied by `up`.
+        gated: Whether there is a gate: w_in then has 2H rows, the gate's first.
+        limit: Bounds the gate from above and `up` on both sides, before the function; None for no bounds.
+        plus_one: Whether 1 is added to `up`, after the bounds.
+
+    Raises:
+        SpecError: For a limit that is not positive and finite, and for `limit` or `plus_one` without a gate.
     """
 
     function: Function
@@ -59,14 +64,21 @@ _TABLE = {
     "quick_geglu": ActivationParts(function="quick_gelu", gated=True),
     "swiglu_clamped": ActivationParts(function="quick_gelu", gated=True, limit=7.0, plus_one=True),
 }
+# No two names have equal parts
 _NAMES = {parts: name for name, parts in _TABLE.items()}
+# As in "swiglu(limit=10)", "swiglu(limit=10, plus_one)" and "swiglu(plus_one)"
 _OPTIONS = re.compile(r"(\w+)\((?:limit=([0-9.e+-]+)(, ?plus_one)?|(plus_one))\)")
-_READ = dict(_TABLE)  # and every name that was asked for; no lru_cache, of which torch.compile warns
+# Every name that was read so far; not an lru_cache, of which torch.compile warns
+_READ = dict(_TABLE)
 ACTIVATIONS: tuple[Activation, ...] = tuple(_TABLE)
 
 
 def parts_of(activation: Activation) -> ActivationParts:
-    """What `activation` names, in any spelling of its limit. Raises `SpecError` for what is no activation."""
+    """Return the parts of an activation by its name, in any spelling of its limit.
+
+    Raises:
+        SpecError: For a value that names none.
+    """
     found = None
     if isinstance(activation, str):
         found = _READ.get(activation) or _with_options(activation)
@@ -79,27 +91,34 @@ def parts_of(activation: Activation) -> ActivationParts:
 
 
 def _with_options(activation: str) -> ActivationParts | None:
-    """What a name with options in brackets means; None for another string."""
+    """Read a name with options in brackets; None for another string."""
     found = _OPTIONS.fullmatch(activation)
     base = _TABLE.get(found[1]) if found else None
+    # A name that has a limit already takes no other one
     if found is None or base is None or base.limit is not None:
         return None
     try:
         limit = None if found[2] is None else float(found[2])
         _READ[activation] = replace(base, limit=limit, plus_one=bool(found[3] or found[4]))
-    except ValueError:  # no number, no limit, or no gate
+    # The limit is no number or not allowed, or there is no gate (SpecError is a ValueError)
+    except ValueError:
         return None
     return _READ[activation]
 
 
 def activation_named(parts: ActivationParts) -> Activation:
-    """The inverse of `parts_of`: one name for alike parts. Raises `SpecError` for a function no gate has."""
+    """Return the name of an activation by its parts, the inverse of `parts_of`; equal parts have one name.
+
+    Raises:
+        SpecError: For a function that no gated activation has.
+    """
     if parts in _NAMES:
         return _NAMES[parts]
     base = _NAMES.get(replace(parts, limit=None, plus_one=False))
     if base is None:
         functions = ", ".join(known.function for known in _TABLE.values() if known.gated == parts.gated)
         raise SpecError(f"function: expected one of {functions}, got {parts}")
+    # As short as it can be written: the name goes into checkpoints and digests, which are compared as text
     options = [] if parts.limit is None else [f"limit={float(parts.limit)!r}".removesuffix(".0")]
     return f"{base}({', '.join(options + ['plus_one'] * parts.plus_one)})"
 
@@ -109,14 +128,14 @@ Bias = bool | Literal["in", "out"]
 
 
 def has_biases(bias: Bias) -> tuple[bool, bool]:
-    """Whether there is a bias behind w_in, and behind w_out. Raises `SpecError` for what is no `Bias`."""
+    """Return whether there is a bias after w_in, and after w_out; `SpecError` for a value that is no `Bias`."""
     if bias not in (True, False, "in", "out"):
         raise SpecError(f"bias must be True, False, 'in' or 'out', got {bias!r}")
     return bias in (True, "in"), bias in (True, "out")
 
 
 def bias_of(b_in: object, b_out: object) -> Bias:
-    """The inverse of `has_biases`, from the biases themselves, None for one that is not there."""
+    """Return which biases there are, from the biases themselves or None: the inverse of `has_biases`."""
     if (b_in is None) == (b_out is None):
         return b_in is not None
     return "out" if b_in is None else "in"

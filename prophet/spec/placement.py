@@ -18,7 +18,11 @@ from prophet.spec.arrays import BoolArray, IntArray, OfArrays, frozen
 
 
 def check_experts_per_rank(experts: int, ranks: int) -> int:
-    """Return m = experts / ranks, or raise: every rank is home to the same number of experts."""
+    """Return m = experts / ranks: every rank is home to the same number of experts.
+
+    Raises:
+        SpecError: Where the experts do not divide among the ranks.
+    """
     if experts < 1 or ranks < 1:
         raise SpecError(f"experts and ranks must be at least 1, got {experts} experts on {ranks} ranks")
     if experts % ranks:
@@ -32,7 +36,16 @@ def check_experts_per_rank(experts: int, ranks: int) -> int:
 
 
 def check_shared(where: object, experts: int, ranks: int) -> None:
-    """Raise `SpecError` unless so many ranks can share the experts of `where`."""
+    """Check that an expert-parallel group can share the experts of a layer.
+
+    Args:
+        where: The layer, for errors.
+        experts: Its number of experts.
+        ranks: The size of the group.
+
+    Raises:
+        SpecError: Where the experts do not divide among the ranks.
+    """
     if experts % ranks:
         raise SpecError(f"{where}: {experts} experts cannot be shared by ep{ranks}")
 
@@ -41,14 +54,19 @@ def check_shared(where: object, experts: int, ranks: int) -> None:
 class Placement(OfArrays):
     """Which ranks hold which experts during one step.
 
-    `home[e]` is the rank that owns expert e ([E] integers); `holds[e, r]` says whether rank r holds e's parameters,
-    as home or as replica ([E, R] booleans).
+    Attributes:
+        home: The rank [E] that owns each expert.
+        holds: Whether [E, R] a rank holds an expert's parameters, as home or as replica.
+
+    Raises:
+        SpecError: For other shapes, homes that are no ranks, and homes that do not hold their expert.
     """
 
     home: IntArray
     holds: BoolArray
 
     def __post_init__(self) -> None:
+        # -1 for any other number of dimensions, which the next check refuses
         experts, ranks = np.shape(self.holds) if np.ndim(self.holds) == 2 else (-1, -1)
         if experts < 1 or ranks < 1:
             raise SpecError(f"Placement.holds must have shape [experts, ranks], got {list(np.shape(self.holds))}")
@@ -59,21 +77,32 @@ class Placement(OfArrays):
         missing = np.flatnonzero(~holds[np.arange(experts), home])
         if missing.size:
             raise SpecError(f"the home rank must hold its expert; it does not for experts {missing[:8].tolist()}")
+        # The dataclass is frozen; the copies are read-only
         object.__setattr__(self, "home", home)
         object.__setattr__(self, "holds", holds)
 
     @classmethod
     def homes_only(cls, experts: int, ranks: int) -> Placement:
-        """Plain expert parallelism: expert e lives on rank e // m and nowhere else."""
+        """Make the placement of plain expert parallelism: expert e lives on rank e // m and nowhere else."""
         return cls.with_replicas(np.arange(experts) // check_experts_per_rank(experts, ranks), ranks, ())
 
     @classmethod
     def with_replicas(
         cls, home: Sequence[int] | IntArray, ranks: int, replicas: Iterable[tuple[int, int]]
     ) -> Placement:
-        """Build from homes [E] and (expert, rank) pairs."""
+        """Build a placement from its replicas.
+
+        Args:
+            home: Homes [E].
+            ranks: The number of ranks.
+            replicas: Pairs of expert and rank.
+
+        Raises:
+            SpecError: For a pair outside, or homes that are no ranks.
+        """
         home_array = np.asarray(home, dtype=np.int64)
         holds = np.zeros((home_array.size, ranks), dtype=np.bool_)
+        # Homes outside are left to the constructor, whose error names them; numpy would raise another, or wrap around
         if home_array.size and home_array.min() >= 0 and home_array.max() < ranks:
             holds[np.arange(home_array.size), home_array] = True
         for expert, rank in replicas:
@@ -84,33 +113,36 @@ class Placement(OfArrays):
 
     @property
     def experts(self) -> int:
+        """The number of experts."""
         return int(self.holds.shape[0])
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return int(self.holds.shape[1])
 
     @property
     def is_static(self) -> bool:
         """Whether there is no replica at all."""
+        # Every expert has one holder at least, its home
         return int(self.holds.sum()) == self.experts
 
     def replica_mask(self) -> BoolArray:
-        """[E, R] booleans: rank r holds expert e as a replica."""
+        """Return whether [E, R] a rank holds an expert as a replica."""
         mask: BoolArray = self.holds.copy()
         mask[np.arange(self.experts), self.home] = False
         return mask
 
     def replicas(self) -> list[tuple[int, int]]:
-        """All (expert, rank) replica pairs, ordered by expert, then rank."""
+        """List all replicas as (expert, rank), ordered by expert, then rank."""
         return [(int(e), int(r)) for e, r in np.argwhere(self.replica_mask())]
 
     def replicas_on(self, rank: int) -> list[int]:
-        """Experts of which `rank` holds a replica, ascending: the order of its replica slots."""
+        """List the experts of which `rank` holds a replica, ascending: the order of its replica slots."""
         return [int(e) for e in np.flatnonzero(self.replica_mask()[:, rank])]
 
     def copies_per_rank(self) -> IntArray:
-        """Replicas held by every rank, [R]."""
+        """Count the replicas held by every rank, [R]."""
         counts: IntArray = self.replica_mask().sum(axis=0, dtype=np.int64)
         return counts
 
@@ -118,6 +150,7 @@ class Placement(OfArrays):
 def check_load(load: npt.NDArray[Any]) -> IntArray:
     """Validate `load_RE` ([ranks, experts] non-negative integers) and return it as contiguous int64."""
     array = np.asarray(load)
+    # By kind: unsigned and shorter integers are converted, floats are refused even where they are whole
     if array.ndim != 2 or array.dtype.kind not in "iu":
         raise SpecError(f"load must be integers [ranks, experts], got {array.dtype} {list(array.shape)}")
     if array.size and array.min() < 0:
@@ -127,7 +160,11 @@ def check_load(load: npt.NDArray[Any]) -> IntArray:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Split(OfArrays):
-    """How many tokens go where: `tokens[r, e, d]` of rank r's tokens for expert e are computed on rank d."""
+    """How many tokens go where: `tokens[r, e, d]` of rank r's tokens for expert e are computed on rank d.
+
+    Raises:
+        SpecError: For another shape, and for negative numbers.
+    """
 
     tokens: IntArray
 
@@ -142,7 +179,7 @@ class Split(OfArrays):
 
     @classmethod
     def to_homes(cls, load: IntArray, placement: Placement) -> Split:
-        """Every token of `load` [R, E] goes to its expert's home, whatever replicas there are."""
+        """Send every token of `load` [R, E] to its expert's home, whatever replicas there are."""
         ranks, experts = load.shape
         tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
         tokens[:, np.arange(experts), placement.home] = load
@@ -150,10 +187,12 @@ class Split(OfArrays):
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return int(self.tokens.shape[0])
 
     @property
     def experts(self) -> int:
+        """The number of experts."""
         return int(self.tokens.shape[1])
 
     def check(self, load: IntArray, placement: Placement) -> None:
@@ -166,17 +205,19 @@ class Split(OfArrays):
         if not np.array_equal(self.tokens.sum(axis=2), load):
             bad = np.argwhere(self.tokens.sum(axis=2) != load)[0]
             raise SpecError(f"split does not conserve the tokens of rank {bad[0]} for expert {bad[1]}")
+        # Tokens by expert and destination, where the destination has no copy
         stray = self.tokens.sum(axis=0)[~placement.holds]
         if stray.any():
             raise SpecError("split sends tokens to a rank that does not hold their expert")
 
     def rank_load(self) -> IntArray:
-        """Tokens computed by every rank, [R] (H of the paper)."""
+        """Count the tokens computed by every rank, [R] (H of the paper)."""
         load: IntArray = self.tokens.sum(axis=(0, 1), dtype=np.int64)
         return load
 
     def max_mean(self) -> float:
-        """Largest rank load over the mean; 1.0 is perfect, and what an empty step reports."""
+        """Return the largest rank load over the mean; 1.0 is perfect, and the value of an empty step."""
         load = self.rank_load()
+        # One division of exact integers: equal loads give 1.0, not something near it
         total = int(load.sum())
         return float(load.max()) * self.ranks / total if total else 1.0

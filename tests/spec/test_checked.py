@@ -22,7 +22,7 @@ from prophet.errors import ArgumentError, SpecError, TopologyError
 from prophet.machine.topology import read_topology
 from prophet.planner import get_planner
 from prophet.spec import Topology, Windows, checked
-from prophet.spec.checked import fits, reasons_text
+from prophet.spec.checked import fits, type_text
 from tests.helpers.support import TinyModel
 
 ENGINE: prophet.Engine = object.__new__(prophet.Engine)  # nothing is asked of it
@@ -171,10 +171,10 @@ def test_annotations() -> None:
     assert fits(1, Literal[1, "a"])
     assert not fits(True, Literal[1, "a"])
     assert fits(len, Callable[[Any], int])
-    assert reasons_text(Callable[[Any], int] | None) == "a function"
-    assert reasons_text(Literal["a", "b"] | None) == "'a' or 'b'"
-    assert reasons_text(Path) == "a path"
-    assert reasons_text(dict) == "a dict"
+    assert type_text(Callable[[Any], int] | None) == "a function"
+    assert type_text(Literal["a", "b"] | None) == "'a' or 'b'"
+    assert type_text(Path) == "a path"
+    assert type_text(dict) == "a dict"
 
 
 def test_a_call_stays_what_it_was() -> None:

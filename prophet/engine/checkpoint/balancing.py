@@ -1,4 +1,4 @@
-"""What balancing remembers between two steps, as numbers and tensors that a checkpoint can hold, and back.
+"""The engine's memory between two steps, as numbers and tensors that a checkpoint can hold, and back.
 
 A run that resumes with it on as many ranks starts with the very placements that the saved run had planned, and so adds
 its sums in the same order: it goes on bit by bit. The loads that plans are made from count tokens by rank, so on
@@ -22,6 +22,7 @@ from prophet.engine.replan import KeptPlan, Reason
 from prophet.errors import SpecError
 from prophet.spec import Placement
 
+# The fields of a plan that are saved as they are, and their types
 _NUMBERS: dict[str, Any] = {
     "gain": (int, float),
     "age": int,
@@ -32,7 +33,13 @@ _NUMBERS: dict[str, Any] = {
 
 
 def engine_state(step: int, plans: Sequence[KeptPlan | None], histories: Sequence[History]) -> dict[str, Any]:
-    """As numbers and tensors by name. step: the next one. plans, by layer: what is planned for it, or None."""
+    """Return the memory as numbers and tensors by name.
+
+    Args:
+        step: The number of the next step.
+        plans: What is planned for it, by layer, or None.
+        histories: By layer.
+    """
     return {
         "step": step,
         "ranks": histories[0].ranks,
@@ -44,10 +51,20 @@ def engine_state(step: int, plans: Sequence[KeptPlan | None], histories: Sequenc
 def engine_state_from(
     state: Mapping[str, Any], homes: Sequence[Placement], like: Sequence[History]
 ) -> tuple[int, list[KeptPlan | None], list[History]]:
-    """The inverse. homes: placements without replicas, by layer; like: histories of the same kind, not changed.
+    """Read what `engine_state` returned.
 
-    Raises `SpecError` for the state of another number of ranks or of other layers, and for what is none.
+    Args:
+        state: The state, of unknown origin: everything in it is checked.
+        homes: Placements without replicas, by layer.
+        like: Histories of the same kind, by layer; they are not changed.
+
+    Returns:
+        The step, the plans and the histories.
+
+    Raises:
+        SpecError: For the state of another number of ranks or of other layers, and for a value that is no state.
     """
+    # A checkpoint may come from anywhere, so each field is checked before the next one relies on it
     if set(state) != {"step", "ranks", "plans", "histories"}:
         raise SpecError(f"expected the state of an engine, got {', '.join(sorted(map(str, state))) or 'nothing'}")
     if not isinstance(state["step"], int) or state["step"] < 0:
@@ -63,19 +80,30 @@ def engine_state_from(
         where, mine = f"history of MoE layer {i}", like[i].arrays()
         if not isinstance(saved, Mapping):
             raise SpecError(f"{where}: expected tensors by name, got {type(saved).__name__}")
+        # A copy, restored: nothing of the engine changes where a later layer's state is refused
         histories.append(copy.deepcopy(like[i]))
         histories[i].restore({k: array(saved.get(k), f"{where}, {k}", v.shape, v.dtype) for k, v in mine.items()})
     return int(state["step"]), plans, histories
 
 
 def plan_state(plan: KeptPlan) -> dict[str, Any]:
-    """A plan as a dictionary; the homes are not in it."""
+    """Return a plan as a dictionary, without the homes."""
+    # Copies: numpy and torch would share memory with a placement that is frozen
     found = {name: getattr(plan, name) for name in _NUMBERS}
     return {"holds": torch.from_numpy(plan.placement.holds.copy()), "load": torch.from_numpy(plan.load.copy()), **found}
 
 
 def plan_from(state: Any, like: Placement, where: str) -> KeptPlan:
-    """The inverse, for experts at home as in `like`; raises `SpecError`, with `where`, for anything else."""
+    """Read what `plan_state` returned.
+
+    Args:
+        state: The state, of unknown origin.
+        like: A placement with the same homes.
+        where: Its place in the whole state, for errors.
+
+    Raises:
+        SpecError: For anything that is no plan of these experts and ranks.
+    """
     if not isinstance(state, Mapping) or set(state) != {"holds", "load", *_NUMBERS}:
         raise SpecError(f"{where}: expected a plan, got {type(state).__name__}")
     for name, kind in _NUMBERS.items():
@@ -84,13 +112,24 @@ def plan_from(state: Any, like: Placement, where: str) -> KeptPlan:
     if state["reason"] not in get_args(Reason):
         raise SpecError(f"{where}.reason: expected one of {', '.join(get_args(Reason))}, got {state['reason']!r}")
     holds = array(state["holds"], f"{where}.holds", like.holds.shape, np.dtype(np.bool_))
+    # A placement is [E, R], a load [R, E]
     load = array(state["load"], f"{where}.load", like.holds.shape[::-1], np.dtype(np.int64))
     plan = KeptPlan(placement=Placement(like.home, holds), load=load)
     return replace(plan, **{name: state[name] for name in _NUMBERS})
 
 
 def array(value: Any, where: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """A tensor as an array of a known shape and kind; raises `SpecError`, with `where`, for anything else."""
+    """Return a tensor as an array.
+
+    Args:
+        value: The tensor, of unknown origin.
+        where: Its place in the whole state, for errors.
+        shape: The shape that it must have.
+        dtype: The type that it must have.
+
+    Raises:
+        SpecError: For anything else.
+    """
     if not isinstance(value, torch.Tensor):
         raise SpecError(f"{where}: expected a tensor, got {type(value).__name__}")
     found: np.ndarray[Any, Any] = value.detach().cpu().numpy()

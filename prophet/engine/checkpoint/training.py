@@ -1,12 +1,12 @@
 """Checkpoints of model and optimizer that can be read at another size: of the expert-parallel group, of the world.
 
-Every expert has entries of its own under its global number, for its parameters and for its optimizer state, so that
-any rank can read any expert. The other parameters are entries as they are: whole, or a DTensor that FSDP has cut.
-Each tensor is written once, by one of the ranks that have it, and every rank reads only what it needs
-(`prophet.state.checkpoint_files`). `training.json` beside them says what they are. A save that is interrupted leaves
-the checkpoint that was in the folder before.
+Every expert has its own entries under its global number, for its parameters and for its optimizer state, so that any
+rank can read any expert. The other parameters are entries as they are: whole, or a DTensor that FSDP has cut. Each
+tensor is written once, by one of the ranks that have it, and every rank reads only what it needs
+(`prophet.state.checkpoint_files`). `training.json` beside them describes them. A save that is interrupted leaves the
+checkpoint that was in the folder before.
 
-Nothing that stands in a checkpoint is run: `prophet.state.tensor_index` reads torch's index, which is a pickle.
+No code from a checkpoint is run: `prophet.state.tensor_index` reads torch's index, which is a pickle.
 
 Shape legend: m experts per rank.
 """
@@ -35,7 +35,7 @@ from prophet.state.checkpoint_files import Agree, Files, write
 from prophet.state.checkpoint_folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
 from prophet.state.json_values import to_json
 
-# how an optimizer computes is the reading one's own choice
+# These choose how an optimizer computes, which is up to the program that loads
 NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -48,16 +48,22 @@ def save(
 ) -> None:
     """Write `model` and the state of `optimizer` to `folder`; collective over all processes, between two steps.
 
-    model: as it is trained, also wrapped in DistributedDataParallel or cut by `fully_shard`. extra: numbers, strings,
-    tensors of up to 16 MiB, and lists and dictionaries of them, the same on all processes (the step, a scheduler's
-    `state_dict()`; an engine's with one expert-parallel group, as every group counts its own tokens).
+    The checkpoint that is in `folder`, if there is one, is replaced when the new one is whole, and not before. A write
+    has no time limit: the others wait while a process is at it.
 
-    The checkpoint that is in `folder`, if there is one, is replaced when the new one is whole, and not before.
+    Args:
+        folder: Where to write; the same files on all processes.
+        model: The model as it is trained, also wrapped in DistributedDataParallel or cut by `fully_shard`.
+        optimizer: Its optimizer; None to save the model alone.
+        extra: Numbers, strings, tensors of up to 16 MiB, and lists and dictionaries of them, the same on all processes:
+            the step, or a scheduler's `state_dict()`. An engine's only with one expert-parallel group, as every group
+            counts its own tokens.
 
-    Raises ValueError where the optimizer holds parameters that are not the model's, or state that cannot be described;
-    RuntimeError where processes disagree about the optimizer; `CheckpointError`, which names the ranks, on every
-    process where one of them could not write. A write takes as long as it takes: the others wait while a process is at
-    it, and raise `PeerLost` where it has ended.
+    Raises:
+        ValueError: Where the optimizer holds parameters that are not the model's, or state that cannot be described.
+        RuntimeError: Where processes disagree about the optimizer.
+        CheckpointError: On every process where one of them could not write; it names the ranks.
+        PeerLost: Where another process has ended.
     """
     folder, limit_s = Path(folder), limit_of(model)
     agree = _agreement(folder, limit_s)
@@ -65,11 +71,14 @@ def save(
 
     def describe() -> list[int]:
         described.append(_describe(model, optimizer, extra))
-        text = json.dumps(described[0][0], sort_keys=True)  # ranks may list parameters in another order
-        if len(text) > MAX_DESCRIPTION_BYTES:  # it is ASCII
+        # Sorted: ranks may list parameters in another order
+        text = json.dumps(described[0][0], sort_keys=True)
+        # JSON is ASCII here, so characters are bytes
+        if len(text) > MAX_DESCRIPTION_BYTES:
             raise ValueError(
                 f"the description takes {len(text)} bytes, {MAX_DESCRIPTION_BYTES} can be read: put less into `extra`"
             )
+        # The random number of process 0 names this save for all of them
         return [int(digest(np.frombuffer(text.encode(), np.uint8))), secrets.randbits(48)]
 
     every = agree("comparison of optimizers", describe)
@@ -83,7 +92,12 @@ def save(
 
 
 def _agreement(folder: Path, limit_s: float) -> Agree:
-    """How processes agree about `folder`: the one that fails raises its own error, others one that has its text."""
+    """Make the function by which processes agree: one that fails raises its error, the others raise one with its text.
+
+    Args:
+        folder: Stands in the text of errors.
+        limit_s: Seconds to wait for a process that is not at work.
+    """
 
     def agree(what: str, call: Callable[[], Any]) -> list[Any]:
         value: Any = None
@@ -100,12 +114,13 @@ def _agreement(folder: Path, limit_s: float) -> Agree:
 def _describe(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The description, the same on all processes but for what differs by mistake, and this process's entries."""
+    """Return the description, equal on all processes unless they differ by mistake, and this process's entries."""
     described = Training(model, optimizer)
     entries: dict[str, Any] = dict(described.model_entries())
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         for group in optimizer.param_groups:
+            # Experts appear by a pattern: the names must not depend on which experts live here
             names = sorted({name for p in group["params"] for name in described.names_of(p)})
             mixed = [n for g in groups for n in names if n in g["parameters"]]
             if mixed:
@@ -132,12 +147,22 @@ def _describe(
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Read into `model` and `optimizer` what `save` has written, on any number of processes; returns its `extra`.
+    """Read into `model` and `optimizer` what `save` has written, on any number of processes.
 
     Collective over all processes, between two steps. Parameters are written in place; the optimizer gets the state and
     the settings (learning rate, ...) of every parameter it holds, by the parameter's name; `fused`, `foreach` and the
-    like stay as they are. Without an optimizer only the model is read. Nothing is changed where the checkpoint does
-    not fit: CheckpointError then.
+    like stay as they are.
+
+    Args:
+        folder: The checkpoint.
+        model: The model, wrapped or not.
+        optimizer: Its optimizer; None to read the model alone.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        CheckpointError: Where the checkpoint does not fit; nothing is changed then.
     """
     folder = Path(folder)
     plan = _Reading()
@@ -146,11 +171,13 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         agree("reading of a checkpoint", lambda: plan.prepare(folder, model, optimizer))
         if plan.experts is not None:
             plan.entries |= plan.experts.entries
+            # Numbers before all else: they can still be refused, while the model is as it was
             plan.files.read(plan.experts.numbers, folder)
             agree("reading of experts' steps", plan.experts.settle)
         plan.files.read(plan.entries, folder)
     for layer in moe_layers(model):
-        layer.expert_watch.remember()  # the files may hold experts that are equal
+        # The files may hold experts that are equal, which the watch would report
+        layer.expert_watch.remember()
     if optimizer is not None:
         for group, new in zip(optimizer.param_groups, plan.settings, strict=True):
             _apply_settings(group, new)
@@ -162,7 +189,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
 
 
 class _Reading:
-    """What `load` reads, and where it goes."""
+    """The tensors that `load` reads, and the state and settings that it gives to the optimizer."""
 
     files: Files
 
@@ -213,11 +240,11 @@ class _Reading:
 
 
 class Training:
-    """A model and an optimizer by name: what is an entry of a checkpoint, and under which name."""
+    """A model and an optimizer by name: the entries of a checkpoint and their names."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        # first of all, since FSDP gives the cut parameters back only then
+        # Before parameters are named, since FSDP gives the cut parameters back only then
         self._values: dict[str, Any] = self.model.state_dict()
         self._optimizer = optimizer
         self._names = {id(p): n for n, p in self.model.named_parameters()}
@@ -225,6 +252,7 @@ class Training:
         self._expert_keys = {keys + key for keys, _, bank in banks_of(self.model) for key in bank.all_keys()}
 
     def name_of(self, p: Tensor) -> str:
+        """Return the name of a parameter; ValueError where it is not the model's."""
         name = self._names.get(id(p))
         if name is None:
             raise ValueError(
@@ -234,12 +262,12 @@ class Training:
         return name
 
     def names_of(self, p: Tensor) -> list[str]:
-        """What stands for a parameter on any rank and at any size: its name, or those of all experts' shares."""
+        """Return names that stand for a parameter on any rank and at any size: its own, or its experts' patterns."""
         name = self.name_of(p)
         return patterns(self.shares[name]) if name in self.shares else [name]
 
     def trained(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Name, parameter and state (empty before its first step) of every parameter of the optimizer."""
+        """Yield name, parameter and state (empty before its first step) of every parameter of the optimizer."""
         if self._optimizer is None:
             return
         for group in self._optimizer.param_groups:
@@ -247,17 +275,30 @@ class Training:
                 yield self.name_of(p), p, self._optimizer.state.get(p, {})
 
     def model_entries(self) -> dict[str, Tensor]:
+        """Return the model's state dict as entries; ValueError for a value that is no tensor."""
         for name, value in self._values.items():
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name} of the state dict is a {type(value).__name__}; expected a tensor")
         return {f"model.{name}": value for name, value in self._values.items()}
 
     def all_model_names(self) -> set[str]:
-        """The names of this rank's entries and of the experts that live on other ranks."""
+        """Return the names of this rank's entries and of the experts that live on other ranks."""
         return {f"model.{n}" for n in (*self._values, *self._expert_keys)}
 
     def state_entries(self, name: str, p: Tensor, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """How to describe the optimizer state of a parameter that is no experts', and its tensors as entries."""
+        """Describe the optimizer state of a parameter that belongs to no experts.
+
+        Args:
+            name: The parameter's name.
+            p: The parameter.
+            state: The optimizer's state of it, by field.
+
+        Returns:
+            The description by field, and its tensors as entries.
+
+        Raises:
+            ValueError: For a tensor of another shape where FSDP has cut the parameter.
+        """
         fields: dict[str, Any] = {}
         entries: dict[str, Tensor] = {}
         for field, value in state.items():
@@ -266,10 +307,12 @@ class Training:
                 fields[field] = {"value": to_json(value, f"{field} of {name}")}
                 continue
             dtype = str(value.dtype).removeprefix("torch.")
+            # A step and the like go into the description: every rank reads it, and it may have another device there
             if value.dim() == 0 and p.dim() > 0:
                 fields[field] = {"value": value.item(), "dtype": dtype}
                 continue
-            if value.shape != p.shape and hasattr(p, "full_tensor"):  # a DTensor
+            # A DTensor's state is saved in the parameter's parts, and other shapes cannot be cut in the same way
+            if value.shape != p.shape and hasattr(p, "full_tensor"):
                 raise ValueError(
                     f"the optimizer's {field} of {name} has shape {list(value.shape)}; of a parameter that is cut over "
                     f"ranks, {list(p.shape)}, only state of that shape can be saved"
@@ -294,6 +337,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _apply_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
         old = group.get(key)
+        # In place: a compiled or captured step holds the tensor of the learning rate
         if isinstance(old, Tensor):
             with torch.no_grad():
                 old.copy_(torch.as_tensor(value))
@@ -302,7 +346,7 @@ def _apply_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """State of the described fields; tensors are zero."""
+    """Make state of the described fields; tensors are zero."""
     state: dict[str, Any] = {}
     for field, saved in fields.items():
         if "dtype" not in saved:
@@ -314,6 +358,7 @@ def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any])
             state[field] = torch.tensor(saved["value"], dtype=dtype, device=device)
         else:
             shape = list(saved["shape"])
+            # `zeros_like` keeps a DTensor's cut and the memory format
             alike = shape == list(p.shape)
             made = torch.zeros_like(p, dtype=dtype) if alike else torch.zeros(shape, dtype=dtype, device=p.device)
             state[field] = made.detach()
@@ -323,7 +368,7 @@ def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any])
 def _saved_settings(
     folder: Path, description: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: Training
 ) -> list[dict[str, Any]]:
-    """The settings to give to each of the optimizer's groups."""
+    """Return the settings to give to each of the optimizer's groups; `CheckpointError` for another optimizer's."""
     wanted = type(optimizer).__name__
     if description["optimizer"] != wanted:
         what = f"the state of {description['optimizer']}" if description["optimizer"] else "no optimizer state"
@@ -334,7 +379,21 @@ def _saved_settings(
 def settings_by_group(
     folder: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, described: Training
 ) -> list[dict[str, Any]]:
-    """The settings that the parameters of each of the optimizer's groups were saved with; `{}` without parameters."""
+    """Return the settings that the parameters of each of the optimizer's groups were saved with.
+
+    Args:
+        folder: The checkpoint, for errors.
+        groups: The saved groups, with their parameters' names and settings.
+        optimizer: The optimizer that is to get the settings.
+        described: Names its parameters.
+
+    Returns:
+        Settings by group; empty for a group without parameters.
+
+    Raises:
+        CheckpointError: Where a parameter was not saved, where the parameters of a group had different settings, or
+            where a setting is no number.
+    """
     by_name = {name: g["settings"] for g in groups for name in g["parameters"]}
     found = []
     for at, group in enumerate(optimizer.param_groups):
@@ -351,6 +410,7 @@ def settings_by_group(
             )
         new = settings[0] if settings else {}
         for key, value in new.items():
+            # The file may come from anywhere: text in the place of a learning rate would fail in the next step only
             number = isinstance(group.get(key), Tensor) or type(group.get(key)) in (int, float)
             if number and not (type(value) is float or (type(value) is int and abs(value) < 1 << 63)):
                 raise CheckpointError(f"{folder / DESCRIPTION}: groups: settings.{key!s:.100}: expected a number")
@@ -373,7 +433,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
 
 
 def _check_model(folder: Path, index: Mapping[str, Any], entries: Mapping[str, Tensor], described: Training) -> None:
-    """Raise `CheckpointError` unless the checkpoint holds this model; the same on all ranks."""
+    """Raise `CheckpointError` unless the checkpoint holds this model; all ranks come to the same result."""
     names = described.all_model_names()
     saved = {n for n in index if n.startswith("model.")}
     for what, differ in (("lacks", names - saved), ("holds, and the model does not:", saved - names)):

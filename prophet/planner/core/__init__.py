@@ -1,6 +1,6 @@
 """The compiled core of the planner: `native` is the module that `setup.py` builds from the C++ files of this folder.
 
-Where it was not built, whatever is asked of `native` raises `CoreError` with the reason and the command that builds it.
+Where it was not built, every use of `native` raises `CoreError` with the reason and the command that builds it.
 In a checkout a core that was built from other sources than those beside it is an error as soon as this package is
 imported: it would plan, but not as the sources say.
 """
@@ -13,6 +13,7 @@ from typing import NoReturn
 from prophet.errors import CoreError
 from prophet.planner.core.sources import COMPILER, FOLDER, NOT_BUILT, digest, sources
 
+# -v shows the compiler's messages where it fails again
 _BUILD = "pip install -v -e ."
 _REINSTALL = "pip install --force-reinstall --no-deps ."
 
@@ -28,7 +29,8 @@ class Missing:
         self.reason = reason
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # asked by Python, which takes AttributeError for an answer
+        # Python itself looks such names up, as when it copies or inspects, and expects AttributeError
+        if name.startswith("__"):
             raise AttributeError(name)
         raise CoreError(self.reason)
 
@@ -42,7 +44,7 @@ def _checked(built_from: str, present: str) -> None:
 
 
 def _reason(error: ImportError) -> str:
-    """Why the core cannot be imported, and the line that mends it."""
+    """Return why the core cannot be imported, and the command that mends it."""
     note = FOLDER / NOT_BUILT
     if any((FOLDER / f"_core{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
         why, first = f"cannot be loaded ({error})", ""
@@ -51,6 +53,7 @@ def _reason(error: ImportError) -> str:
         why, first = f"was not built (PROPHET_WITHOUT_CORE=1, and {built})", f"install {COMPILER}, and then "
     else:
         why, first = "is not there: nothing was built for this Python", ""
+    # A wheel has no sources to build from
     line = f"`{_BUILD}` in the checkout" if sources() else f"`{_REINSTALL}` in the checkout that it was installed from"
     return f"the planner's compiled core {why}: {first}run {line}"
 
@@ -65,10 +68,10 @@ else:
 
 
 def lacking() -> str:
-    """Why there is no core and what to do about it, in one sentence; empty where there is one."""
+    """Return why there is no core and what to do about it, in one sentence; empty where there is one."""
     return native.reason if isinstance(native, Missing) else ""
 
 
 def version() -> str:
-    """The hash of the sources that the core was built from, which has to be the same on all ranks; "none" without."""
+    """Return the hash of the sources that the core was built from, equal on all ranks; "none" without a core."""
     return native.SOURCES or "none"

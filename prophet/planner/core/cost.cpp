@@ -6,7 +6,10 @@ namespace prophet {
 
 namespace {
 
+// Equations are those of Pro-Prophet, as in the Python twin, `prophet/planner/model/cost.py`.
+
 constexpr double LEAST_S = 1e-30;  // seconds that stand for none where they divide
+// Longer products may hide as much as they cost. With no price at all the search would not care how long they take.
 constexpr double LEAST_WEIGHT = 0.1;
 
 // Seconds of compute under one phase of a transfer, and how many of them a second of forward products adds.
@@ -15,8 +18,30 @@ struct Window {
     double growth;
 };
 
-// Seconds by which transfers lengthen a step, and how many of them one more second of forward products would hide.
-struct Felt {
+// The windows under the two phases of a transfer; a direct one has both. Twin of `prophet.spec.Cover`.
+struct PhaseWindows {
+    Window first;
+    Window second;
+    double seconds() const { return first.seconds + second.seconds; }
+    double growth() const { return first.growth + second.growth; }
+};
+
+// Seconds of a Trans or an Agg: directly, and in each phase of its two-phase form. Twin of the type of this name in
+// `prophet.spec`.
+struct TransferSeconds {
+    double direct_s;
+    double first_s;
+    double second_s;
+};
+
+// Seconds by which one transfer lengthens a step, and how many of them one more second of forward products would hide.
+struct Exposed {
+    double seconds;
+    double hidden;
+};
+
+// The same for Trans and Agg of a layer; `hidden` is that of both together.
+struct ExposedSeconds {
     double trans_s;
     double agg_s;
     double hidden;
@@ -29,42 +54,79 @@ double link_seconds(double units, double n_bytes, const Link& link) {
     return link.latency_s + units * n_bytes / link.bytes_per_s;
 }
 
-// Seconds of an exchange whose busiest rank moves so many pieces over each level; levels work at once.
+// Seconds of an exchange whose busiest rank moves so many pieces over each level (Eq. 1 for tokens, with a bandwidth
+// and a latency per level). The levels are separate wires and work at the same time.
 double exchange_seconds(double near_units, double far_units, double n_bytes, const Figures& figures) {
     return std::max(link_seconds(near_units, n_bytes, figures.intra), link_seconds(far_units, n_bytes, figures.inter));
 }
 
-// What transfers do to a step beside so many seconds of products, each in the form that lengthens it less. A direct one
-// has the windows of both phases.
-Felt felt(const Busiest& busiest, double forward_s, const Figures& figures) {
-    const double experts = figures.windows_have_experts, beside_s = experts * forward_s;
-    double hidden = 0.0;
-    const auto felt_s = [&](double n_bytes, Copies first, Window under_first, Copies second, Window under_second) {
-        const auto moved_s = [&](Int near) {  // the next kind of copies are those between nodes
-            return exchange_seconds(busiest.units[near], busiest.units[near + 1], n_bytes, figures);
-        };
-        const double direct_s = moved_s(DIRECT_NEAR), first_s = moved_s(first), second_s = moved_s(second);
-        const double window_s = under_first.seconds + under_second.seconds;
-        const double in_one_s =
-            std::max(0.0, direct_s - window_s) + figures.overlap_cost * std::min(direct_s, window_s);
-        const double exposed_s =
-            std::max(0.0, first_s - under_first.seconds) + std::max(0.0, second_s - under_second.seconds);
-        const double covered_s = std::min(first_s, under_first.seconds) + std::min(second_s, under_second.seconds);
-        const double in_two_s = exposed_s + figures.overlap_cost * covered_s;
-        if (in_two_s >= in_one_s) {
-            hidden += direct_s > window_s ? under_first.growth + under_second.growth : 0.0;
-            return in_one_s;
-        }
-        hidden += first_s > under_first.seconds ? under_first.growth : 0.0;
-        hidden += second_s > under_second.seconds ? under_second.growth : 0.0;
-        return in_two_s;
+// Seconds of a transfer of `n_bytes` per copy (Eq. 4 for Trans, Eq. 5 for Agg, with real pieces for the paper's mean).
+// `first` and `second` name the near copies of its phases; the next kind of copies are those between nodes.
+TransferSeconds transfer_seconds(const Busiest& busiest, double n_bytes, Copies first, Copies second,
+                                 const Figures& figures) {
+    const auto moved_s = [&](Int near) {
+        return exchange_seconds(busiest.units[near], busiest.units[near + 1], n_bytes, figures);
     };
-    const Window alone{figures.fnec_s, 0.0}, products{beside_s, experts}, none{0.0, 0.0};
-    const double trans_s = felt_s(figures.param_bytes, SCATTER_NEAR, experts > 0.0 ? products : alone, GATHER_NEAR,
-                                  experts > 0.0 ? alone : none);
-    const double agg_s =
-        felt_s(figures.grad_bytes, GATHER_NEAR, {figures.bnec_s, 0.0}, SCATTER_NEAR, {2.0 * beside_s, 2.0 * experts});
-    return {trans_s, agg_s, hidden * (1.0 - figures.overlap_cost)};
+    return {moved_s(DIRECT_NEAR), moved_s(first), moved_s(second)};
+}
+
+// What hides Trans: the experts of the block before, then the rest of that block. No experts come before those of a
+// model's first block, where the rest alone hides the first phase. Twin of `prophet.spec.Windows.over_trans`.
+PhaseWindows windows_over_trans(double forward_s, const Figures& figures) {
+    const double experts = figures.windows_have_experts;
+    const Window rest{figures.fnec_s, 0.0}, products{experts * forward_s, experts}, none{0.0, 0.0};
+    if (experts > 0.0) return {products, rest};
+    return {rest, none};
+}
+
+// What hides Agg: the rest of the block, then its experts, whose backward products take twice the forward ones (Eq. 3).
+// Twin of `prophet.spec.Windows.over_agg`.
+PhaseWindows windows_over_agg(double forward_s, const Figures& figures) {
+    const double experts = figures.windows_have_experts, beside_s = experts * forward_s;
+    return {{figures.bnec_s, 0.0}, {2.0 * beside_s, 2.0 * experts}};
+}
+
+// Eq. 8 for a direct transfer: what its windows do not cover, and `overlap_cost` times what they do, which is free in
+// the paper.
+Exposed exposed_direct(const TransferSeconds& transfer, const PhaseWindows& windows, double overlap_cost) {
+    const double direct_s = transfer.direct_s, window_s = windows.seconds();
+    const double exposed_s = std::max(0.0, direct_s - window_s), covered_s = std::min(direct_s, window_s);
+    return {exposed_s + overlap_cost * covered_s, direct_s > window_s ? windows.growth() : 0.0};
+}
+
+// The same in two phases. Each has its own window: the second sends on what the first has brought, so it cannot start
+// early where the first one's window has room.
+Exposed exposed_two_phase(const TransferSeconds& transfer, const PhaseWindows& windows, double overlap_cost) {
+    const double first_s = transfer.first_s, second_s = transfer.second_s;
+    const Window &under_first = windows.first, &under_second = windows.second;
+    const double exposed_s =
+        std::max(0.0, first_s - under_first.seconds) + std::max(0.0, second_s - under_second.seconds);
+    const double covered_s = std::min(first_s, under_first.seconds) + std::min(second_s, under_second.seconds);
+    double hidden = 0.0;
+    hidden += first_s > under_first.seconds ? under_first.growth : 0.0;
+    hidden += second_s > under_second.seconds ? under_second.growth : 0.0;
+    return {exposed_s + overlap_cost * covered_s, hidden};
+}
+
+// The form that lengthens the step less, the direct one where both do alike.
+Exposed exposed_in_better_form(const TransferSeconds& transfer, const PhaseWindows& windows, double overlap_cost) {
+    const Exposed direct = exposed_direct(transfer, windows, overlap_cost);
+    const Exposed two_phase = exposed_two_phase(transfer, windows, overlap_cost);
+    return two_phase.seconds >= direct.seconds ? direct : two_phase;
+}
+
+// Seconds by which Trans and Agg lengthen a step beside so many seconds of forward products (the last two terms of
+// Eq. 8). Twin of `TransferSeconds.exposed_seconds` in `prophet.spec`.
+ExposedSeconds exposed_seconds(const Busiest& busiest, double forward_s, const Figures& figures) {
+    const double taken = figures.overlap_cost;
+    // Agg mirrors Trans: what was scattered and gathered is gathered and brought home.
+    const TransferSeconds trans =
+        transfer_seconds(busiest, figures.param_bytes, SCATTER_NEAR, GATHER_NEAR, figures);
+    const TransferSeconds agg = transfer_seconds(busiest, figures.grad_bytes, GATHER_NEAR, SCATTER_NEAR, figures);
+    const Exposed of_trans = exposed_in_better_form(trans, windows_over_trans(forward_s, figures), taken);
+    const Exposed of_agg = exposed_in_better_form(agg, windows_over_agg(forward_s, figures), taken);
+    // A second that is hidden still costs `taken` of it.
+    return {of_trans.seconds, of_agg.seconds, (of_trans.hidden + of_agg.hidden) * (1.0 - taken)};
 }
 
 // Calls `use(arc, rank)` for the replicas of expert j.
@@ -184,6 +246,7 @@ void count_copies(Flow& flow, Int home, ConstInts ranks, double sign) {
         n++;
         in_node[node_R[d]]++;
     }
+    // In two phases the home scatters one copy, a part for each replica, and the replicas exchange their parts.
     double part = sign / static_cast<double>(n);
     for (Int d : ranks) {
         if (d == home) continue;
@@ -192,6 +255,7 @@ void count_copies(Flow& flow, Int home, ConstInts ranks, double sign) {
         flow.received[DIRECT_NEAR + level][d] += sign;
         flow.sent[SCATTER_NEAR + level][home] += part;
         flow.received[SCATTER_NEAR + level][d] += part;
+        // In the gather every replica sends its part to all others and receives theirs.
         for (FloatGrid side : {flow.sent, flow.received}) {
             side[GATHER_NEAR][d] += static_cast<double>(near - 1) * part;
             side[GATHER_FAR][d] += static_cast<double>(n - near) * part;
@@ -220,6 +284,7 @@ Seconds reprice(Flow& flow, Int q) {
     const Figures& figures = flow.problem->figures;
     Scale& scale = flow.scale;
     double longest_s[2] = {0.0, 0.0}, norm_s[2] = {0.0, 0.0};  // of products, of exchanges
+    // A link that moves nothing costs no latency; products pay their fixed costs in any case.
     const auto counts = [&](Int k, Int r) { return k == PRODUCTS || flow.busy[k][r] > 0.0; };
     for (Int k = 0; k < RESOURCES; k++) {
         ConstFloats busy = flow.busy[k], rate = flow.rate[k], base = flow.base[k];
@@ -230,6 +295,7 @@ Seconds reprice(Flow& flow, Int q) {
             longest = std::max(longest, counts(k, r) ? work[r] : 0.0);
         }
     }
+    // Powers of seconds would underflow: they are taken relative to the longest.
     for (Int group = 0; group < 2; group++) scale.reference_s[group] = std::max(longest_s[group], LEAST_S);
     for (Int k = 0; k < RESOURCES; k++) {
         Floats work = flow.work[k];
@@ -239,7 +305,7 @@ Seconds reprice(Flow& flow, Int q) {
         }
         for (Int r = 0; r < work.size; r++) norm_s[group_of(k)] += counts(k, r) ? work[r] : 0.0;
     }
-    Felt exposed = felt(flow.busiest, longest_s[0], figures);
+    const ExposedSeconds exposed = exposed_seconds(flow.busiest, longest_s[0], figures);
     // Longer products hide more of an exposed transfer, and weigh less for it.
     scale.weight[0] = std::max(FORWARD_AND_BACKWARD - exposed.hidden, LEAST_WEIGHT);
     scale.weight[1] = A2A_PER_STEP;
@@ -262,6 +328,7 @@ Seconds reprice(Flow& flow, Int q) {
 double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together, double forward_s) {
     Int home = flow.rank_A[j];
     Busiest with = flow.busiest;
+    // An estimate: the parts of the expert's other replicas get smaller, and are left as they are.
     const auto raise = [&](Int kind, double sent, double received) {
         with.units[kind] = std::max(with.units[kind], std::max(sent, received));
     };
@@ -275,7 +342,7 @@ double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together
         Int gather = together && level == 0 ? Int{GATHER_NEAR} : Int{GATHER_FAR};
         raise(gather, flow.sent[gather][rank] + static_cast<double>(copies) * share, 0.0);
     }
-    return felt(with, forward_s, flow.problem->figures).both();
+    return exposed_seconds(with, forward_s, flow.problem->figures).both();
 }
 
 Cost cost_of(const Flow& flow, ConstInts groups_R) {
@@ -288,9 +355,10 @@ Cost cost_of(const Flow& flow, ConstInts groups_R) {
         near = std::max({near, flow.busy[OUT_NEAR][r], flow.busy[IN_NEAR][r]});
         far = std::max({far, flow.busy[OUT_FAR][r], flow.busy[IN_FAR][r]});
     }
-    double a2a_s = A2A_PER_STEP * exchange_seconds(near, far, figures.token_bytes, figures);
-    double expert_s = FORWARD_AND_BACKWARD * forward_s;
-    Felt exposed = felt(flow.busiest, forward_s, figures);
+    double a2a_s = A2A_PER_STEP * exchange_seconds(near, far, figures.token_bytes, figures);  // Eq. 1, four times
+    double expert_s = FORWARD_AND_BACKWARD * forward_s;                                      // Eq. 2 and 3
+    const ExposedSeconds exposed = exposed_seconds(flow.busiest, forward_s, figures);
+    // Eq. 8: transfers count where nothing hides them.
     return {a2a_s + expert_s + exposed.trans_s + exposed.agg_s, a2a_s, expert_s, exposed.trans_s, exposed.agg_s};
 }
 

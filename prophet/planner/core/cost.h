@@ -19,12 +19,14 @@
 
 namespace prophet {
 
+// Dispatch and combine, forward and backward.
 inline constexpr double A2A_PER_STEP = 4.0;
+// The backward product of an expert takes twice its forward product (Pro-Prophet, Eq. 3).
 inline constexpr double FORWARD_AND_BACKWARD = 3.0;
 
 inline constexpr Int NOWHERE = -1;
 
-// Copies that a rank moves for Trans: direct, scatter, gather, each within and between nodes.
+// Copies that a rank moves for Trans, or for Agg, which mirrors it: direct, scatter, gather, each within and between nodes.
 enum Copies : Int { DIRECT_NEAR, DIRECT_FAR, SCATTER_NEAR, SCATTER_FAR, GATHER_NEAR, GATHER_FAR, COPIES };
 struct Busiest {
     double units[COPIES];
@@ -55,7 +57,7 @@ inline double power(double value, Int q) {
     return value;
 }
 
-// What the q-norms are measured in, and what a second of them is worth: products, then exchanges.
+// The units of the q-norms, and the weight of a second of each: products, then exchanges.
 struct Scale {
     double reference_s[2];
     double weight[2];
@@ -84,8 +86,8 @@ struct Flow {
     Int experts() const { return chosen_J.size; }
     bool replicated(Int j) const { return next_A[j] >= 0; }
     Int level(Int from, Int to) const { return node_R[from] == node_R[to] ? Int{OUT_NEAR} : Int{OUT_FAR}; }
-    // What `rank` sends over on the way to the holder, or NOWHERE.
-    Int way(Int rank, Int holder) const { return rank == holder ? NOWHERE : level(rank, holder); }
+    // The resource of `rank` that sends to the holder; NOWHERE for what stays on the rank.
+    Int out_resource(Int rank, Int holder) const { return rank == holder ? NOWHERE : level(rank, holder); }
     // Whether expert j is on this rank.
     bool has(Int j, Int rank) const;
 };
@@ -111,7 +113,7 @@ struct Touched {
     Int rank[6];
 };
 inline Touched touched(const Flow& flow, Int source, Int giver, Int taker) {
-    Int back = flow.way(source, giver), to = flow.way(source, taker);
+    Int back = flow.out_resource(source, giver), to = flow.out_resource(source, taker);
     Touched t{{PRODUCTS, back, back < 0 ? NOWHERE : back + 1, PRODUCTS, to, to < 0 ? NOWHERE : to + 1},
               {giver, source, giver, taker, source, taker}};
     if (back == to) t.kind[1] = t.kind[4] = NOWHERE;  // what the source sends does not change

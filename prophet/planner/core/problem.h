@@ -24,7 +24,7 @@ struct Figures {
     double fnec_s;
     double bnec_s;
     double overhead_s;            // of every expert that a rank computes
-    double overlap_cost;          // share of a hidden transfer that is felt all the same
+    double overlap_cost;          // share of a hidden transfer that lengthens the step all the same
     double windows_have_experts;  // 1, or 0 where no experts compute in the windows
 
     static constexpr Int COUNT = 12;

@@ -5,8 +5,8 @@ Shape legend: R ranks (D of the paper), E experts, D destination ranks (equal to
 Both models count four all-to-alls (dispatch and combine, forward and backward), one forward and one backward
 product of the experts (the backward takes twice the forward), one Trans and one Agg. The paper's form knows
 one bandwidth and one throughput; `step_cost` knows the levels of the network, what each rank sends and
-receives, each rank's speed, and a fixed cost for every expert that a rank computes. By how much a transfer
-lengthens the step, in either form, is said by `prophet.spec.TransferSeconds`.
+receives, each rank's speed, and a fixed cost for every expert that a rank computes. `prophet.spec.TransferSeconds`
+defines by how much a transfer lengthens the step, in either form.
 
 This file is the definition; `core/cost.cpp` is the compiled twin, the only place of the core that counts seconds.
 """
@@ -29,19 +29,19 @@ from prophet.spec import (
     TransferSeconds,
 )
 
+# Dispatch and combine, forward and backward
 A2A_PER_STEP = 4
-FORWARD_AND_BACKWARD = 3  # the backward product of an expert takes twice its forward product (paper, Eq. 3)
+# The backward product of an expert takes twice its forward product (paper, Eq. 3)
+FORWARD_AND_BACKWARD = 3
 
 Traffic = npt.NDArray[np.float64]
 
 
 def mean_bandwidth(topology: Topology) -> float:
-    """The paper's average bandwidth, bytes/s: what an even exchange with every other rank reaches on one link
-    at a time.
-
-    It is the harmonic mean over a rank's peers, because an even exchange sends each peer the same bytes.
-    """
+    """Return the paper's average bandwidth, bytes/s: that of an even exchange, with one link busy at a time."""
+    # The harmonic mean over a rank's peers, because an even exchange sends each peer the same bytes
     peers = topology.ranks - 1
+    # A rank alone exchanges nothing, so any rate will do
     if peers == 0:
         return topology.intra.bytes_per_s
     inside = min(topology.ranks_per_node, topology.ranks) - 1
@@ -58,11 +58,18 @@ def paper_cost(
     context: PlanContext,
     overlapped: bool = True,
 ) -> StepCost:
-    """Pro-Prophet, Eq. 1-6 (`overlapped=False`) and Eq. 8 (`overlapped=True`).
+    """Predict a layer's step by the paper's model: Pro-Prophet, Eq. 1-6 and 8.
 
-    `rank_load` is H and `received` is R of the paper, both [R] tokens; `replicated` is s, the experts that
-    are sent out, and `excluded` is n, the ranks to which such an expert is not sent (a mean where experts
-    differ).
+    Args:
+        rank_load: H of the paper, tokens [R] that each rank computes.
+        received: R of the paper, tokens [R] that each rank receives.
+        replicated: s of the paper, the experts that are sent out.
+        excluded: n of the paper, the ranks to which such an expert is not sent; a mean where experts differ.
+        context: The machine and the layer.
+        overlapped: Hide transfers under compute, Eq. 8; without it Eq. 6.
+
+    Raises:
+        SpecError: Unless both arrays have one entry per rank.
     """
     topology, shape = context.topology, context.shape
     ranks = topology.ranks
@@ -73,6 +80,7 @@ def paper_cost(
     a2a_s = float(received.max()) * shape.token_bytes / bandwidth  # Eq. 1
     forward_s = float(rank_load.max()) / tokens_per_s  # Eq. 2
     backward_s = 2.0 * forward_s  # Eq. 3
+    # s experts, each of which reaches all ranks but n
     reach = replicated * (ranks - excluded) / ranks
     trans_s = reach * shape.expert_bytes / bandwidth  # Eq. 4
     agg_s = reach * shape.expert_grad_bytes / bandwidth  # Eq. 5
@@ -89,11 +97,9 @@ def paper_cost(
 
 
 def exchange_seconds(pairs: FloatArray, topology: Topology) -> float:
-    """Seconds of one all-to-all in which rank r sends `pairs[r, d]` bytes to rank d, [R, D].
-
-    The levels work at the same time (they are separate wires, both ways at once), so the slowest rank of the
-    slowest level decides; a level that moves nothing adds no latency. What stays on a rank is free.
-    """
+    """Return the seconds of one all-to-all in which rank r sends `pairs[r, d]` bytes to rank d, [R, D]."""
+    # The levels work at the same time (they are separate wires, both ways at once), so the slowest rank of the slowest
+    # level decides; a level that moves nothing adds no latency. What stays on a rank is free.
     node = topology.node_ids()
     same_node = node[:, None] == node[None, :]
     off_rank = ~np.eye(topology.ranks, dtype=np.bool_)
@@ -105,15 +111,27 @@ def exchange_seconds(pairs: FloatArray, topology: Topology) -> float:
 
 
 def link_seconds(link: Link, sent: Traffic, received: Traffic) -> float:
-    """Seconds until the busiest rank has sent and received its bytes, both [R], over one level."""
+    """Return the seconds until the busiest rank has moved its bytes over one level.
+
+    Args:
+        link: The level.
+        sent: Bytes [R] that each rank sends.
+        received: Bytes [R] that each rank receives, at the same time.
+    """
     return link.seconds(float(max(sent.max(), received.max())))
 
 
 def transfer_seconds(placement: Placement, topology: Topology, n_bytes: float, *, agg: bool = False) -> TransferSeconds:
-    """Seconds to bring `n_bytes` of every replicated expert to its replicas: Trans; or Agg, which mirrors it in time.
+    """Return the seconds of a layer's Trans or Agg in both forms (Eq. 4 and 5, with real messages).
 
     Direct: the home sends every replica a whole copy. Two-phase: it scatters one copy over its n replicas,
     which then exchange their n-th parts among themselves. A layer takes one form as a whole.
+
+    Args:
+        placement: The experts and their replicas.
+        topology: The machine.
+        n_bytes: Bytes of one expert's parameters, or gradients.
+        agg: Whether it is Agg, which mirrors Trans in time: gather first, then home.
     """
     ranks = placement.ranks
     direct = np.zeros((ranks, ranks))
@@ -127,24 +145,23 @@ def transfer_seconds(placement: Placement, topology: Topology, n_bytes: float, *
         direct[home, receivers] += n_bytes
         scatter[home, receivers] += part
         gather[np.ix_(receivers, receivers)] += part
+    # A receiver has its own part already
     np.fill_diagonal(gather, 0.0)
     direct_s, scatter_s, gather_s = (exchange_seconds(pairs, topology) for pairs in (direct, scatter, gather))
     return TransferSeconds(direct_s, *((gather_s, scatter_s) if agg else (scatter_s, gather_s)))
 
 
 def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:
-    """Forward seconds of the slowest rank; `load_ED[e, d]` tokens of expert e are computed on rank d.
-
-    The search leaves `call_overhead_s` out: whatever the placement, every rank with work pays it once.
-    """
+    """Return the forward seconds of the slowest rank (Eq. 2); `load_ED[e, d]` tokens of expert e run on rank d."""
     rate = np.asarray(context.topology.flops_per_s) / context.shape.forward_flops_per_token
     groups = np.count_nonzero(load_ED, axis=0)
     slowest_s = float((load_ED.sum(axis=0) / rate + groups * context.topology.expert_overhead_s).max())
+    # The search leaves `call_overhead_s` out: whatever the placement, every rank with work pays it once
     return slowest_s + (context.topology.call_overhead_s if groups.any() else 0.0)
 
 
 def transfers_of(placement: Placement, context: PlanContext) -> tuple[TransferSeconds, TransferSeconds]:
-    """Seconds of a layer's Trans and of its Agg."""
+    """Return the seconds of a layer's Trans and of its Agg."""
     trans = transfer_seconds(placement, context.topology, context.trans_bytes)
     return trans, transfer_seconds(placement, context.topology, context.agg_bytes, agg=True)
 
@@ -155,8 +172,16 @@ def step_cost(
     context: PlanContext,
     transfers: tuple[TransferSeconds, TransferSeconds] | None = None,
 ) -> StepCost:
-    """Predicted seconds of one layer-step under `split` and `placement` (the shape of Eq. 8, with real
-    terms). `transfers`: what `transfers_of` says, where it is known.
+    """Predict the seconds of one layer in one step (Eq. 8, with the machine's levels and fixed costs).
+
+    Args:
+        split: Where the tokens are computed.
+        placement: The experts and their replicas.
+        context: The machine and the layer.
+        transfers: The result of `transfers_of`, where it is known.
+
+    Raises:
+        SpecError: Where these are for different numbers of ranks.
     """
     topology, shape = context.topology, context.shape
     if split.ranks != topology.ranks or placement.ranks != topology.ranks:

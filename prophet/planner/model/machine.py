@@ -1,4 +1,4 @@
-"""A machine and a layer as the arrays that the core takes.
+"""A machine and a layer, as arrays for the core.
 
 Shape legend: R ranks, E experts.
 """
@@ -14,7 +14,22 @@ from prophet.spec import FloatArray, IntArray, LayerShape, PlanContext, Topology
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Machine:
-    """A `PlanContext` as the arrays that the core takes; all read-only."""
+    """A `PlanContext` as the arrays that the core takes; all read-only.
+
+    Attributes:
+        topology: That of the context; here and below, kept to compare contexts.
+        shape: Sizes of the layer's experts.
+        windows: Compute that hides transfers.
+        home_tuple: The homes as the context has them.
+        budget_bytes: Memory for replicas, by rank; None for no limit.
+        slots_per_rank: Replicas that a rank may hold.
+        home: Homes [E].
+        node: Node [R] of every rank.
+        speed: Speed [R] relative to the fastest rank.
+        seconds_per_token: Forward seconds [R] of one token.
+        figures: Scalars of the machine and the layer, in the order of `core/problem.h`.
+        limit: Replicas [R] that fit on every rank.
+    """
 
     topology: Topology
     shape: LayerShape
@@ -31,8 +46,10 @@ class Machine:
 
     @classmethod
     def of(cls, context: PlanContext) -> Machine:
+        """Convert a context."""
         topology, shape = context.topology, context.shape
-        figures = np.array(  # in the order of `core/problem.h`
+        # In the order of `core/problem.h`, which reads them by their places
+        figures = np.array(
             [
                 shape.token_bytes,
                 topology.intra.bytes_per_s,
@@ -45,10 +62,12 @@ class Machine:
                 context.windows.bnec_s,
                 topology.expert_overhead_s,
                 topology.overlap_cost,
+                # Negated: the core stores 1 minus this
                 not context.windows.experts,
             ],
             dtype=np.float64,
         )
+        # A rank cannot hold more replicas than there are experts
         limit = np.minimum(context.slot_limits(), context.experts)
         return cls(
             topology=topology,
@@ -67,7 +86,7 @@ class Machine:
 
     @property
     def arrays(self) -> tuple[IntArray, FloatArray, FloatArray, FloatArray]:
-        """What every entry of the core takes of it, in their order."""
+        """The arrays that every entry of the core takes, in their order."""
         return self.node, self.speed, self.seconds_per_token, self.figures
 
     def matches(self, context: PlanContext) -> bool:
@@ -83,4 +102,5 @@ class Machine:
 
 
 def _same(a: object, b: object) -> bool:
+    # Mostly the same object, and then no tuple of all ranks is compared
     return a is b or a == b

@@ -1,9 +1,9 @@
-"""Whether replicas that were planned ahead are still worth what is left to pay for them, now that the load is known.
+"""Decides, once the load is known, whether replicas are worth the part of their transfers that is still to come.
 
 A placement is planned from the steps before, and routing may have changed since. By the time the exact counts are
-there, the part of Trans that compute hides has been sent, and costs nothing any more. The rest has not: what no window
-covers of Trans, and of Agg. If the split saves less than that, the step goes on without these replicas. A step is then
-never slower than one without replicas, by the model, however wrong the prediction was.
+there, the part of Trans that compute hides has been sent, and costs nothing any more. The rest is still to come: the
+parts of Trans and Agg that no window covers. If the split saves less than that, the step goes on without these
+replicas. By the model, a step is then never slower than one without replicas, however wrong the prediction was.
 
 Shape legend: R ranks, E experts.
 """
@@ -22,7 +22,7 @@ from prophet.spec import Cover, IntArray, Placement, PlanContext, Split, StepCos
 
 
 def split_seconds(split: Split, context: PlanContext) -> float:
-    """Seconds of the exchanges and products of one layer and microbatch under `split`."""
+    """Return the seconds of the exchanges and products of one layer and microbatch under `split` (Eq. 1 to 3)."""
     pairs = split.tokens.sum(axis=1) * float(context.shape.token_bytes)
     exchange_s = exchange_seconds(pairs, context.topology)
     return A2A_PER_STEP * exchange_s + FORWARD_AND_BACKWARD * compute_seconds(split.tokens.sum(axis=0), context)
@@ -31,10 +31,16 @@ def split_seconds(split: Split, context: PlanContext) -> float:
 def unhidden_seconds(
     split: Split, context: PlanContext, trans: TransferSeconds, agg: TransferSeconds, *, ahead: bool = True
 ) -> float:
-    """What is left to pay for replicas once the counts are known, of a Trans and an Agg that take so long.
+    """Return the seconds still to pay for replicas once the counts are known.
 
-    ahead: whether Trans has started by then, so that what its windows hide is paid.
+    Args:
+        split: The split that uses them.
+        context: The machine and the layer.
+        trans: Seconds of the layer's Trans.
+        agg: Seconds of its Agg.
+        ahead: Whether Trans has started by then, so that the part hidden by its windows is paid.
     """
+    # Nothing was sent and nothing can hide it: the experts wait for all of it
     if not ahead:
         return trans.exposed_seconds(Cover(), 0.0) + agg.exposed_seconds(Cover(), 0.0)
     windows, taken = context.windows, context.topology.overlap_cost
@@ -54,14 +60,20 @@ def pays(
     ahead: bool = True,
     microbatches: int = 1,
 ) -> bool:
-    """Whether `split` of the exact `load` [R, E] saves, over homes alone, what is left to pay for its replicas.
+    """Whether a split saves more than its replicas still cost; the same on all ranks, without a clock.
 
-    trans, agg, ahead: as of `unhidden_seconds`. microbatches: of a step; the others are taken to be like this one.
-    Follows from values that all ranks share, and from no clock: a run repeats bit by bit.
+    Args:
+        load: The exact load, [R, E].
+        split: The split of it that uses replicas.
+        context: The machine and the layer.
+        trans: Seconds of the layer's Trans.
+        agg: Seconds of its Agg.
+        ahead: Whether Trans has started; see `unhidden_seconds`.
+        microbatches: How many a step has; the others are assumed to be like this one.
     """
     topology, windows = context.topology, context.windows
     if ahead and topology.overlap_cost == 0.0:
-        # products take at least this long; most layers need no closer look, which costs a pass over the split
+        # Products take at least this long. Most layers are decided by that alone, without a pass over the split.
         even_s = float(load.sum()) * context.shape.forward_flops_per_token / sum(topology.flops_per_s)
         trans_s = trans.exposed_seconds(windows.over_trans(even_s), 0.0)
         if trans_s <= 0.0 and agg.exposed_seconds(windows.over_agg(even_s), 0.0) <= 0.0:
@@ -69,6 +81,7 @@ def pays(
     unhidden_s = unhidden_seconds(split, context, trans, agg, ahead=ahead)
     if unhidden_s <= 0.0:
         return True
+    # Transfers are paid once per step, exchanges and products with each of its microbatches
     homes = Split.to_homes(load, context.homes_only())
     return microbatches * (split_seconds(homes, context) - split_seconds(split, context)) >= unhidden_s
 
@@ -76,16 +89,21 @@ def pays(
 def settled_cost(
     load: IntArray, split: Split, placement: Placement, context: PlanContext, *, microbatches: int = 1
 ) -> tuple[Split, StepCost]:
-    """The split that a step ends up with, and its predicted cost: with the replicas where they pay, else without.
+    """Return the split that a step ends up with and its predicted cost: with replicas where they pay, else without.
 
-    load, split: of the first of a step's microbatches. Without the replicas the hidden part of Trans has been sent for
-    nothing, which lengthens the step by what hiding costs.
+    Args:
+        load: The exact load [R, E] of the step's first microbatch.
+        split: The split of it that uses replicas.
+        placement: The replicas.
+        context: The machine and the layer.
+        microbatches: How many a step has.
     """
     topology = context.topology
     trans, agg = transfers_of(placement, context)
     cost = step_cost(split, placement, context, (trans, agg))
     if pays(load, split, context, trans, agg, microbatches=microbatches):
         return split, cost
+    # The hidden part of Trans has been sent for nothing, which lengthens the step by what hiding costs
     cover = context.windows.over_trans(cost.expert_s / FORWARD_AND_BACKWARD)
     sent_s = trans.hidden(cover, trans.two_phase(cover, topology.overlap_cost))
     homes = context.homes_only()

@@ -19,15 +19,23 @@ import numpy as np
 from prophet.errors import SpecError
 from prophet.spec import IntArray, Link, Placement, PlanContext, Windows, check_load
 
-INFEASIBLE = 2  # the solver's status
-SLACK = 1e-3  # share by which a known step is exceeded where shorter ones are looked for, so that itself is found
+# The solver's status
+INFEASIBLE = 2
+# A known step may be exceeded by this share, so that the solver still finds that step in spite of its tolerances
+SLACK = 1e-3
 
 Terms = dict[int, float]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Optimum:
-    """What the solver found: the best `placement`, its cost `seconds`, and a proven `bound` from below."""
+    """The best placement that the solver found.
+
+    Attributes:
+        seconds: Its predicted step.
+        bound: Seconds that no placement can beat, proven.
+        placement: The placement.
+    """
 
     seconds: float
     bound: float
@@ -57,6 +65,7 @@ class _Program:
         self.high.append(high)
 
     def solve(self, time_limit_s: float) -> Any:
+        # Imported here: nothing else in the planner needs scipy
         from scipy import optimize, sparse
 
         row = [i for i, terms in enumerate(self.rows) for _ in terms]
@@ -73,7 +82,7 @@ class _Program:
 
 
 def _plus(*parts: tuple[Terms, float]) -> Terms:
-    """The sum of linear expressions, each times its factor."""
+    """Add linear expressions, each times its factor."""
     total: Terms = {}
     for terms, factor in parts:
         for variable, value in terms.items():
@@ -84,7 +93,18 @@ def _plus(*parts: tuple[Terms, float]) -> Terms:
 def _exchange(
     program: _Program, moved: dict[tuple[int, int], Terms], context: PlanContext, unit_bytes: float, most: float
 ) -> Terms:
-    """A variable at least as long as the exchange; `moved[r, d]` are the pieces from rank r to rank d."""
+    """Add a variable that is at least as long as an exchange (Eq. 1, with levels and latencies).
+
+    Args:
+        program: The program.
+        moved: Pieces from rank r to rank d, by (r, d).
+        context: The machine.
+        unit_bytes: Bytes of a piece.
+        most: A bound on all pieces together.
+
+    Returns:
+        The variable, as an expression.
+    """
     topology = context.topology
     time = program.variable()
     levels: tuple[tuple[Link, bool], ...] = ((topology.intra, True), (topology.inter, False))
@@ -98,6 +118,7 @@ def _exchange(
             continue
         latency: Terms = {}
         if link.latency_s > 0:
+            # 1 where anything moves over this level: only then its latency counts
             active = program.variable(upper=1.0, integer=True)
             everything = _plus(*((terms, 1.0) for terms in pairs.values()))
             program.require(_plus((everything, 1.0), ({active: 1.0}, -most)), high=0.0)
@@ -113,8 +134,15 @@ def _exchange(
 def _build(
     load: IntArray, context: PlanContext, forms: tuple[bool, bool]
 ) -> tuple[_Program, dict[tuple[int, int], int]]:
-    """The program in which Trans and Agg take the given forms (two-phase or direct), and its replica
-    variables.
+    """Build the program in which Trans and Agg take given forms.
+
+    Args:
+        load: Tokens [R, E].
+        context: The machine and the layer, with times in a unit that suits the solver.
+        forms: Whether Trans and whether Agg is two-phase.
+
+    Returns:
+        The program, and its replica variables by expert and rank.
     """
     program = _Program()
     ranks, experts = load.shape
@@ -126,6 +154,7 @@ def _build(
     for e, r in itertools.product(range(experts), range(ranks)):
         if r != context.home[e] and limits[r] > 0 and total[e] > 0:
             copy[e, r] = program.variable(upper=1.0, integer=True)
+    # Slots
     for r in range(ranks):
         held = {v: 1.0 for (_, rank), v in copy.items() if rank == r}
         if held:
@@ -147,10 +176,12 @@ def _build(
                 if d == context.home[e]:
                     homeward[x] = 1.0
                 else:
+                    # Tokens go to a rank only if it has a replica
                     program.require({x: 1.0, copy[e, d]: -here}, high=0.0)
                 if d != r:
                     moved.setdefault((r, d), {})[x] = 1.0
             program.require(parts, low=here, high=here)
+        # A rank pays the fixed cost of an expert that it computes; a replica is taken to be used
         if overhead > 0 and homeward:
             active = program.variable(upper=1.0, integer=True)
             program.require(_plus((homeward, 1.0), ({active: 1.0}, -float(total[e]))), high=0.0)
@@ -158,16 +189,19 @@ def _build(
             for d in range(ranks):
                 if (e, d) in copy:
                     computed[d][copy[e, d]] = overhead
+    # Eq. 2 and 3: one forward product and two for the backward pass, of the slowest rank
     forward = program.variable(price=3.0)
     for d in range(ranks):
         if computed[d]:
             program.require(_plus((computed[d], 1.0), ({forward: 1.0}, -1.0)), high=0.0)
     a2a = _exchange(program, moved, context, shape.token_bytes, tokens_all)
+    # Four all-to-alls per step
     for variable in a2a:
         program.price[variable] = 4.0
     direct, scatter, gather = _transfers(program, copy, context, any(forms))
     under = context.windows
-    beside = float(under.experts)  # of the forward products: how much of them runs beside Trans
+    # The share of the forward products that runs beside Trans: all or nothing
+    beside = float(under.experts)
     whole = ((direct, beside, under.fnec_s),), ((direct, 2.0 * beside, under.bnec_s),)
     first, second = ((beside, 0.0), (0.0, under.fnec_s)) if under.experts else ((0.0, under.fnec_s), (0.0, 0.0))
     phases = (
@@ -177,6 +211,7 @@ def _build(
     most, taken = float(max(1, len(copy))) * ranks, topology.overlap_cost
     for i, n_bytes in enumerate((context.trans_bytes, context.agg_bytes)):
         for pieces, factor, window_s in phases[i] if forms[i] else whole[i]:
+            # Eq. 8, with an overlap cost t: exposed >= time - (1 - t) * window, and exposed >= t * time
             exposed = program.variable(price=1.0)
             time = _exchange(program, pieces, context, n_bytes, most)
             cover = {forward: factor * (1.0 - taken), exposed: 1.0}
@@ -189,7 +224,14 @@ def _build(
 def _transfers(
     program: _Program, copy: dict[tuple[int, int], int], context: PlanContext, two_phase: bool
 ) -> tuple[dict[tuple[int, int], Terms], ...]:
-    """Copies moved from rank to rank: directly, in the scatter, in the gather among receivers."""
+    """Describe the copies moved from rank to rank: directly, in the scatter, in the gather among receivers.
+
+    Args:
+        program: Gets the variables that two phases need.
+        copy: Replica variables by expert and rank.
+        context: The homes.
+        two_phase: Whether a transfer takes that form; else the last two are empty.
+    """
     direct: dict[tuple[int, int], Terms] = {}
     scatter: dict[tuple[int, int], Terms] = {}
     gather: dict[tuple[int, int], Terms] = {}
@@ -200,8 +242,7 @@ def _transfers(
     if not two_phase:
         return direct, scatter, gather
     for e, receivers in by_expert.items():
-        # chosen[n] is 1 where expert e has n replicas; products of binaries are linear with one variable
-        # each.
+        # chosen[n] is 1 where expert e has n replicas; products of binaries are linear with one variable each
         chosen = [program.variable(upper=1.0, integer=True) for _ in range(len(receivers) + 1)]
         program.require(dict.fromkeys(chosen, 1.0), low=1.0, high=1.0)
         program.require(
@@ -224,7 +265,7 @@ def _transfers(
 
 
 def _counted_in(unit_s: float, context: PlanContext) -> PlanContext:
-    """The same context, whose times are counted in so many seconds."""
+    """Return the context with all times counted in units of `unit_s` seconds."""
     topology, windows = context.topology, context.windows
 
     def link(of: Link) -> Link:
@@ -251,17 +292,25 @@ def solve_exactly(
     known_s: float = np.inf,
     time_limit_s: float = 60.0,
 ) -> Optimum:
-    """The placement and split with the smallest predicted step, for `load` [R, E]; for up to about 8 x 16.
+    """Find the placement and split with the smallest predicted step; for up to about 8 ranks x 16 experts.
 
-    `within` allows only the replicas of that placement: what is left is the best split over it. `known_s` are seconds
-    of a step that are possible: longer ones are not looked for. `bound` is proven even where the time limit, of every
-    form that transfers may take, stops the solver before `seconds` is.
+    Args:
+        load: Tokens [R, E].
+        context: The machine and the layer.
+        within: Allows only the replicas of this placement, so that the best split over it is found.
+        known_s: Seconds of a step that is known to be possible; longer ones are not searched.
+        time_limit_s: Seconds for each of the four combinations of forms. `Optimum.bound` is proven even where it stops
+            the solver.
+
+    Raises:
+        SpecError: Where sizes disagree.
     """
     load = check_load(load)
     if load.shape != (context.ranks, context.experts):
         raise SpecError(f"load must be [{context.ranks}, {context.experts}], got {list(load.shape)}")
     if within is not None and (within.experts, within.ranks) != (context.experts, context.ranks):
         raise SpecError(f"`within` is for {within.experts} experts x {within.ranks} ranks, load is {list(load.shape)}")
+    # The solver's tolerances are absolute, so times are counted in those of level forward products
     unit_s = float(load.sum()) * context.shape.forward_flops_per_token / sum(context.topology.flops_per_s) or 1.0
     counted, cutoff = _counted_in(unit_s, context), known_s / unit_s * (1.0 + SLACK)
     best = Optimum(np.inf, np.inf, context.homes_only())
@@ -274,6 +323,7 @@ def solve_exactly(
             program.require({i: price for i, price in enumerate(program.price) if price}, high=cutoff)
         solved = program.solve(time_limit_s)
         bound = 0.0 if solved.mip_dual_bound is None else float(solved.mip_dual_bound)
+        # No step below the cutoff in this form: the cutoff itself is the bound
         bound = cutoff if solved.status == INFEASIBLE else min(bound, cutoff)
         best = replace(best, bound=min(best.bound, bound * unit_s))
         if solved.x is not None and solved.fun * unit_s < best.seconds:
@@ -285,11 +335,9 @@ def solve_exactly(
 
 
 def lower_bound(load: IntArray, context: PlanContext) -> float:
-    """Seconds that no placement and split can beat, for any size: transfers are free in it.
-
-    A linear program over tokens from rank to rank. Rank r can keep local at most its tokens for its own
-    experts and for the heaviest others that its slots can hold.
-    """
+    """Return seconds that no placement and split can beat, for any size: transfers are free in it."""
+    # A linear program over tokens from rank to rank. Rank r can keep local at most its tokens for its own experts and
+    # for the heaviest others that its slots can hold.
     load = check_load(load)
     ranks = load.shape[0]
     home = np.asarray(context.home)
@@ -313,5 +361,6 @@ def lower_bound(load: IntArray, context: PlanContext) -> float:
         program.require(_plus((computed[d], 1.0), ({forward: 1.0}, -1.0)), high=0.0)
     for level_time in _exchange(program, moved, context, context.shape.token_bytes, float(load.sum())):
         program.price[level_time] = 4.0
+    # Without integers it is a linear program; latencies then count in part, which keeps it a bound
     program.integer = [0] * len(program.integer)
     return float(program.solve(60.0).fun)

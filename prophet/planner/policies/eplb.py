@@ -13,7 +13,10 @@ from prophet.spec import IntArray, Placement, PlanContext, Split, check_load
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EplbPlanner(Planner):
-    """DeepSeek's EPLB: a fixed number of extra slots, heaviest load per copy first, greedy packing, even shares."""
+    """DeepSeek's EPLB: a fixed number of extra slots, heaviest load per copy first, greedy packing, even shares.
+
+    `extra_per_rank`: extra slots per rank, within the context's limits.
+    """
 
     extra_per_rank: int = 2
     name: str = "eplb"
@@ -24,6 +27,7 @@ class EplbPlanner(Planner):
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         total = check_load(load).sum(axis=0)
+        # At most R - 1 replicas of an expert: its home holds it already
         copies = heap_copies(total, slots_of(context, self.extra_per_rank), context.ranks - 1)
         return pack(copies, total, context)
 

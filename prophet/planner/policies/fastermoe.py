@@ -25,6 +25,7 @@ class FasterMoEPlanner(Planner):
         load = check_load(load)
         shape, topology = context.shape, context.topology
         bandwidth = topology.intra.bytes_per_s if topology.nodes == 1 else topology.inter.bytes_per_s
+        # f is a forward product, and its backward takes two; c is one of the four all-to-alls
         per_token_s = 3 * shape.forward_flops_per_token / float(np.mean(topology.flops_per_s))
         per_token_s += 4 * shape.token_bytes / bandwidth
         shadow_s = 2 * shape.expert_bytes / bandwidth
@@ -34,6 +35,7 @@ class FasterMoEPlanner(Planner):
         state = Copies.of(context)
         for i, e in enumerate(order[:-1], start=1):
             seconds = per_token_s * float(total[order[i]]) + i * shadow_s
+            # Its greedy rule: it ends with the first expert that does not pay, though a later one might
             if seconds >= best_s:
                 break
             best_s = seconds

@@ -12,10 +12,7 @@ from prophet.spec import IntArray, Placement, PlanContext, Split
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FineEpPlanner(Planner):
-    """FineEP: copies as fixed by EPLB's rule, tokens divided by a linear program for the lowest bottleneck.
-
-    The exact split solves the same program in integers, local tokens first, so it is used here.
-    """
+    """FineEP: copies as fixed by EPLB's rule, tokens divided by a linear program for the lowest bottleneck."""
 
     extra_per_rank: int = 2
     name: str = "fine-ep"
@@ -24,4 +21,5 @@ class FineEpPlanner(Planner):
         return EplbPlanner(extra_per_rank=self.extra_per_rank).place(load, context)
 
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+        # The exact split solves the same program in integers, local tokens first
         return exact_split(load, placement, context.topology)

@@ -1,4 +1,4 @@
-"""The ceiling: routing that is even."""
+"""The upper limit of all balancing: routing that is even."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from prophet.spec import IntArray, Placement, PlanContext, Split, check_load
 
 
 def forced_balance(load: IntArray, context: PlanContext) -> tuple[Split, Placement]:
-    """The ceiling: the same tokens, routed evenly over all experts. It changes the model, so it is no planner."""
+    """Route the same tokens evenly over all experts. That changes the model, so it is no planner."""
     load = check_load(load)
     experts = load.shape[1]
     rows = load.sum(axis=1)
+    # A rank's remainder goes to the first experts, one token each
     even = rows[:, None] // experts + (np.arange(experts)[None, :] < (rows % experts)[:, None])
     homes = context.homes_only()
     return local_split(even, homes), homes

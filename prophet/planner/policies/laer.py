@@ -24,6 +24,7 @@ class LaerPlanner(Planner):
         load = check_load(load)
         total = load.sum(axis=0)
         slots = slots_of(context, self.extra_per_rank)
+        # Even counts: the same for all experts, and the heaviest get what is left over
         spread = np.full(context.experts, slots // context.experts, dtype=np.int64)
         spread[np.argsort(-total, kind="stable")[: slots % context.experts]] += 1
         best: tuple[float, Placement] | None = None
@@ -31,6 +32,7 @@ class LaerPlanner(Planner):
             placement = pack(copies, total, context, by_node=True)
             split = self.split(load, placement, context)
             pairs: FloatArray = split.tokens.sum(axis=1) * float(context.shape.token_bytes)
+            # Its score: four all-to-alls, one forward and two backward products, and no transfers of replicas
             seconds_per_token = context.shape.forward_flops_per_token / np.asarray(context.topology.flops_per_s)
             score = 4 * exchange_seconds(pairs, context.topology)
             score += 3 * float((split.rank_load() * seconds_per_token).max())

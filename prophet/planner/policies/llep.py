@@ -14,7 +14,13 @@ from prophet.spec import IntArray, Placement, PlanContext, Split, check_load
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlepPlanner(Planner):
-    """Least-loaded EP: above `threshold` max/mean, homes keep up to alpha x mean and the rest spills in chunks."""
+    """Least-loaded EP: above a threshold, homes keep up to a cap and the rest spills in chunks.
+
+    Attributes:
+        alpha: The cap of a home, in multiples of the mean load of ranks.
+        threshold: Largest over mean load of ranks, below which nothing spills.
+        chunk: Tokens that a spill has at least.
+    """
 
     alpha: float = 1.0
     threshold: float = 1.3
@@ -32,6 +38,7 @@ class LlepPlanner(Planner):
 
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
         load = check_load(load)
+        # The placement is fixed by now: `allowed` limits the holders, not slots
         slots = np.full(context.ranks, context.experts, dtype=np.int64)
         amounts = self._amounts(load, placement.home, placement.holds, slots)
         return fill(load, amounts, placement, context.topology.node_ids())
@@ -39,7 +46,17 @@ class LlepPlanner(Planner):
     def _amounts(
         self, load: IntArray, home: IntArray, allowed: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], free: IntArray
     ) -> IntArray:
-        """Tokens of e on r, [E, R]."""
+        """Divide every expert's tokens over ranks.
+
+        Args:
+            load: Tokens [R, E].
+            home: Homes [E].
+            allowed: Whether [E, R] a rank may hold an expert.
+            free: Slots [R] that are left.
+
+        Returns:
+            Tokens [E, R] of each expert on each rank.
+        """
         experts, ranks = home.size, load.shape[0]
         total = load.sum(axis=0)
         amounts = np.zeros((experts, ranks), dtype=np.int64)
@@ -49,8 +66,10 @@ class LlepPlanner(Planner):
             return amounts
         cap = int(np.ceil(self.alpha * total.sum() / ranks))
         free = free.copy()
-        taken = np.zeros(ranks, dtype=np.int64)  # what ranks compute so far
-        pending = at_home.copy()  # what homes still have to take
+        # Tokens that ranks compute so far
+        taken = np.zeros(ranks, dtype=np.int64)
+        # Tokens of the homes' experts that are still to be divided
+        pending = at_home.copy()
         for e in np.argsort(-total, kind="stable"):
             h = home[e]
             pending[h] -= total[e]
@@ -64,6 +83,7 @@ class LlepPlanner(Planner):
                 room = np.where(open_ranks, cap - taken - pending, -1)
                 target = int(room.argmax())
                 part = min(rest, max(int(room[target]), self.chunk))
+                # Nobody has room: the rest stays at home
                 if room[target] <= 0:
                     target, part = int(h), rest
                 elif amounts[e, target] == 0:

@@ -23,12 +23,15 @@ from prophet.spec import BoolArray, IntArray, Placement, PlanContext, Split, Ste
 class ProProphetPlanner(Planner):
     """Pro-Prophet's greedy search (Algorithm 1).
 
-    `n` is the number of ranks that do not get a replicated expert, `None` to try every n and keep the best.
-    `alpha` is the balance coefficient of Eq. 7. `equation` scores with Eq. 6, for blocking transfers, or Eq. 8, for
-    block-wise ones. The search interval is the engine's: `ReplanConfig`.
-
     Where the printed algorithm is unclear: with several experts per rank the heaviest rank gives its heaviest expert
-    that was not taken yet; loads are computed before they are scored; the search ends when the load is balanced.
+    that was not taken yet; loads are computed before they are scored; the search ends when the load is balanced. The
+    search interval is the engine's: `ReplanConfig`.
+
+    Attributes:
+        n: The number of ranks that do not get a replicated expert; None tries every n and keeps the best.
+        alpha: The balance coefficient of Eq. 7.
+        equation: Scores with Eq. 6, for blocking transfers, or Eq. 8, for block-wise ones.
+        name: Its name in reports.
     """
 
     n: int | None = None
@@ -46,6 +49,7 @@ class ProProphetPlanner(Planner):
         load = check_load(load)
         if load.shape != (context.ranks, context.experts):
             raise SpecError(f"load must be [{context.ranks}, {context.experts}], got {list(load.shape)}")
+        # n counts ranks besides the home, so it is R - 1 at most
         choices = range(context.ranks) if self.n is None else (min(self.n, context.ranks - 1),)
         best: tuple[float, Placement] | None = None
         for n in choices:
@@ -59,7 +63,7 @@ class ProProphetPlanner(Planner):
         return local_split(load, placement)
 
     def _search(self, load: IntArray, n: int, context: PlanContext) -> tuple[float, Placement]:
-        """Algorithm 1 for one n: (predicted seconds, placement)."""
+        """Run Algorithm 1 for one n; the predicted seconds and the placement."""
         experts = load.shape[1]
         home = np.asarray(context.home, dtype=np.int64)
         total = load.sum(axis=0)
@@ -67,6 +71,7 @@ class ProProphetPlanner(Planner):
         computed, received = local_loads(load, state.holds, home)
         best_s = self._score(computed, received, 0, n, context).total_s
         best = state.holds.copy()
+        # Eq. 7: balanced where the largest and the smallest load differ by less than this
         balanced = self.alpha * float(total.sum()) / experts
         taken = np.zeros(experts, dtype=np.bool_)
         replicated = 0
@@ -76,12 +81,14 @@ class ProProphetPlanner(Planner):
                 break
             expert = int(candidates[total[candidates].argmax()])
             taken[expert] = True
+            # The n ranks with the fewest tokens for the expert do without it
             order = np.argsort(load[:, expert], kind="stable")
             order = order[order != home[expert]]
             state.copy_to(expert, order[min(n, order.size) :])
             replicated += 1
             computed, received = local_loads(load, state.holds, home)
             seconds = self._score(computed, received, replicated, n, context).total_s
+            # The search goes on after a change for the worse: a later expert may make up for it
             if seconds < best_s:
                 best_s = seconds
                 best = state.holds.copy()
@@ -99,10 +106,19 @@ class ProProphetPlanner(Planner):
 
 
 def local_loads(load: IntArray, holds: BoolArray, home: IntArray) -> tuple[IntArray, IntArray]:
-    """H and R of the paper, both [R], when tokens stay where their expert is held and go home otherwise."""
+    """Return H and R of the paper, both [R], when tokens stay where their expert is held and go home elsewhere.
+
+    Args:
+        load: Tokens [R, E].
+        holds: Whether [E, R] a rank holds an expert.
+        home: Homes [E].
+
+    Returns:
+        Tokens that each rank computes, and tokens that it receives.
+    """
     ranks = load.shape[0]
     local = holds.T
     stays = np.where(local, load, 0).sum(axis=1)
-    leaves = np.where(local, 0, load).sum(axis=0)
-    received = np.bincount(home, weights=leaves, minlength=ranks).astype(np.int64)
+    sent = np.where(local, 0, load).sum(axis=0)
+    received = np.bincount(home, weights=sent, minlength=ranks).astype(np.int64)
     return stays + received, received

@@ -12,8 +12,10 @@ from prophet.spec import IntArray, Placement, Split, check_load
 
 
 def local_split(load: IntArray, placement: Placement) -> Split:
-    """Tokens stay where their expert is held locally and go home otherwise: the split of the published
-    baselines.
+    """Keep tokens where their expert is held, and send the others home: the split of the published baselines.
+
+    Raises:
+        SpecError: Where load and placement have other sizes.
     """
     load = check_load(load)
     ranks, experts = load.shape
@@ -22,6 +24,7 @@ def local_split(load: IntArray, placement: Placement) -> Split:
             f"load is {list(load.shape)}, placement is for {placement.ranks} ranks x {placement.experts} experts"
         )
     tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
+    # One index per source and expert: all their tokens have one target
     rank, expert = np.divmod(np.arange(ranks * experts), experts)
     target = np.where(placement.holds.T.reshape(-1), rank, placement.home[expert])
     tokens[rank, expert, target] = load.reshape(-1)
@@ -29,10 +32,18 @@ def local_split(load: IntArray, placement: Placement) -> Split:
 
 
 def fill(load: IntArray, amounts: IntArray, placement: Placement, node: IntArray) -> Split:
-    """Meet `amounts` [E, R] (tokens of e computed on r): local tokens first, then the same node, then the rest."""
+    """Send tokens so that ranks compute given amounts: local tokens first, then the same node, then the rest.
+
+    Args:
+        load: Tokens [R, E].
+        amounts: Tokens [E, R] of each expert to compute on each rank.
+        placement: The holders.
+        node: Node [R] of every rank.
+    """
     ranks, experts = load.shape
     tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
     rank, expert = np.divmod(np.arange(ranks * experts), experts)
+    # Experts with one holder leave no choice, and are most of them: all at once
     single = placement.holds.sum(axis=1) == 1
     tokens[rank, expert, placement.home[expert]] = np.where(single[expert], load.reshape(-1), 0)
     same_node = node[:, None] == node[None, :]
@@ -53,9 +64,10 @@ def fill(load: IntArray, amounts: IntArray, placement: Placement, node: IntArray
 
 
 def even_amounts(load: IntArray, placement: Placement) -> IntArray:
-    """Every expert's tokens divided evenly among its holders, [E, R]."""
+    """Divide every expert's tokens evenly among its holders, [E, R]."""
     total = load.sum(axis=0)
     copies = placement.holds.sum(axis=1)
+    # A holder's place among the expert's holders: the first ones take a token more where it does not divide
     order = np.cumsum(placement.holds, axis=1) - 1
     share = (total // copies)[:, None] + (order < (total % copies)[:, None])
     amounts: IntArray = np.where(placement.holds, share, 0).astype(np.int64)

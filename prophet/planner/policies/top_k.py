@@ -15,9 +15,7 @@ from prophet.spec import IntArray, Placement, PlanContext, Split, check_load
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopKPlanner(Planner):
-    """The k experts with the most tokens on every rank (Pro-Prophet, section VI-C, its policies top2 and
-    top3).
-    """
+    """Replicates the k experts with the most tokens on every rank. `k`: 2 and 3 are the paper's top2 and top3."""
 
     k: int = 2
     name: str = "top-k"

@@ -16,7 +16,7 @@ from prophet.spec import IntArray, Placement, PlanContext, Split, check_load
 class UltraEpPlanner(Planner):
     """UltraEP: bisect a load threshold (to 1 %); overloaded ranks export their heaviest experts where there is slack.
 
-    `exact_match` is MoonEP's variant: the most overloaded home meets the roomiest rank until loads are even.
+    `exact_match`: MoonEP's variant, in which the most overloaded home meets the roomiest rank until loads are even.
     """
 
     exact_match: bool = False
@@ -28,6 +28,7 @@ class UltraEpPlanner(Planner):
         done, placement = self._export(total, even, context)
         if self.exact_match or done or even == 0:
             return placement
+        # Between the even load, which has just failed, and that of homes alone, which needs no exports
         low = even
         high = float(np.bincount(np.asarray(context.home), weights=total, minlength=context.ranks).max())
         placement = context.homes_only()
@@ -41,7 +42,7 @@ class UltraEpPlanner(Planner):
         return placement
 
     def _export(self, total: IntArray, level: float, context: PlanContext) -> tuple[bool, Placement]:
-        """Exports that bring all loads to `level`: (whether all excess was placed, placement)."""
+        """Export tokens until all loads are at `level`; whether all excess was placed, and the placement."""
         state = Copies.of(context)
         slack = level - np.bincount(state.home, weights=total, minlength=context.ranks)
         left = total.astype(np.float64)
@@ -54,6 +55,7 @@ class UltraEpPlanner(Planner):
             mine = np.flatnonzero(state.home == giver)
             e = int(mine[left[mine].argmax()])
             open_ranks = (state.free > 0) & (slack > 0) & ~state.holds[e]
+            # This rank cannot get rid of more; the others still may
             if left[e] <= 0 or not open_ranks.any():
                 stuck[giver] = True
                 continue

@@ -1,1 +1,1 @@
-"""Our planner, and when other homes pay."""
+"""The planner `prophet`, and the search for better homes."""

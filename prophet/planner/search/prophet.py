@@ -1,4 +1,4 @@
-"""Our planner: few replicas from the predicted load, improved from step to step, and an exact split of the real one.
+"""The planner `prophet`: few replicas for the predicted load, improved from step to step, and an exact split.
 
 Shape legend: R ranks, E experts.
 """
@@ -16,7 +16,8 @@ from prophet.planner.model.machine import Machine
 from prophet.planner.split.exact import NOT_DENSE, Flows
 from prophet.spec import BoolArray, FloatArray, IntArray, Placement, PlanContext, Split, check_load
 
-REMEMBERED = 4  # contexts
+# Contexts whose arrays are kept; a model has two, that of its first layer and that of the others
+REMEMBERED = 4
 _NONE = np.zeros((0, 0), dtype=np.bool_)
 
 
@@ -27,11 +28,14 @@ class ProphetPlanner(Planner):
     The first call makes a good plan; later ones start from the placement in force (`context.previous`), and now and
     then try a change of it. Where routing has jumped, a call makes a new plan at once.
 
-    effort: the share of the predicted step that one core may search in the mean of many calls. Work is counted by
-        assumed times and never by a clock, so that every rank does the same. With 0 nothing is tried but for what
-        makes a first plan.
-    split_effort: share of the seconds by which exchanges exceed their floor that the split may take to bring them down;
-        0 always minimises the bottleneck. Tests and studies vary it, and nobody else has to.
+    Attributes:
+        effort: The share of the predicted step that one core may search, averaged over many calls. Work is counted by
+            assumed times and never by a clock, so that every rank does the same. With 0 only a first plan is made.
+        split_effort: The share of the seconds by which exchanges exceed their floor that the split may take to bring
+            them down; 0 always minimises the bottleneck. For tests and studies.
+
+    Raises:
+        SpecError: For a negative effort.
     """
 
     effort: float = EFFORT
@@ -44,28 +48,27 @@ class ProphetPlanner(Planner):
 
     @property
     def name(self) -> str:
-        """Its name: "prophet"."""
+        """The name under which `get_planner` finds it."""
         return "prophet"
 
     @property
     def withdraws(self) -> bool:
-        """True: see `planner.withdraw`."""
+        """Whether replicas may be withdrawn; see `prophet.planner.model.withdraw`."""
         return True
 
     @property
     def goes_on(self) -> bool:
-        """True: a later call changes little of the placement in force."""
+        """Whether a call starts from the placement in force, of which it changes little."""
         return True
 
     @property
     def needs_core(self) -> bool:
-        """True: both plan and split are compiled."""
+        """Whether the compiled core is needed: both plan and split run in it."""
         return True
 
     def _machine(self, context: PlanContext) -> Machine:
-        # The last contexts are remembered, since the same ones come back for every layer and step: that of the first
-        # layer and that of the others. Replacing them is one assignment, so that a planning thread and the training
-        # thread may share the planner.
+        # The same contexts come back for every layer and step. Replacing them is one assignment, so that a planning
+        # thread and the training thread may share the planner.
         memo = self._memo
         for machine in tuple(memo):
             if machine.matches(context):
@@ -92,13 +95,26 @@ class ProphetPlanner(Planner):
         return Placement.trusted(machine.home, holds)
 
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-        """Assign `load` [R, E] exactly, for the shortest step."""
+        """Split a step's tokens for the shortest step.
+
+        Args:
+            load: The exact load, [R, E].
+            placement: Which ranks hold which experts.
+            context: The machine and the layer.
+        """
+        # Not zeroed: the core writes every element
         tokens = np.empty((context.ranks, context.experts, context.ranks), dtype=np.int64)
         core.native.split(*self._to_split(load, placement, context), self.split_effort, tokens)
         return Split.trusted(tokens)
 
     def flows(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
-        """The same as `split` in sparse form, for large groups."""
+        """Return the result of `split` in sparse form, for large groups.
+
+        Args:
+            load: The exact load, [R, E].
+            placement: Which ranks hold which experts.
+            context: The machine and the layer.
+        """
         given = self._to_split(load, placement, context)
         shared, rows, rank_load, level, _ = core.native.split(*given, self.split_effort, NOT_DENSE)
         return Flows(given[0], placement.home, shared, rows, rank_load, level)
@@ -117,7 +133,7 @@ class ProphetPlanner(Planner):
 
 
 def _in_force(context: PlanContext) -> BoolArray:
-    """The holders of the placement in force; no rows where there is none."""
+    """Return the holders of the placement in force; no rows where there is none."""
     previous = context.previous
     if previous is None:
         return _NONE
@@ -130,7 +146,7 @@ def _in_force(context: PlanContext) -> BoolArray:
 
 
 def _checked(load: IntArray, context: PlanContext) -> IntArray:
-    # The core looks at the signs: half of the time that a check takes here goes there.
+    # The core checks the signs, which takes half of a check's time here
     if type(load) is not np.ndarray or load.dtype != np.int64 or not load.flags.c_contiguous:
         load = check_load(load)
     if load.shape != (context.ranks, context.experts):

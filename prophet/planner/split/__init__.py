@@ -1,1 +1,1 @@
-"""How many of a step's tokens every holder takes."""
+"""Splits: how many of a step's tokens every holder of an expert takes."""

@@ -17,17 +17,23 @@ from prophet.errors import SpecError
 from prophet.planner import core
 from prophet.spec import FloatArray, IntArray, Placement, Split, Topology, check_load
 
-NOT_DENSE = np.empty((0, 0, 0), dtype=np.int64)  # where the core writes no tokens
-_ANY_MACHINE = np.ones(12)  # as many as the core's `Figures`
+# In the place of the dense result: the core writes none where the array has no rows
+NOT_DENSE = np.empty((0, 0, 0), dtype=np.int64)
+# As many as the core's `Figures`
+_ANY_MACHINE = np.ones(12)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Flows:
     """A split in sparse form, for groups so large that [R, E, D] integers would be too many.
 
-    `load` [R, E] are the counts, `home` [E] the homes. `shared` [M] names the experts whose tokens follow
-    `rows` [F, 4] (source rank, expert, destination rank, tokens); all tokens of any other expert go to its
-    home.
+    Attributes:
+        load: The counts [R, E].
+        home: The homes [E].
+        shared: The experts [M] whose tokens follow `rows`; all tokens of any other expert go to its home.
+        rows: Source rank, expert, destination rank and tokens, [F, 4].
+        rank_load: Tokens [R] that every rank computes.
+        bottleneck: The lowest bottleneck of any split: tokens over relative speed.
     """
 
     load: IntArray
@@ -38,7 +44,7 @@ class Flows:
     bottleneck: float
 
     def dense(self) -> Split:
-        """The same split as [R, E, D] integers."""
+        """Return the split as [R, E, D] integers."""
         ranks, experts = self.load.shape
         tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
         alone = np.ones(experts, dtype=np.bool_)
@@ -49,7 +55,7 @@ class Flows:
         return Split.trusted(tokens)
 
     def max_mean(self) -> float:
-        """Largest rank load over the mean; 1.0 when there are no tokens."""
+        """Return the largest rank load over the mean; 1.0 when there are no tokens."""
         total = int(self.rank_load.sum())
         return float(self.rank_load.max()) * self.rank_load.size / total if total else 1.0
 
@@ -67,19 +73,34 @@ def _check(load: IntArray, placement: Placement, topology: Topology) -> IntArray
 def exact_flows(
     load: IntArray, placement: Placement, *, node: IntArray, speed: FloatArray, check: bool = True
 ) -> Flows:
-    """The exact split in sparse form; `node` [R] and `speed` [R] as of the topology (`node_ids`,
-    `relative_speed`).
+    """Return the exact split in sparse form.
+
+    Args:
+        load: The exact load, [R, E].
+        placement: Which ranks hold which experts.
+        node: Node [R] of every rank, as of `Topology.node_ids`.
+        speed: Speed [R] relative to the fastest rank, as of `Topology.relative_speed`.
+        check: Whether to check `load`; False where the caller has.
     """
     if check:
         load = check_load(load)
-    # an effort of 0 asks nothing of the machine but its speeds
+    # With an effort of 0 the core uses nothing of the machine but its speeds
     given = (load, placement.holds, placement.home, node, speed, 1.0 / speed, _ANY_MACHINE)
     shared, rows, rank_load, level, _ = core.native.split(*given, 0.0, NOT_DENSE)
     return Flows(load, placement.home, shared, rows, rank_load, level)
 
 
 def exact_split(load: IntArray, placement: Placement, topology: Topology) -> Split:
-    """The exact split of `load` [R, E] over `placement`; raises `SpecError` where sizes disagree."""
+    """Return the exact split of a load.
+
+    Args:
+        load: The exact load, [R, E].
+        placement: Which ranks hold which experts.
+        topology: Nodes and speeds of the ranks.
+
+    Raises:
+        SpecError: Where sizes disagree.
+    """
     load = _check(load, placement, topology)
     flows = exact_flows(load, placement, node=topology.node_ids(), speed=topology.relative_speed(), check=False)
     return flows.dense()

@@ -9,15 +9,20 @@ import numpy as np
 
 from prophet.spec import IntArray, Placement, Split, Topology
 
+# One token between nodes outweighs all tokens between ranks of a node
 _CROSS = 1 << 24
 
 
 def naive_bottleneck(load: IntArray, placement: Placement, topology: Topology) -> Fraction:
-    """The smallest T for which loads of at most floor(T * speed) on every rank can carry all tokens.
+    """Return the smallest T for which loads of at most floor(T * speed) on every rank can carry all tokens.
 
-    Hall's condition for a transport problem: for every set of ranks, the tokens that have nowhere else to go
-    must fit in the set. All subsets are tried, so this is for a handful of ranks.
+    Args:
+        load: The exact load, [R, E].
+        placement: Which ranks hold which experts.
+        topology: Speeds of the ranks; a handful, since all sets of ranks are tried.
     """
+    # Hall's condition for a transport problem: for every set of ranks, the tokens that have nowhere else to go must fit
+    # in the set
     total = load.sum(axis=0)
     speed = [Fraction(s) for s in topology.relative_speed()]
     best = Fraction(0)
@@ -26,6 +31,7 @@ def naive_bottleneck(load: IntArray, placement: Placement, topology: Topology) -
         bound = int(total[~placement.holds[:, ~inside].any(axis=1)].sum())
         chosen = [speed[r] for r in np.flatnonzero(inside)]
         level = max(best, bound / sum(chosen, Fraction(0)))
+        # Whole tokens: raise the level to the next one at which a rank of the set takes one token more
         while sum(math.floor(level * s) for s in chosen) < bound:
             level = min((math.floor(level * s) + 1) / s for s in chosen)
         best = max(best, level)
@@ -33,11 +39,15 @@ def naive_bottleneck(load: IntArray, placement: Placement, topology: Topology) -
 
 
 def naive_split(load: IntArray, placement: Placement, topology: Topology) -> Split:
-    """A split with the smallest bottleneck, then fewest tokens between nodes, then fewest between ranks.
+    """Return a split with the smallest bottleneck, then fewest tokens between nodes, then fewest between ranks.
 
-    Every token is a unit of flow from (source, expert) to a holder; a token that finds its rank full takes
-    the cheapest chain of evictions (Bellman-Ford over ranks).
+    Args:
+        load: The exact load, [R, E].
+        placement: Which ranks hold which experts.
+        topology: Nodes and speeds of the ranks.
     """
+    # Every token is a unit of flow from (source, expert) to a holder. A token that finds its rank full takes the
+    # cheapest chain of evictions (Bellman-Ford over ranks).
     ranks = placement.ranks
     node = topology.node_ids()
     level = naive_bottleneck(load, placement, topology)
