@@ -338,9 +338,7 @@ class Presence:
         # The text first, then the count: whoever brings the count to its end finds all texts in the store
         store.set(f"{key}: {self.rank}", text)
         if store.add(f"{key}: count", 1) == len(ranks):
-            texts = [store.get(f"{key}: {r}").decode() for r in ranks]
-            # Compared and set, since one that waits may have given up this meeting a moment ago
-            result = store.compare_set(f"{key}: result", "", json.dumps(["met", *texts]))
+            result = self._end(key, ranks)
         else:
             self.begin("")  # whoever waits is not at work: two that wait for each other must not do so for ever
             try:
@@ -353,6 +351,12 @@ class Presence:
             self._announce()
             raise Lost(texts[0], ended=outcome == "ended")
         return [str(text) for text in texts]
+
+    def _end(self, key: str, ranks: Sequence[int]) -> bytes:
+        """Write the result of a meeting to which all have come, with their texts; the result that holds."""
+        texts = [self.store.get(f"{key}: {r}").decode() for r in ranks]
+        # Compared and set, since another one may have ended or given up this meeting a moment ago
+        return self.store.compare_set(f"{key}: result", "", json.dumps(["met", *texts]))
 
     def _result(self, key: str, ranks: Sequence[int], limit_s: float, hint: str) -> bytes:
         """Wait for the result of a meeting that others are missing from, or write it where they cannot come."""
@@ -381,8 +385,10 @@ class Presence:
                     limit_s=limit_s,
                     hint=hint,
                 )
-                # Where all have come, the last of them writes the result, with all texts
-                if found is not None and found[0] != "met":
+                # The last that came ends the meeting, but its process may have ended before it could
+                if found is not None and found[0] == "met":
+                    return self._end(key, ranks)
+                if found is not None:
                     return store.compare_set(result, "", json.dumps(found))
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.1)

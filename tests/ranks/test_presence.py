@@ -73,6 +73,13 @@ def test_all_words_arrive_again_and_again(there: Callable[..., Presence]) -> Non
         assert meetings(all_) == [["I am 0", "I am 1", "I am 2"]] * 3
 
 
+def test_the_last_may_end_before_it_has_ended_the_meeting(there: Callable[..., Presence]) -> None:
+    """It has left its text and nothing else: those that wait end the meeting themselves."""
+    here = there(0)
+    here.store.set("prophet meeting for test of ranks [0, 1], call 1: 1", "I am 1")
+    assert here.meet("test", [0, 1], "I am 0", limit_s=PATIENT_S) == ["I am 0", "I am 1"]
+
+
 def test_one_that_does_not_come_is_named(there: Callable[..., Presence]) -> None:
     here, away = there(0), there(1)
     away.where = "in dispatch of layer 3"
