@@ -38,8 +38,8 @@ def save_job(switching: Switching, folder: str | Path, position: int, also: Also
         op = Operation("collecting what balancing remembers")
         experts.learn(from_all(lambda: memory, pipe.collective, pipe.config.device, op))
     run = {POSITION: position, SEED: pipe.config.seed, MEMORIES: experts.kept()}
-    how = switching.state(switching.layout)
-    save_state(how, folder, step=pipe.progress.updates, stage_map=pipe.stage_map, also=also, run=run)
+    pipeline_state = switching.state(switching.layout)
+    save_state(pipeline_state, folder, step=pipe.progress.updates, stage_map=pipe.stage_map, also=also, run=run)
 
 
 def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also: Also) -> None:
@@ -57,15 +57,17 @@ def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also
     # Balancing may make groups, too, and all processes must make them in one order
     switching.groups.idle()
     pipe, layout, plain = switching.pipeline, switching.layout, switching.adapters.plain
-    how = switching.state(layout)
+    pipeline_state = switching.state(layout)
     model = pipe.model if switching.shards is None else plain
-    target = switching.training_layout(layout, layout.stage_map(len(pipe.model.units)), switching.rules, model, how)
+    target = switching.training_layout(
+        layout, layout.stage_map(len(pipe.model.units)), switching.rules, model, pipeline_state
+    )
     # filled by `check`, which may fail, and called by `put`, which may not
     ready: list[Callable[[], None]] = []
 
     def check(saved: Checkpoint) -> None:
         _check(saved.run, folder)
-        if problem := how.refusal():
+        if problem := pipeline_state.refusal():
             raise SpecError(problem)
         # a trial: raises here, while nothing has changed yet
         Balance(None).keep(saved.run[MEMORIES])
@@ -75,7 +77,9 @@ def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also
         ready[0]()
         switching.shards = target if isinstance(target, ShardedLayout) else None
 
-    saved = load_state(how, target, folder, also=also, check=check, seed=lambda saved: saved.run[SEED], then=[put])
+    saved = load_state(
+        pipeline_state, target, folder, also=also, check=check, seed=lambda saved: saved.run[SEED], then=[put]
+    )
     # before `balance`, which hands the memories to a new engine
     switching.experts.keep(saved.run[MEMORIES])
     switching.balance()

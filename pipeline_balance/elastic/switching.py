@@ -123,13 +123,13 @@ class Switching:
             # goes on and changes the model.
             read, world = pipe.owned.as_read(), processes()
             present, rules_now = self.layout, self.rules
-            how = self.state(layout, read)
-            found = how.items()
-            ahead = how.ahead() if is_sharded(layout) else None
+            pipeline_state = self.state(layout, read)
+            found = pipeline_state.items()
+            ahead = pipeline_state.ahead() if is_sharded(layout) else None
 
         def made() -> Prepared:
             self.groups.keep()
-            held, stage_map = how.described(found), layout.stage_map(len(read.model.units))
+            held, stage_map = pipeline_state.described(found), layout.stage_map(len(read.model.units))
             specs = specs_of(held)
             chosen = layout
             if layout.order == FEWEST_BYTES:
@@ -145,8 +145,8 @@ class Switching:
                 self.groups.undo()
                 problem = f"{chosen} could not be prepared ({reasons_text([theirs for theirs, _ in every])})"
                 return Prepared(problem=problem)
-            target = self.training_layout(chosen, stage_map, rules, runs, how, ahead)
-            route_schedule = how.route_schedule([rows for _, rows in every], target, preparers.rank)
+            target = self.training_layout(chosen, stage_map, rules, runs, pipeline_state, ahead)
+            route_schedule = pipeline_state.route_schedule([rows for _, rows in every], target, preparers.rank)
             # what the switch would have to compute while everybody waits
             route_schedule.precompute(pipe.mover.budget_bytes, in_place=mode == "in-place")
             return Prepared(target=target, specs=specs, route=route_schedule)
@@ -227,9 +227,11 @@ class Switching:
 
         compared = {"have another layout": str(layout), "have another data position": self.position()}
         carrier = self.groups.get(*self._carrier) if target is not None else pipe.collective
-        how = self.state(layout or self.layout)
+        pipeline_state = self.state(layout or self.layout)
         try:
-            done = move_to(LayoutMove(how, target, compared, ready, extra_vote, on_votes, mode), carrier, [put])
+            done = move_to(
+                LayoutMove(pipeline_state, target, compared, ready, extra_vote, on_votes, mode), carrier, [put]
+            )
         except TransitionError:
             if remembered:  # the state's group may be of no more use: another one is made the next time
                 self.groups.drop([self._carrier])
@@ -269,7 +271,7 @@ class Switching:
         stage_map: StageMap,
         rules: Mapping[str, Rule],
         model: PipelineModel,
-        how: JobState,
+        pipeline_state: JobState,
         ahead: Ahead | None = None,
     ) -> JobLayout:
         """The layout as a pipeline takes it, once its groups were made.
@@ -279,10 +281,10 @@ class Switching:
             stage_map: Which stage runs which layers.
             rules: How tp cuts the model.
             model: What runs in it.
-            how: The state that goes there.
+            pipeline_state: The state that goes there.
             ahead: Makes its modules before the switch; None: the switch makes them.
         """
-        rank_assignment, owned, read = self.rank_assignment(layout), self.pipeline.owned, how.mover.owned
+        rank_assignment, owned, read = self.rank_assignment(layout), self.pipeline.owned, pipeline_state.mover.owned
         given: dict[str, Any] = {
             "rank_assignment": rank_assignment,
             "stage_map": stage_map,
@@ -293,7 +295,13 @@ class Switching:
         cut = {p.name: layout.tp for p in describe(read, rules).parameters if p.dim is not None}
         shards = cut if is_sharded(layout) else None
         given["owners"] = Owners(
-            owned, rank_assignment.grid, stage_map, layout.zero, shards=shards, shapes=how.shapes(), read=read
+            owned,
+            rank_assignment.grid,
+            stage_map,
+            layout.zero,
+            shards=shards,
+            shapes=pipeline_state.shapes(),
+            read=read,
         )
         if not is_sharded(layout):
             return JobLayout(**given)

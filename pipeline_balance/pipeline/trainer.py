@@ -494,8 +494,8 @@ class ElasticPipeline:
             SpecError: On all ranks, with all as it was, for a checkpoint of another model or other optimizer groups,
                 and for damaged or missing files.
         """
-        how = self.state()
-        return load_state(how, how.in_force(), folder, also=also)
+        state = self.state()
+        return load_state(state, state.in_force(), folder, also=also)
 
     def _check_unsharded(self, what: str, *, owners: bool = True) -> None:
         if self._passes.owners.sharded or (owners and self._passes.owners.zero):

@@ -190,7 +190,7 @@ def _are_options(value: Any) -> bool:
 
 
 def save_state(
-    how: PipelineState,
+    pipeline_state: PipelineState,
     folder: str | Path,
     *,
     step: int,
@@ -198,10 +198,11 @@ def save_state(
     also: Also,
     run: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the state that `how` would move, with its counters, between updates; collective over all processes.
+    """Write the state that `pipeline_state` would move, with its counters, between updates; collective over all
+    processes.
 
     Args:
-        how: The pipeline's training state.
+        pipeline_state: The pipeline's training state.
         folder: Where the checkpoint goes, a place that all processes reach.
         step: Number of the next step.
         stage_map: For the run that reads it.
@@ -211,27 +212,32 @@ def save_state(
     Raises:
         SpecError: On all processes where one cannot write, with the checkpoint in `folder` as it was.
     """
-    with how.during("saving before step"):
-        how.check_static("save or load a checkpoint")
-        _save(how, Path(folder), step, stage_map, also, run)
+    with pipeline_state.during("saving before step"):
+        pipeline_state.check_static("save or load a checkpoint")
+        _save(pipeline_state, Path(folder), step, stage_map, also, run)
 
 
 def _save(
-    how: PipelineState, folder: Path, step: int, stage_map: StageMap, also: Also, run: Mapping[str, Any] | None
+    pipeline_state: PipelineState,
+    folder: Path,
+    step: int,
+    stage_map: StageMap,
+    also: Also,
+    run: Mapping[str, Any] | None,
 ) -> None:
-    agree, mover = _agreement(how), how.mover
+    agree, mover = _agreement(pipeline_state), pipeline_state.mover
     here, kept = mover.groups.world.rank, [Held()]
     parts = dict[str, Any]()
 
     def describe() -> dict[str, Any]:
-        stage_map.check_layers(how.now.stage_map.layers)
-        if how.passes.progress.parts:
+        stage_map.check_layers(pipeline_state.now.stage_map.layers)
+        if pipeline_state.passes.progress.parts:
             raise SpecError(
                 "an update is under way and its gradients would be lost: save after a step with update=True"
             )
         # modules may have come since the last step, whose state belongs into the checkpoint
-        how.passes.read_model()
-        held = how.describe()
+        pipeline_state.passes.read_model()
+        held = pipeline_state.describe()
         if isinstance(held, str):
             raise SpecError(held)
         kept[0] = held
@@ -242,7 +248,7 @@ def _save(
             frozen=sorted(n for n, p in mover.owned.parameters.items() if not p.requires_grad),
             optimizers=[type(o).__name__ for o in mover.optimizers.all],
             options=mover.optimizers.options(mover.owned.parameters),
-            progress=how.passes.progress.to_json(),
+            progress=pipeline_state.passes.progress.to_json(),
             also={name: to_json(it.state_dict(), name) for name, it in (also or {}).items()},
             run=dict(run or {}),
         )
@@ -251,7 +257,7 @@ def _save(
         settings_digest = number_of(
             json.dumps([parts[n] for n in ("frozen", "options", "progress", "run")], sort_keys=True)
         )
-        state = {"tensors": spec_rows(held.specs), "scalars": how.numbers_to_vote(held)}
+        state = {"tensors": spec_rows(held.specs), "scalars": pipeline_state.numbers_to_vote(held)}
         return {"alike": alike, "settings": settings_digest, "number": secrets.randbits(48), **state}
 
     every = agree("collecting a checkpoint", describe)
@@ -260,7 +266,7 @@ def _save(
     layouts: list[tuple[Space, Layout]] = []
 
     def compare() -> dict[str, int]:
-        layouts.append(how.held_by([row["tensors"] for row in every]))
+        layouts.append(pipeline_state.held_by([row["tensors"] for row in every]))
         scalars = dict[str, Any]()
         for row in reversed(every):
             # of the lowest process
@@ -280,9 +286,9 @@ def _save(
     write(folder, number, parts, by_tensor(space, state), agree, group=mover.groups.group, first=here == 0)
 
 
-def _agreement(how: PipelineState) -> Agree:
+def _agreement(pipeline_state: PipelineState) -> Agree:
     """How processes agree: what fails on one is raised on all, as `SpecError`. One that is at work is waited for."""
-    world, device = how.mover.groups.world, how.mover.device
+    world, device = pipeline_state.mover.groups.world, pipeline_state.mover.device
 
     def agree(what: str, call: Callable[[], Any]) -> list[Any]:
         # reading and writing may take longer than a wait for another rank may
@@ -295,7 +301,7 @@ def _agreement(how: PipelineState) -> Agree:
 
 
 def load_state(
-    how: PipelineState,
+    pipeline_state: PipelineState,
     target: TrainingLayout,
     folder: str | Path,
     *,
@@ -307,7 +313,7 @@ def load_state(
     """Go to the layout `target` with the state in `folder`; collective over all processes, all or nothing.
 
     Args:
-        how: The pipeline's training state.
+        pipeline_state: The pipeline's training state.
         target: Who is to run what.
         folder: A checkpoint.
         also: What gets back what was saved beside the state, by name.
@@ -321,13 +327,13 @@ def load_state(
     Raises:
         SpecError: On all processes, with all as it was, where the checkpoint does not fit or cannot be read.
     """
-    with how.during("loading before step"):
-        how.check_static("save or load a checkpoint")
-        return _load(how, target, Path(folder), also, check, seed, then)
+    with pipeline_state.during("loading before step"):
+        pipeline_state.check_static("save or load a checkpoint")
+        return _load(pipeline_state, target, Path(folder), also, check, seed, then)
 
 
 def _load(
-    how: PipelineState,
+    pipeline_state: PipelineState,
     target: TrainingLayout,
     folder: Path,
     also: Also,
@@ -335,17 +341,17 @@ def _load(
     seed: Callable[[Checkpoint], int | None],
     then: Assignments,
 ) -> Checkpoint:
-    agree, mover = _agreement(how), how.mover
+    agree, mover = _agreement(pipeline_state), pipeline_state.mover
     here = mover.groups.world.rank
     found: list[tuple[Checkpoint, Files, dict[Piece, Tensor]]] = []
 
     def begin() -> list[Any]:
-        saved = _fitting(how, read_checkpoint(folder), folder, also or {})
+        saved = _fitting(pipeline_state, read_checkpoint(folder), folder, also or {})
         check(saved)
         files = Files(saved.tensors)
         files.check_space(saved.space)
         # new memory: until all have read, the state in force stays whole
-        layout = how.layout(saved.space, target, mover.groups.world.size)
+        layout = pipeline_state.layout(saved.space, target, mover.groups.world.size)
         state = {
             piece: mover.allocate(piece.box.shape, torch_dtype(saved.space[piece.name]), mover.device)
             for piece in layout.on(here)
@@ -357,14 +363,14 @@ def _load(
     saved, files, state = found[0]
     with at_work(f"reading {folder}"):
         files.read(by_tensor(saved.space, state), folder, group=mover.groups.group)
-    drawn, to = seed(saved), how.going(target, saved.space)
+    drawn, to = seed(saved), pipeline_state.going(target, saved.space)
     to = to if drawn is None else replace(to, config=replace(to.config, seed=drawn))
     made: list[tuple[Built, Change]] = []
     before: list[tuple[Stateful, Any]] = []
 
     def assemble() -> None:
-        built = how.build(to, {piece.name: piece.box for piece in state})
-        made.append((built, how.change(to, built, state, saved.scalars)))
+        built = pipeline_state.build(to, {piece.name: piece.box for piece in state})
+        made.append((built, pipeline_state.change(to, built, state, saved.scalars)))
         # a user's `load_state_dict` may fail halfway, here or on another rank: what was there is kept, to be put back
         for name, it in (also or {}).items():
             before.append((it, copy.deepcopy(it.state_dict())))
@@ -387,20 +393,24 @@ def _load(
         for name, parameter in mover.owned.parameters.items():
             parameter.requires_grad_(name not in saved.frozen)
 
-    placed = how.assignments(to, *made[0])
-    apply([how.passes.drop_gradients, *placed, options, lambda: how.passes.resume(progress), *then])
+    placed = pipeline_state.assignments(to, *made[0])
+    apply(
+        [pipeline_state.passes.drop_gradients, *placed, options, lambda: pipeline_state.passes.resume(progress), *then]
+    )
     return saved
 
 
-def _fitting(how: PipelineState, saved: Checkpoint, folder: Path, also: Mapping[str, Stateful]) -> Checkpoint:
+def _fitting(
+    pipeline_state: PipelineState, saved: Checkpoint, folder: Path, also: Mapping[str, Stateful]
+) -> Checkpoint:
     """The checkpoint with this model's layers; `SpecError` unless it is of this model, its optimizers and `also`."""
-    owned, optimizers = how.mover.owned, how.mover.optimizers
-    saved.stage_map.check_layers(how.now.stage_map.layers)
+    owned, optimizers = pipeline_state.mover.owned, pipeline_state.mover.optimizers
+    saved.stage_map.check_layers(pipeline_state.now.stage_map.layers)
     missing = sorted(set(also) - set(saved.also))
     if missing:
         raise SpecError(f"{folder}: holds no state of {missing}, only of {sorted(saved.also)}")
     owned.read()
-    for name, shape in how.shapes().items():
+    for name, shape in pipeline_state.shapes().items():
         buffer = name in owned.buffers
         tensor = owned.buffers[name].tensor if buffer else owned.parameters[name]
         found = saved.space[name] if name in saved.space.number else None

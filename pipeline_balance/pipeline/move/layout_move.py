@@ -31,13 +31,13 @@ from prophet.state.transition import Mode, Moved, State
 
 @dataclass
 class LayoutMove(Move):
-    """A pipeline goes to `target`, with the state that `how` knows; between updates. Gradients are dropped.
+    """A pipeline goes to `target`, with the state that `pipeline_state` knows; between updates. Gradients are dropped.
 
     `compare` refuses an update under way, votes that differ, and ties that have come apart (`SpecError`). It refuses
     state that cannot be moved (`TransitionError`).
 
     Attributes:
-        how: The pipeline's training state.
+        pipeline_state: The pipeline's training state.
         target: The layout to go to; None where this process was given none, which `on_votes` must refuse.
         compared: What must be the same on all processes, by what those do that differ.
         prepared: A route that was found ahead.
@@ -48,7 +48,7 @@ class LayoutMove(Move):
 
     what = "a switch"
 
-    how: PipelineState
+    pipeline_state: PipelineState
     target: TrainingLayout | None
     compared: Mapping[str, Any]
     prepared: Prepared = field(default_factory=Prepared)
@@ -57,63 +57,68 @@ class LayoutMove(Move):
     mode: Mode = "safe"
 
     def __post_init__(self) -> None:
-        mover = self.how.mover
+        mover = self.pipeline_state.mover
         self.device, self.budget_bytes, self.allocate = mover.device, mover.budget_bytes, mover.allocate
         self._ties: tuple[Tie, ...] = ()
         self._new_owner: Ownership | None = None
         self._schedule: Schedule | None = None
 
     def vote(self) -> Vote:
-        how, refused, ties = self.how, "", dict[str, tuple[int, int]]()
+        pipeline_state, refused, ties = self.pipeline_state, "", dict[str, tuple[int, int]]()
         # outside the `try`: `on_votes` gets what it returns from a process that refuses, too
         extra = self.extra_vote()
         try:
             ties = self._read() if self.target is not None else {}
         except Exception as error:
             refused = error_text(error)
-        self._held = held = how.describe()
+        self._held = held = pipeline_state.describe()
         ready = self.prepared.route is not None and self.prepared.specs == specs_of(held)
-        schedule = how.mover.builder.number(self._schedule) if self._schedule is not None else 0
+        schedule = pipeline_state.mover.builder.number(self._schedule) if self._schedule is not None else 0
         return Vote(
             alike={**self.compared, "switch in another mode": self.mode, "follow another schedule": schedule},
             refused=refused,
             cannot=held if isinstance(held, str) else "",
-            numbers=how.numbers_to_vote(held) if isinstance(held, Held) else {},
+            numbers=pipeline_state.numbers_to_vote(held) if isinstance(held, Held) else {},
             ready=ready,
-            copies=how.copies(),
+            copies=pipeline_state.copies(),
             ties=ties,
             more=extra,
         )
 
     def _read(self) -> dict[str, tuple[int, int]]:
         """Look at what is in force and at the target; returns digests of tied parameters."""
-        how, target = self.how, self.target
+        pipeline_state, target = self.pipeline_state, self.target
         assert target is not None
-        how.check_static("switch")
-        how.passes.read_model()
-        builder = how.mover.builder
-        if target.model not in (None, how.mover.owned.model):
+        pipeline_state.check_static("switch")
+        pipeline_state.passes.read_model()
+        builder = pipeline_state.mover.builder
+        if target.model not in (None, pipeline_state.mover.owned.model):
             builder = replace(builder, model=target.model)
             # the same parameters in the modules of another model, which runs them from then on
             self._new_owner = Ownership(target.model)
         builder.check_map(target.stage_map, target.rank_assignment.grid)
         config = replace(builder.config, microbatches=target.microbatches)
         self._schedule = builder.schedule(target.stage_map, target.durations, config)
-        if how.passes.progress.parts:
+        if pipeline_state.passes.progress.parts:
             raise SpecError("an update is under way: switch after step(update=True)")
-        how.check_free()
-        owners = how.passes.owners
+        pipeline_state.check_free()
+        owners = pipeline_state.passes.owners
         # with zero 2 and 3 all holders have other shards, so there are no copies to compare
-        self._ties = ties_of(how.mover.owned) if owners.zero < 2 else ()
+        self._ties = ties_of(pipeline_state.mover.owned) if owners.zero < 2 else ()
         # moments of one owner have no copies either
-        state = how.mover.optimizers.state() if not owners.zero else {}
-        return tie_digests(self._ties, how.now.stage_map, how.mover.groups.rank, state)
+        state = pipeline_state.mover.optimizers.state() if not owners.zero else {}
+        return tie_digests(self._ties, pipeline_state.now.stage_map, pipeline_state.mover.groups.rank, state)
 
     def compare(self, votes: Sequence[Vote]) -> None:
         self.on_votes([vote.more for vote in votes])
         refuse_against(votes, self.whole)
-        refuse_untied(self._ties, self.how.now.stage_map, self.how.mover.groups.grid, [vote.ties for vote in votes])
-        self.how.compare([vote.copies for vote in votes])
+        refuse_untied(
+            self._ties,
+            self.pipeline_state.now.stage_map,
+            self.pipeline_state.mover.groups.grid,
+            [vote.ties for vote in votes],
+        )
+        self.pipeline_state.compare([vote.copies for vote in votes])
         refuse_unmovable(votes, self.whole)
         self._ready = all(vote.ready for vote in votes)
         self._numbers = dict[str, Any]()
@@ -127,18 +132,22 @@ class LayoutMove(Move):
         assert self.target is not None
         rows = spec_rows(specs_of(self._held))
         every = gather_json(rows, carrier, self.device, Operation("describing state"))
-        return self.how.route_schedule(every, self.target, carrier.rank)
+        return self.pipeline_state.route_schedule(every, self.target, carrier.rank)
 
     def prepare(self, route_schedule: RouteSchedule) -> None:
-        how, target = self.how, self.target
+        pipeline_state, target = self.pipeline_state, self.target
         assert target is not None
         # the optimizers have used them
-        how.passes.drop_gradients()
-        if how.now.executor is not None:
-            how.now.executor.rest()
-        boxes = {piece.name: piece.box for piece in route_schedule.route.after.on(how.mover.groups.world.rank)}
-        self._to = how.going(target, route_schedule.route.space, new_owner=self._new_owner, schedule=self._schedule)
-        self._built = how.build(self._to, boxes)
+        pipeline_state.passes.drop_gradients()
+        if pipeline_state.now.executor is not None:
+            pipeline_state.now.executor.rest()
+        boxes = {
+            piece.name: piece.box for piece in route_schedule.route.after.on(pipeline_state.mover.groups.world.rank)
+        }
+        self._to = pipeline_state.going(
+            target, route_schedule.route.space, new_owner=self._new_owner, schedule=self._schedule
+        )
+        self._built = pipeline_state.build(self._to, boxes)
 
     def state(self, pieces: Sequence[Piece]) -> State:
         assert isinstance(self._held, Held)
@@ -147,14 +156,14 @@ class LayoutMove(Move):
     def beside(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
         assert isinstance(self._held, Held)
         moving = {piece.name for piece in pieces}
-        return self.how.beside([t for name, t in self._held.tensors.items() if name not in moving])
+        return self.pipeline_state.beside([t for name, t in self._held.tensors.items() if name not in moving])
 
     def assemble(self, moved: Moved) -> Assignments:
-        change = self.how.change(self._to, self._built, moved.state, self._numbers)
-        return self.how.assignments(self._to, self._built, change)
+        change = self.pipeline_state.change(self._to, self._built, moved.state, self._numbers)
+        return self.pipeline_state.assignments(self._to, self._built, change)
 
     def drop(self) -> None:
-        self.how.drop()
+        self.pipeline_state.drop()
 
 
 def switch(move: LayoutMove, carrier: Collective, then: Assignments = ()) -> Switched:
@@ -171,5 +180,5 @@ def switch(move: LayoutMove, carrier: Collective, then: Assignments = ()) -> Swi
     Raises:
         TransitionError: The move failed; see `transaction.run`, which has all errors.
     """
-    with move.how.during("switch before step"):
-        return run(move, world=move.how.mover.groups.world, carrier=carrier, then=then)
+    with move.pipeline_state.during("switch before step"):
+        return run(move, world=move.pipeline_state.mover.groups.world, carrier=carrier, then=then)
