@@ -288,7 +288,7 @@ class Bench:
                 engine.on_step.append(reports.append)
                 engine.on_step.append(lambda report: placements.append(report.placements))
                 engine.on_step.append(lambda report: forms.append(report.forms))
-            watches = [layer._port.stopwatch for layer in moe_layers(self.model)] if engine is None else []
+            watches = [layer.port.stopwatch for layer in moe_layers(self.model)] if engine is None else []
             plain_seconds = []
             for rows in itertools.islice(self.rows(), self.skip + self.steps):
                 seconds, loss = train_step(self.model, optimizer, rows)

@@ -88,7 +88,7 @@ class Implementation:
             report = self.engine.last_step
             self.seconds = {**(report.seconds if report else {}), "plan_wait": waited}
         elif isinstance(self.layer, prophet.MoE):
-            self.seconds = self.layer._port.stopwatch.take()
+            self.seconds = self.layer.port.stopwatch.take()
 
     def parts(self, total_s: float) -> dict[str, float]:
         """Seconds of the last step by part; "rest" is what nobody has timed: permutations, autograd, copies."""

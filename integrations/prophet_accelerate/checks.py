@@ -113,7 +113,7 @@ def check_unwrapped(model: nn.Module) -> None:
             f"the model is wrapped already, in {type(model).__name__}: accelerator.prepare() wraps it, so pass it as "
             f"it was built"
         )
-    if any(isinstance(layer._port, BalancedLayer) for layer in moe_layers(model)):
+    if any(isinstance(layer.port, BalancedLayer) for layer in moe_layers(model)):
         raise ValueError(
             "the model has an engine already, by prophet.attach or another integration, and accelerator.prepare() "
             "attaches one: call its close() first, or leave it out"

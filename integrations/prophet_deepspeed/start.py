@@ -195,7 +195,7 @@ def _check_model(model: Any) -> None:
             f"{SECTION}: the model is wrapped in {type(model).__name__} already, and two frameworks would average its "
             f"gradients: pass the model itself"
         )
-    if any(isinstance(layer._port, BalancedLayer) for layer in moe_layers(model)):
+    if any(isinstance(layer.port, BalancedLayer) for layer in moe_layers(model)):
         raise ConfigError(
             f"{SECTION}: the model has an engine already, by prophet.attach, another integration or an earlier "
             f"initialize: call its close() first (engine.prophet.close()), or leave this section out"

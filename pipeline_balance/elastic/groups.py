@@ -147,7 +147,7 @@ class Groups:
         found = self.get(members, purpose)
         assert isinstance(found, ProcessGroupCollective)
         # for SHARDS both channels are the same group
-        group: dist.ProcessGroup = found._groups["tokens"]
+        group: dist.ProcessGroup = found.groups["tokens"]
         return group
 
     def keep(self) -> None:

@@ -245,7 +245,7 @@ def revert(model: nn.Module) -> None:
     staying = [layer.origin.stays for *_, layer in found if layer.origin.stays]
     if staying:
         raise ConversionError(staying[0])
-    if any(layer._port.index is not None for *_, layer in found):
+    if any(layer.port.index is not None for *_, layer in found):
         raise ConversionError(
             "an engine is attached to this model: call engine.close() first, which ends balancing and leaves the "
             "experts converted, then prophet.revert(model)"

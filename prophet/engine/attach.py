@@ -52,7 +52,7 @@ def attach(
     layers = moe_layers(model)
     if not layers:
         raise ValueError("the model has no prophet.MoE layer to balance")
-    if any(isinstance(layer._port, BalancedLayer) for layer in layers):
+    if any(isinstance(layer.port, BalancedLayer) for layer in layers):
         raise ValueError(
             "a layer of this model is already attached to an engine: call close() of that one first, which ends "
             "balancing and leaves converted experts converted"

@@ -118,9 +118,9 @@ class Engine:
         self._closed = False
         self._hooks: list[Any] = []
         # 5. Last of all the layers are taken over: an error above leaves the model as it was. `close` puts these back.
-        self._originals = [(layer.collective, layer._port) for layer in layers]
+        self._originals = [(layer.collective, layer.port) for layer in layers]
         for layer, balanced in zip(layers, self.balanced, strict=True):
-            layer.collective, layer._port = self.collective, balanced
+            layer.collective, layer.port = self.collective, balanced
             layer.expert_watch.every = experiment.check_every
 
     def __repr__(self) -> str:
@@ -470,4 +470,4 @@ class Engine:
             hook.remove()
         self._hooks.clear()
         for layer, (collective, port) in zip(self.layers, self._originals, strict=True):
-            layer.collective, layer._port = collective, port
+            layer.collective, layer.port = collective, port

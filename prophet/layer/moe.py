@@ -186,7 +186,7 @@ class MoE(nn.Module):
         self.stats: LayerStats | None = None
         # place among the group's layers that nobody balances, by their first runs
         self._number: int | None = None
-        self._port: Port = self.plain_port()
+        self.port: Port = self.plain_port()
         self._book: LossBook | None = None
         # called with this layer when its experts' backward pass begins, rows or not; the same on all ranks
         self.on_backward: Callable[[MoE], None] | None = None
@@ -214,7 +214,7 @@ class MoE(nn.Module):
         self.experts.share_over(group.rank, group.size)
         self.collective, self.replicas = group, replicas
         self.alike = alike if isinstance(self.experts, FeedForwardBank) else None
-        self._port, self._number = self.plain_port(), None
+        self.port, self._number = self.plain_port(), None
         # gradients so far were those of other experts
         self.expert_watch.remember()
 
@@ -231,7 +231,7 @@ class MoE(nn.Module):
     @property
     def label(self) -> str:
         """What messages call this layer."""
-        return "MoE layer" if self._port.index is None else f"MoE layer {self._port.index}"
+        return "MoE layer" if self.port.index is None else f"MoE layer {self.port.index}"
 
     def signature(self) -> str:
         """Return, as text, what must be equal on all ranks for the layer to work."""
@@ -266,11 +266,11 @@ class MoE(nn.Module):
         """Apply the layer to `x` [..., D]; `decide` returns, for tokens [N, D], which experts they visit."""
         check_plain_autograd(itertools.chain((x,), self.parameters()))
         dtype = self._checked_dtype(x)
-        port, watch = self._port, self._port.stopwatch
+        port, watch = self.port, self.port.stopwatch
         forward = Pass.now(self.training)
         port.begin(forward)
         # this block's backward pass ends here: the block before it starts with its non-MoE layers
-        tokens_ND = on_backward(x.reshape(-1, self.dim), lambda: self._port.window("BNEC"))
+        tokens_ND = on_backward(x.reshape(-1, self.dim), lambda: self.port.window("BNEC"))
 
         with watch("gate"):
             routing = decide(tokens_ND)
@@ -349,7 +349,7 @@ class MoE(nn.Module):
 
     def _exchange_counts(self, routing: Routing, tokens: int, forward: Pass) -> Counts:
         """Exchange counts with all ranks, and check that all are in the same place and sane; collective."""
-        config, port = self.gate.config, self._port
+        config, port = self.gate.config, self.port
         extra = None
         if config.aux_loss == "gshard":
             extra = routing.first_choice_counts()
@@ -381,12 +381,12 @@ class MoE(nn.Module):
 
     def _run_experts(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """Run the experts on `rows` [B, D], which lie in groups of these sizes: homes first, then replicas."""
-        port, watch = self._port, self._port.stopwatch
+        port, watch = self.port, self.port.stopwatch
         # backward there is no block of code to time: two hooks start and stop the clock
         backward = watch("expert")
 
         def begin_backward() -> None:
-            self._port.window("BEC")
+            self.port.window("BEC")
             if self.on_backward is not None:
                 self.on_backward(self)
             backward.start()
@@ -417,7 +417,7 @@ class MoE(nn.Module):
             )
         losses = self.gate.losses(routing, *self._judged(routing, counts))
         if self._book is not None and not again:
-            self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
+            self._book.entries += [(self.port.index, name, loss) for name, loss in losses.items()]
 
     def _judged(self, routing: Routing, counts: Counts) -> tuple[Tensor, int, int]:
         """Return what losses are about: choices [E], tokens, and how many ranks have each other tokens of these."""
@@ -430,8 +430,8 @@ class MoE(nn.Module):
         return total, int(counts.tokens.sum()), self.collective.size // alike
 
     def _move(self, rows: Tensor, send: list[int], recv: list[int], name: str) -> Tensor:
-        with self._port.stopwatch("a2a"):
-            return self.collective.all_to_all(rows, send, recv, op=Operation(name, self._port.index)).wait()
+        with self.port.stopwatch("a2a"):
+            return self.collective.all_to_all(rows, send, recv, op=Operation(name, self.port.index)).wait()
 
 
 def _loaded(layer: MoE, _: object) -> None:

@@ -115,22 +115,22 @@ class ProcessGroupCollective(Collective):
         local = len(ranks) < dist.get_world_size()
         options: dict[str, Any] = {"timeout": limit, "use_local_synchronization": local}
         made = channels or all_made([lambda: dist.new_group(ranks, **options)] * 2)
-        self._groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
+        self.groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
         # Weak, or `_shared` below would keep alive the group that its entry hangs on
         self._base, self._ranks = weakref.ref(base), ranks
         self._presence = presence()
-        self._presence.counters[self._groups["tokens"].group_name] = self.frames
+        self._presence.counters[self.groups["tokens"].group_name] = self.frames
         self._broken: CollectiveError | None = None
         self._receive_first = receive_first
         if receive_first is None:
             level = dist.get_debug_level()  # type: ignore[attr-defined]
             # At DETAIL torch compares the ranks' message counts, which differ where some rows are empty
             counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
-            over_gloo = "cpu:gloo" in str(dist.get_backend_config(self._groups["tokens"]))
+            over_gloo = "cpu:gloo" in str(dist.get_backend_config(self.groups["tokens"]))
             self._receive_first = not counted and over_gloo and self._on_several_hosts()
         # For posting and for waiting; made by the first all-to-all
         self._threads: dict[Channel, tuple[Waiter, Waiter]] = {}
-        self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
+        self._posted: dict[Channel, int] = dict.fromkeys(self.groups, 0)
         self._single: Waiter | None = None
 
     def _on_several_hosts(self) -> bool:
@@ -201,7 +201,7 @@ class ProcessGroupCollective(Collective):
             return self.guard(lambda: self._post(source.detach(), out, send_rows, recv_rows, channel, op), op)
         work = self.guard(
             lambda: dist.all_to_all_single(
-                out, source, list(recv_rows), list(send_rows), group=self._groups[channel], async_op=True
+                out, source, list(recv_rows), list(send_rows), group=self.groups[channel], async_op=True
             ),
             op,
         )
@@ -222,7 +222,7 @@ class ProcessGroupCollective(Collective):
         self, source: Tensor, out: Tensor, send_rows: Rows, recv_rows: Rows, channel: Channel, op: Operation
     ) -> Pending:
         """Start an all-to-all of single messages, receives before sends."""
-        group, rank = self._groups[channel], self.rank
+        group, rank = self.groups[channel], self.rank
         if channel not in self._threads:
             self._threads[channel] = Waiter(f"gloo posts {channel}"), Waiter(f"gloo waits for {channel}")
         poster, waiter = self._threads[channel]
@@ -264,16 +264,16 @@ class ProcessGroupCollective(Collective):
         out = x.new_empty((self.size, *x.shape))
 
         def gather() -> None:
-            work = _all_gather_single(out.view(-1), source.view(-1), group=self._groups[channel], async_op=True)
+            work = _all_gather_single(out.view(-1), source.view(-1), group=self.groups[channel], async_op=True)
             self._wait_on(x)([work])
 
         self.guard(gather, op)
         return out
 
     def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
-        if self.size == 1 or not is_short(x, self._groups["tokens"]):
+        if self.size == 1 or not is_short(x, self.groups["tokens"]):
             return self.all_gather(x, op=op)
-        return self.guard(lambda: gathered_at_once(x, self._groups["tokens"], op, self._beside), op)
+        return self.guard(lambda: gathered_at_once(x, self.groups["tokens"], op, self._beside), op)
 
     def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
         """See `Collective`. Raises `OutOfStep` soon where the others cannot come: they wait for this rank elsewhere.
@@ -284,7 +284,7 @@ class ProcessGroupCollective(Collective):
             return super().gather_messages(x, op=op)
         source = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
-        group = self._groups["tokens"]
+        group = self.groups["tokens"]
 
         def gather() -> None:
             work = _all_gather_single(out.view(-1), source.view(-1), group=group, async_op=True)
@@ -308,7 +308,7 @@ class ProcessGroupCollective(Collective):
         return out
 
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
-        group = self._groups[channel]
+        group = self.groups[channel]
         # Receives first, as in `all_to_all`: a peer's data need not wait behind this rank's
         ops = [dist.P2POp(dist.irecv, t, self._ranks[p], group=group) for p, t in recvs]
         ops += [dist.P2POp(dist.isend, t, self._ranks[p], group=group) for p, t in sends]
@@ -326,7 +326,7 @@ class ProcessGroupCollective(Collective):
         Args:
             stages_of: See `Watch`.
         """
-        self.watch = Watch(self._presence, self._ranks, self._groups["tokens"].group_name, stages_of)
+        self.watch = Watch(self._presence, self._ranks, self.groups["tokens"].group_name, stages_of)
         return self.watch
 
     def roll_call(self, op: Operation) -> None:
@@ -348,19 +348,19 @@ class ProcessGroupCollective(Collective):
     def abort(self) -> None:
         """Make every wait for this collective fail at once, in any thread; it cannot be used afterwards."""
         self._broken = CollectiveError(self.rank, Operation("abort"), "the collective was given up")
-        for group in dict.fromkeys(self._groups.values()):
+        for group in dict.fromkeys(self.groups.values()):
             abort(group)
 
     def close(self) -> None:
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
         if dist.is_initialized():
-            for group in dict.fromkeys(self._groups.values()):
+            for group in dict.fromkeys(self.groups.values()):
                 dist.destroy_process_group(group)
         for waiter in (w for both in self._threads.values() for w in both):
             waiter.close()
         if self._single is not None:
             self._single.close()
-        self._groups.clear()
+        self.groups.clear()
 
 
 # --- who is there ---
@@ -564,6 +564,6 @@ def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: f
     known = _shared.setdefault(base, {})
     found = known.get(timeout_s)
     # Without groups it was closed by its user, and the next one needs new communicators
-    if found is None or not found._groups:
+    if found is None or not found.groups:
         found = known[timeout_s] = ProcessGroupCollective(base, timeout_s=timeout_s)
     return found

@@ -48,7 +48,7 @@ class Listening(PlainPort):
 
 def listening() -> tuple[prophet.MoE, Listening]:
     layer, port = prophet.MoE(DIM, 5, EXPERTS), Listening()
-    layer._port = port
+    layer.port = port
     return layer, port
 
 

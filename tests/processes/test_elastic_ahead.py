@@ -147,7 +147,7 @@ def test_what_cannot_go_over_is_seen_though_it_came_after_the_preparation() -> N
         assert words.endswith("the state from before the move is whole")
 
 
-def _groups(rank: int, size: int) -> dict[str, int]:
+def groups(rank: int, size: int) -> dict[str, int]:
     made: list[list[int]] = []
     inner, asked = dist.new_group, [0]
 
@@ -181,6 +181,6 @@ def _groups(rank: int, size: int) -> dict[str, int]:
 
 
 def test_a_layout_makes_no_group_that_it_does_not_use() -> None:
-    for made in run_gloo(_groups, 4):
+    for made in run_gloo(groups, 4):
         # a mesh's group has one channel, any other two
         assert made == {"dp4,zero3": 1, "pp2,dp2": 8, "dp4": 2}

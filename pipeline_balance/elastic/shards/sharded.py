@@ -381,7 +381,7 @@ class ShardedChain(ShardedModel):
             self._draw(unit)
             args, kwargs = plain._arguments(unit, activations, microbatch)
             leaves, structure = tree_flatten(module(*args, **kwargs))
-            activations, plain._structures = tuple(leaves), (*plain._structures[:unit], structure)
+            activations, plain.structures = tuple(leaves), (*plain.structures[:unit], structure)
         return activations
 
     def _whole(self, microbatch: Microbatch) -> Activations:

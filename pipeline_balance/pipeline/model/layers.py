@@ -238,7 +238,7 @@ class ModuleChain(PipelineModel):
         self.loss_fn = loss_fn
         self._counted = counted if counted is not None else labels_of(loss_fn)
         self.device = device if device is not None else torch.device("cpu")
-        self._structures: tuple[TreeSpec, ...] = ()
+        self.structures: tuple[TreeSpec, ...] = ()
         self._known: dict[Any, tuple[list[Activations], tuple[TreeSpec, ...]]] = {}
 
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
@@ -254,7 +254,7 @@ class ModuleChain(PipelineModel):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a unit is called with."""
         if unit:
-            given = tree_unflatten(list(activations), self._structures[unit - 1])
+            given = tree_unflatten(list(activations), self.structures[unit - 1])
         else:
             given = dict(microbatch.inputs)
             # a single tensor was given the name "input" by `cut`
@@ -267,7 +267,7 @@ class ModuleChain(PipelineModel):
         count = self.counted(microbatch)
         if not count:
             return zero_of(activations)
-        loss = self.loss_fn(tree_unflatten(list(activations), self._structures[-1]), microbatch.labels)
+        loss = self.loss_fn(tree_unflatten(list(activations), self.structures[-1]), microbatch.labels)
         if loss.numel() != 1:
             raise SpecError(f"the loss must be a mean, one number, got a tensor of shape {list(loss.shape)}")
         # without this check the run would go on, and train nothing
@@ -293,7 +293,7 @@ class ModuleChain(PipelineModel):
         key = (microbatch.shapes(), self._mode())
         if key not in self._known:
             self._known[key] = self._trace(microbatch)
-        found, self._structures = self._known[key]
+        found, self.structures = self._known[key]
         return found
 
     def _mode(self) -> tuple[Any, ...]:
@@ -312,7 +312,7 @@ class ModuleChain(PipelineModel):
         structures: list[TreeSpec] = []
         for unit, module in enumerate(self.units):
             # `_arguments` of this unit nests the output of the one before it
-            self._structures = tuple(structures)
+            self.structures = tuple(structures)
             args, kwargs = self._arguments(unit, found[-1], microbatch)
             given = found[-1] if unit else tuple(microbatch.inputs.values())
             try:
