@@ -52,6 +52,34 @@ class Config:
             raise ValueError(f"warps, stages or swizzle out of range: {self}")
 
 
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a program's tiles have to fit into.
+
+    Attributes:
+        capability: Compute capability times ten, such as 86.
+        shared_bytes: The most shared memory that one program may use.
+    """
+
+    capability: int
+    shared_bytes: int
+
+
+# NVIDIA, CUDA C++ programming guide, technical specifications: "maximum amount of shared memory per thread block"
+ARCHITECTURES = {c: Architecture(c, kib << 10) for c, kib in ((80, 163), (86, 99), (89, 99), (90, 227), (100, 227))}
+
+
+@lru_cache(maxsize=16)
+def architecture_of(device: torch.device) -> Architecture | None:
+    """Return what tiles have to fit into on `device`; None for the interpreter, which has no limits."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+    # One that is not in the table gets what all of them have
+    return ARCHITECTURES.get(capability, Architecture(capability, min(a.shared_bytes for a in ARCHITECTURES.values())))
+
+
 def cache_file() -> Path:
     """Return the path where measured choices are kept."""
     return Path.home() / ".cache" / "moe-prophet" / "tiles.json"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from prophet.kernels.tuning import ARCHITECTURES, rule
 from prophet.spec import ACTIVATIONS
 from tests.helpers.oracle import LIMITED
 from tests.helpers.pretend_device import SUPPORTED
@@ -83,47 +84,56 @@ def test_an_engines_tests_pass_on_a_device_that_is_not_the_host() -> None:
     passed("-p", "tests.helpers.pretended", *(f"tests/{name}.py" for name in names))
 
 
-# what a program may use on an H100, 227 KiB of the 228 of a multiprocessor
-SHARED_LIMIT = 232448
-
-
-def hopper(*names: str) -> list[dict[str, Any]]:
-    done = run("tests.helpers.compile_for_hopper", *names)
+def compiled_for(arch: int, *names: str) -> list[dict[str, Any]]:
+    done = run("tests.helpers.compile_for", str(arch), *names)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "tf32"])
-def test_every_tile_shape_compiles_for_hopper_and_fits(dtype: str) -> None:
-    """All tile shapes that the rule may choose or that are tuned over, in every kernel of the grouped FFN."""
-    rows = hopper(dtype)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_tile_shape_compiles_and_fits(arch: int, dtype: str) -> None:
+    """All tile shapes that the rule may choose, on Hopper those that are tuned over, in the grouped FFN's kernels."""
+    rows = compiled_for(arch, dtype)
     assert {row["kernel"] for row in rows} == {
         "rows: product", "rows: swiglu", "rows: gelu", "rows: swiglu backward", "rows: gelu backward", "weights"
     }  # fmt: skip
     for row in rows:
-        assert 0 < row["shared_bytes"] <= SHARED_LIMIT, row
+        assert 0 < row["shared_bytes"] <= ARCHITECTURES[arch].shared_bytes, row
         assert row["async"], row  # weights are found through a table of addresses, and pipelined all the same
-        if dtype != "fp32" and row["tile"][0] >= 64:
+        if arch == 90 and dtype != "fp32" and row["tile"][0] >= 64:
             assert row["wgmma"], row  # Hopper's matrix instructions
-    ruled = [row for row in rows if row["tile"] == [128, 128, 64, 8, 3]]
-    assert len(ruled) >= 6 or dtype in ("fp32", "tf32")
-    assert all(row["spilled_bytes"] <= 64 for row in ruled), ruled
+    ruled = [row for row in rows if arch != 90 or row["tile"][1:] == [128, 64, 8, 3]]
+    assert len(ruled) >= 5 or dtype in ("fp32", "tf32")
+    for row in ruled:
+        assert row["spilled_bytes"] <= (64 if row["kernel"] == "weights" else 32), row
+
+
+def test_few_rows_per_expert_fit_cards_with_little_shared_memory() -> None:
+    """RTX 30 and 40, A10, L40S: 99 KiB for a program; a gated layer's weights would take more in four stages."""
+    from prophet.kernels.grouped_ffn.kernel import ACT, fitting
+
+    arch = ARCHITECTURES[86]
+    for rows in (16, 32):
+        ruled = rule("rows", torch.device("cuda"), torch.bfloat16, (rows, 4096, 4096))
+        assert fitting(ruled, ACT, True, arch).stages == 3
+        assert fitting(ruled, ACT, False, arch) == fitting(ruled, ACT, True, ARCHITECTURES[80]) == ruled
 
 
 def test_the_other_kernels_compile_for_hopper() -> None:
-    rows = hopper("others")
+    rows = compiled_for(90, "others")
     kernels = {row["kernel"] for row in rows}
     passes = {f"rows: {name}{end}" for name in (*ACTIVATIONS, *LIMITED) for end in ("", " backward")}
     assert passes - kernels == {"rows: gelu", "rows: gelu backward", "rows: swiglu", "rows: swiglu backward"}
     assert len(rows) == 16 + len(passes & kernels)
-    assert all(row["shared_bytes"] <= SHARED_LIMIT for row in rows)
+    assert all(row["shared_bytes"] <= ARCHITECTURES[90].shared_bytes for row in rows)
 
 
 @pytest.mark.slow
 def test_every_activation_fits_into_registers_in_large_tiles() -> None:
-    rows = hopper("activations")
+    rows = compiled_for(90, "activations")
     assert len(rows) == 2 * (len(ACTIVATIONS) + len(LIMITED) - 2)
     for row in rows:
-        assert 0 < row["shared_bytes"] <= SHARED_LIMIT, row
+        assert 0 < row["shared_bytes"] <= ARCHITECTURES[90].shared_bytes, row
         assert row["spilled_bytes"] <= 128, row  # the two accumulators of gated ones fill the registers

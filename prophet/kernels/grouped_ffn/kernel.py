@@ -26,7 +26,7 @@ from torch import Tensor
 from prophet.kernels.choice import on_its_device
 from prophet.kernels.grouped_ffn.blocked import GradTarget
 from prophet.kernels.grouped_ffn.naive import CLAMP_PASSES, QUICK_SLOPE, ExpertWeights
-from prophet.kernels.tuning import Config, config_for, rule, shape_class
+from prophet.kernels.tuning import Architecture, Config, architecture_of, config_for, rule, shape_class
 from prophet.spec import Activation, ActivationParts, parts_of
 
 # modes of the rows kernel, which compares them as numbers
@@ -295,18 +295,48 @@ def _weights_kernel(
                     tl.store(grad_b + row, before + value_b, mask=row < n_rows)
 
 
-def fitting(c: Config, mode: int, gated: bool) -> Config:
-    """Return the tile shape that is launched where `c` is chosen.
+def fitting(
+    c: Config, mode: int, gated: bool, arch: Architecture | None, *, item_bytes: int = 2, weight_bytes: int = 2
+) -> Config:
+    """Return the tile shape that is launched where `c` is chosen: one that fits the registers and the shared memory.
 
     Args:
         c: What the rule or a file says.
         mode: Of the rows kernel.
         gated: Whether the activation is gated.
+        arch: Where it runs; None where nothing has to fit.
+        item_bytes: Of an element of the rows.
+        weight_bytes: Of an element of the weights.
     """
-    # two accumulators share the registers
-    if mode == ACT and gated and c.rows * c.cols > 128 * 128:
-        return replace(c, cols=c.cols // 2)
+    weights = 2 if mode == ACT and gated else 1
+    if weights == 2:
+        # Two accumulators share the registers. Hopper's matrix instructions leave room for a whole square tile, and
+        # elsewhere one spills 72 to 268 bytes; exact float32 products on sm_80 spill sooner
+        most = 128 * 128 if arch is None or arch.capability == 90 else 128 * 64
+        if item_bytes == 4 and arch is not None and arch.capability == 80:
+            most = 64 * 32
+        while c.rows * c.cols > most and c.cols > 16:
+            c = replace(c, cols=c.cols // 2)
+        # four warps spill 72 bytes there
+        if arch is not None and arch.capability >= 100 and c.rows * c.cols == most:
+            c = replace(c, warps=max(c.warps, 8))
+    while (
+        arch is not None
+        and c.stages > 1
+        and _shared_bytes(c, weights, arch, item_bytes, weight_bytes) > arch.shared_bytes
+    ):
+        c = replace(c, stages=c.stages - 1)
     return c
+
+
+def _shared_bytes(c: Config, weights: int, arch: Architecture, item_bytes: int, weight_bytes: int) -> int:
+    """Return what a program of the rows kernel takes of shared memory, as Triton 3.9 lays it out."""
+    stage = c.rows * c.depth * item_bytes + weights * c.depth * c.cols * weight_bytes
+    # From Hopper on, matrix instructions of 64 rows read operands from shared memory, so each stage has a buffer;
+    # before, the tile in use is in registers
+    from_shared = arch.capability >= 90 and c.rows >= 64 and item_bytes == 2
+    # and a few words for barriers
+    return stage * c.stages + 64 if from_shared else stage * (c.stages - 1)
 
 
 @lru_cache(maxsize=16)
@@ -388,7 +418,14 @@ class _Launch:
         # wider weights take more shared memory than what was measured
         else:
             c = rule("rows", self.device, self.dtype, shape_class(*shape))
-        c = fitting(c, mode, act.gated)
+        c = fitting(
+            c,
+            mode,
+            act.gated,
+            architecture_of(self.device),
+            item_bytes=self.dtype.itemsize,
+            weight_bytes=self.like.dtype.itemsize,
+        )
         row, b_row = self.row_of[weight], self.row_of.get(bias)
         tables = self.table[row], self.table[b_row or 0], self.like
         _rows_kernel[(_programs(self.device),)](

@@ -1,8 +1,10 @@
-"""Compiles the Triton kernels for an H100 on a machine without one, and prints what each takes as a line of JSON.
+"""Compiles the Triton kernels for a GPU that is not there, and prints what each takes as a line of JSON.
 
-`python -m tests.helpers.compile_for_hopper [NAME ...]` with bf16, fp16, fp32, tf32 (the grouped FFN's kernels),
-activations (all of them in large tiles) or others (the other ops, and all activations in small tiles); all without one.
-Run it in a process of its own, because Triton reads its settings on import.
+`python -m tests.helpers.compile_for ARCH [NAME ...]` with the compute capability times ten, one of
+`prophet.kernels.tuning.ARCHITECTURES`, and bf16, fp16, fp32, tf32 (the grouped FFN's kernels), activations (all of
+them in large tiles) or others (the other ops, and all activations in small tiles); all without a name. For Hopper (90)
+the grouped FFN's tiles are also those that are tuned over. Run it in a process of its own, because Triton reads its
+settings on import.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from prophet.kernels.grouped_ffn import kernel as ffn
 from prophet.kernels.permute import kernel as permute
 from prophet.kernels.route import kernel as route
 from prophet.kernels.split_apply import kernel as split_apply
-from prophet.kernels.tuning import Config, rule
+from prophet.kernels.tuning import ARCHITECTURES, Config, rule
 from prophet.spec import ACTIVATIONS, parts_of
 from tests.helpers.oracle import LIMITED
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
-HOPPER = GPUTarget("cuda", 90, 32)
+ARCH = ARCHITECTURES[int(sys.argv[1])]
 
 
 def compiled(fn: Any, types: dict[str, str], constants: dict[str, Any], warps: int = 4, stages: int = 3) -> Any:
@@ -43,18 +45,22 @@ def compiled(fn: Any, types: dict[str, str], constants: dict[str, Any], warps: i
     hints = {at[n]: [["tt.divisibility", 16]] for n, t in types.items() if t != "fp32" and n not in free}
     fixed = {at[n]: v for n, v in constants.items()}
     source = ASTSource(fn=fn, signature=signature, constexprs=fixed, attrs=hints)
-    return triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
+    return triton.compile(
+        source, target=GPUTarget("cuda", ARCH.capability, 32), options={"num_warps": warps, "num_stages": stages}
+    )
 
 
 def resources(built: Any) -> dict[str, int]:
     """Registers per thread and spilled bytes, as the assembler that comes with Triton says."""
-    tool = get_ptxas(90).path
+    tool = get_ptxas(ARCH.capability).path
+    # instructions of one architecture only, which Triton uses where there are any
+    name = f"sm_{ARCH.capability}{'a' if ARCH.capability >= 90 else ''}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(built.asm["ptx"])
         target = str(Path(folder) / "kernel.cubin")
         done = subprocess.run(
-            [tool, "-v", "--gpu-name", "sm_90a", str(source), "-o", target],
+            [tool, "-v", "--gpu-name", name, str(source), "-o", target],
             capture_output=True,
             text=True,
             check=True,
@@ -64,10 +70,10 @@ def resources(built: Any) -> dict[str, int]:
 
 
 def shapes(kind: Any, dtype: torch.dtype) -> list[Config]:
-    """Every tile shape that a kernel of this kind may be launched with: the rule's, and those that are tuned over."""
+    """Every tile shape that a kernel of this kind may be launched with: the rule's, on Hopper those tuned over, too."""
     device = torch.device("cuda")
     ruled = [rule(kind, device, dtype, (rows, 4096, 4096)) for rows in (16, 32, 64, 128, 4096)]
-    return list(dict.fromkeys([*ruled, *candidates(kind, dtype)]))
+    return list(dict.fromkeys([*ruled, *(candidates(kind, dtype) if ARCH.capability == 90 else [])]))
 
 
 def activation(name: Any) -> dict[str, Any]:
@@ -91,7 +97,8 @@ def rows_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
             ("swiglu backward", ffn.ACT_BACKWARD, True),
             ("gelu backward", ffn.ACT_BACKWARD, False),
         ):
-            c = ffn.fitting(given, mode, gated)
+            size = DTYPES[name].itemsize
+            c = ffn.fitting(given, mode, gated, ARCH, item_bytes=size, weight_bytes=size)
             transposed = mode == ffn.ACT_BACKWARD
             stride = {"w_stride_k": "i32"} if transposed else {"w_stride_n": "i32"}
             one = "w_stride_n" if transposed else "w_stride_k"
@@ -116,7 +123,10 @@ def odd_launches() -> Iterator[tuple[str, Any]]:
         ("float32 weights", "*fp32", {}, 4096),
         ("float32 weights, few rows", "*fp32", {}, 32),
     ):
-        c = ffn.fitting(rule("rows", device, torch.bfloat16, (rows, 4096, 4096)), ffn.ACT, True)
+        wide = 4 if width == "*fp32" else 2
+        c = ffn.fitting(
+            rule("rows", device, torch.bfloat16, (rows, 4096, 4096)), ffn.ACT, True, ARCH, weight_bytes=wide
+        )
         constants = {
             "MODE": ffn.ACT, **activation("swiglu"), "BIASED": True, "KEEP": True, "ALIGNED": True, "PRECISION": "ieee",
             "BM": c.rows, "BN": c.cols, "BK": c.depth, "SWIZZLE": c.swizzle, "w_stride_k": 1, **more,
@@ -136,7 +146,7 @@ def other_activations(tile: Config) -> Iterator[tuple[str, Any]]:
         for mode in (ffn.ACT, ffn.ACT_BACKWARD):
             if name in ("gelu", "swiglu"):
                 continue
-            c = ffn.fitting(tile, mode, parts_of(name).gated)
+            c = ffn.fitting(tile, mode, parts_of(name).gated, ARCH)
             constants = {
                 "MODE": mode, **activation(name), "BIASED": True, "KEEP": True, "ALIGNED": True, "PRECISION": "ieee",
                 "BM": c.rows, "BN": c.cols, "BK": c.depth, "SWIZZLE": c.swizzle, "w_stride_k": 1,
@@ -208,4 +218,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[2:])
