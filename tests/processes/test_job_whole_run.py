@@ -28,6 +28,7 @@ from tests.helpers.support import FixedPlanner, everywhere
 
 LAYERS, MICROBATCHES, ROWS = 6, 4, 8
 FREEZES_AT, FROZEN, STEPS = 3, 3, 18
+PATIENCE = 12  # more steps that a move may take where other work disturbs what is measured
 BACKWARD_S = 10e-3
 EXACT = 1e-10
 
@@ -53,7 +54,7 @@ def _converted() -> Any:
 
 
 def _batches() -> list[Any]:
-    return [batch_of(rows=ROWS, seed=step) for step in range(STEPS)]
+    return [batch_of(rows=ROWS, seed=step) for step in range(STEPS + PATIENCE)]
 
 
 def _freeze(model: Any) -> None:
@@ -102,6 +103,9 @@ def _run(rank: int, size: int, folder: str) -> dict[str, Any]:
                 copies += int(job.engine.last_step.copies.sum())
 
     steps(8)
+    while "stages" not in layouts[-1] and len(losses) < 8 + PATIENCE:
+        steps(2)
+    moved = len(losses)
     for layout in ("pp4", "pp2,dp2,slices4", "pp2,dp2,ep2,slices2"):
         before = whole(job)
         job.switch(Parallelism.parse(layout))
@@ -113,19 +117,19 @@ def _run(rank: int, size: int, folder: str) -> dict[str, Any]:
     job = _job("dp4,ep2")
     job.load(folder)
     kept.append(same(before, whole(job)))
-    steps(STEPS - len(losses))
+    steps(STEPS + moved - 8 - len(losses))
     job.save_pretrained(f"{folder}/pretrained")
     exported = job.evaluate(*_batches()[0])
     job.close()
-    return {"exported": exported, "losses": losses, "layouts": layouts, "kept": kept, "copies": copies}
+    return {"exported": exported, "losses": losses, "layouts": layouts, "kept": kept, "copies": copies, "moved": moved}
 
 
 def test_one_run_of_all_is_equal_to_one_process(tmp_path: Path) -> None:
     losses = _alone()
     results = run_gloo(_run, 4, str(tmp_path), timeout_s=240.0)
-    layouts = results[0]["layouts"]
+    layouts, moved = results[0]["layouts"], results[0]["moved"]
     assert all(r["layouts"] == layouts for r in results)
-    assert results[0]["losses"] == pytest.approx(losses, rel=EXACT)
+    assert results[0]["losses"] == pytest.approx(losses[: len(results[0]["losses"])], rel=EXACT)
     assert all(r["losses"] == results[0]["losses"] for r in results)
     assert all(r["kept"] == [True] * 4 for r in results)
     exported = type(model_of("mixtral")).from_pretrained(
@@ -140,6 +144,6 @@ def test_one_run_of_all_is_equal_to_one_process(tmp_path: Path) -> None:
     assert sum(r["copies"] for r in results) > 0
     # once layers are frozen, the first stage has more of them
     assert layouts[0] == "pp2,dp2"
-    maps = [text.removeprefix("pp2,dp2,stages").split(":") for text in layouts[FREEZES_AT:8] if "stages" in text]
+    maps = [text.removeprefix("pp2,dp2,stages").split(":") for text in layouts[FREEZES_AT:moved] if "stages" in text]
     assert any(int(first) > int(second) for first, second in maps), layouts
-    assert layouts[8].startswith("pp4,stages")
+    assert layouts[moved].startswith("pp4,stages")
