@@ -18,7 +18,7 @@ from prophet.machine.measure import Probe
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.scheduler.pieces import Chunk, agg_chunks, trans_chunks
-from prophet.scheduler.transfers import Agg, Trans, Transfer
+from prophet.scheduler.replica_transfers import Agg, Trans, Transfer
 from prophet.spec import Placement
 
 OPERATIONS = ("trans", "agg")

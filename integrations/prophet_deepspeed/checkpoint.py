@@ -19,14 +19,14 @@ from torch import Tensor, nn
 import prophet
 from prophet.convert import converted, original_state_dict
 from prophet.convert.state import names_before
-from prophet.engine.checkpoint.expert_state import Share, join_state, shares_of, split_state
-from prophet.engine.shared_errors import limit_of, on_all_ranks
+from prophet.engine.checkpoint.optimizer_by_expert import Share, join_state, shares_of, split_state
+from prophet.engine.fail_together import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet_deepspeed import layout
 from prophet_deepspeed.layout import Values
-from prophet_deepspeed.states import States
+from prophet_deepspeed.zero_states import States
 
 
 class Checkpoints:

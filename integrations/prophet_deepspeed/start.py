@@ -131,7 +131,7 @@ class Start:
             if client_optimizer is not None:
                 client_optimizer = _elementwise(client_optimizer)
         trained = any(p.requires_grad for layer in moe_layers(self._model) for p in layer.experts.parameters())
-        # ZeRO wants a group of experts if there are any
+        # With this set, ZeRO demands a parameter group of experts, and frozen experts have none
         self._ds.has_moe_layers = trained
         try:
             self._configure_optimizer(client_optimizer, model_parameters)

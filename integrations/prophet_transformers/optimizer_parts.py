@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert import converted
-from prophet.engine.checkpoint.expert_state import Share, join_state, split_state
+from prophet.engine.checkpoint.optimizer_by_expert import Share, join_state, split_state
 from prophet.engine.checkpoint.training import NOT_SETTINGS, Training, settings_by_group
 from prophet.errors import CheckpointError
 

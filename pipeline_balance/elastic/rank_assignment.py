@@ -43,7 +43,9 @@ def _shares(layout: Parallelism) -> bool:
 
 
 def rank_assignment_of(layout: Parallelism, groups: Groups, *, experts: bool) -> RankAssignment:
-    """The places of a layout whose groups were made.
+    """This process's place in a layout: its pipeline ranks and replicas, and the groups that it talks in.
+
+    A process that the layout does not use gets groups of nobody.
 
     Args:
         layout: A layout whose order is chosen.

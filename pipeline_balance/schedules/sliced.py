@@ -64,7 +64,9 @@ def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, ord
 
 
 def check_slices(ranks: int, stages_per_rank: int, slices: int) -> None:
-    """Raise `ScheduleError` unless the ranks can pass the slices on; the message names numbers nearby.
+    """Raise `ScheduleError` unless there is a schedule for them; the message names numbers nearby.
+
+    V and N are at least 1. With several stages per rank, N must be a multiple of P.
 
     Args:
         ranks: P.

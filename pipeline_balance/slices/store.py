@@ -81,7 +81,7 @@ class Line:
         self._first = 0
 
     def append(self, key: Tensor, value: Tensor, pending: bool) -> Chunk:
-        """Keep a slice's keys and values.
+        """Keep a slice's keys and values, as the chunk that is returned.
 
         Args:
             key: [B, Hkv, T, D].

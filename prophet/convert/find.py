@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from prophet.convert.base import Adapter, ExpertsSpec, child
 from prophet.convert.checks import describe_block
 from prophet.convert.layers.routed import block_of
-from prophet.convert.sources import huggingface, own_interface
+from prophet.convert.sources import own_interface, transformers_4
 from prophet.convert.sources.deepspeed import DeepSpeedMoE
-from prophet.convert.sources.interface import Interface
 from prophet.convert.sources.listed import Listed
 from prophet.convert.sources.lora import for_lora
+from prophet.convert.sources.transformers_5 import Interface
 from prophet.convert.sources.tutel import TutelMoE
 from prophet.convert.trials.discover import LeftAlone, discover
 from prophet.convert.trials.verify import TOKENS
@@ -84,7 +84,7 @@ class Found:
 
 def standard_adapters() -> tuple[Adapter, ...]:
     """The adapters that `convert` knows: of Hugging Face's interface, its other families, DeepSpeed, Tutel."""
-    return (Interface(), *own_interface.adapters(), *huggingface.adapters(), DeepSpeedMoE(), TutelMoE())
+    return (Interface(), *own_interface.adapters(), *transformers_4.adapters(), DeepSpeedMoE(), TutelMoE())
 
 
 def find(model: nn.Module, adapters: Sequence[Adapter]) -> list[tuple[str, nn.Module, Adapter]]:

@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 VOCABULARY = 256
 DEFAULT_MAX_BYTES = 4 << 20
 
-# Not there on every machine, or not the same
+# These folders are missing or differ on some machines, and the corpus must be the same everywhere
 _SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
 _HELD_OUT_ONE_IN = 10
 

@@ -65,7 +65,7 @@ class JsonLines:
     def _write(self, row: Row) -> None:
         # After a crash the file may end within a line: what follows begins on a new one
         line = ("\n" if self._cut else "") + json.dumps(row, separators=(",", ":")) + "\n"
-        # Until this line is written whole
+        # If the write fails half-way this stays set, so that the next line does not join the fragment
         self._cut = True
         # Unbuffered, a write may take a part of the bytes only
         data = memoryview(line.encode())

@@ -114,7 +114,10 @@ class Frames:
         Args:
             op: The operation that the message belongs to.
             numbers: How many numbers follow the head.
-            place: Stands for the operation's layer where that has no number.
+            place: Taken in place of the operation's layer; None takes the layer, -1 for none.
+
+        Returns:
+            Numbers that follow, place, forward pass, kind of pass, and the encoded name.
         """
         where = place if place is not None else -1 if op.layer is None else op.layer
         return [numbers, where, self.forward, self.kind, *_encoded_name(op.name)]

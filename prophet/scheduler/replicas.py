@@ -27,7 +27,7 @@ from prophet.experts.replica import Replica, ReplicaPool
 from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Action, Launch, TransferKind, Window, WindowKind
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
-from prophet.scheduler.transfers import Agg, Trans, Transfer
+from prophet.scheduler.replica_transfers import Agg, Trans, Transfer
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Placement
 

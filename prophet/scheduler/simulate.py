@@ -244,7 +244,9 @@ class _Clock:
 
 
 def check_schedule(schedule: Iterable[Action], blocks: int, chunks: int) -> None:
-    """Raise ValueError for a transfer outside the step, launched twice, or an Agg before its gradients exist.
+    """Raise ValueError for a transfer outside the step, launched twice, or where it cannot run.
+
+    An Agg cannot begin before its gradients exist, nor a FETCH outside the backward pass before its own experts.
 
     Args:
         schedule: The transfers.

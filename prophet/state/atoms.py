@@ -123,7 +123,7 @@ def cut(before: Table, after: Table) -> Atoms:
 def _lists(before: Table, after: Table) -> tuple[Lists, IntArray, IntArray]:
     """All different lists of ranks, and which of them every entry of both tables has."""
     values = np.concatenate([before.holder, after.holder])
-    # The lists of `after` are laid behind those of `before`
+    # `after` counts from 0; shifted by the length of what is before, its starts index the joined values
     start = np.concatenate([before.start, after.start[1:] + before.start[-1]])
     number, first = numbered_lists(values, start)
     lists = Lists(starts(np.diff(start)[first]), values[positions(start, first)])

@@ -34,9 +34,9 @@ class Rounds:
     coming: Chunks
 
     @cached_property
-    # A rank may have nothing to do in a round; the last one in which it has ends its work
     def number(self) -> int:
         """Number of rounds."""
+        # Rounds in between may be empty for this rank, so the last one that is not counts
         return max((*self.going, *self.coming), default=-1) + 1
 
 

@@ -275,7 +275,7 @@ def _relieved(
         The rows, and their new ports.
     """
     movable = free[(load > goal)[port[free]]]
-    # Of every full port, the rows above its goal leave. Rows in front count first and stay: what cannot move, then what
+    # A full port gives up the rows beyond its goal. Rows sorted first keep their place: what cannot move, then what
     # only holders can send
     order = movable[np.lexsort([rows.relay[movable] >= 0, port[movable]])]
     fixed = load - np.bincount(port[order], rows.n_bytes[order], len(load))

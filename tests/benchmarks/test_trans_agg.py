@@ -13,7 +13,7 @@ from benchmarks.trans_agg import __main__ as command
 from benchmarks.trans_agg import measure as measuring
 from benchmarks.trans_agg.measure import OPERATIONS, placement_of
 from prophet.ranks.threads import ThreadCollective
-from prophet.scheduler.transfers import Agg, Trans
+from prophet.scheduler.replica_transfers import Agg, Trans
 from tests.helpers.support import on_threads
 
 PARAMS = 2 * 8 * 16 + 16 + 8  # of an expert of 8 x 16

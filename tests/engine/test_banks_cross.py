@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet import checkpoint
-from prophet.engine.checkpoint.expert_state import join_state, shares_of, split_state
+from prophet.engine.checkpoint.optimizer_by_expert import join_state, shares_of, split_state
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.modules import ModulesBank
 from prophet.experts.plain import FfnNames, Network

@@ -13,9 +13,9 @@ from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.pieces import GRAIN, Form, held_back, phase_shares
+from prophet.scheduler.replica_transfers import Trans
 from prophet.scheduler.replicas import BlockReplicas
 from prophet.scheduler.schedules import block_wise, blocking, cover_of, runs_ahead
-from prophet.scheduler.transfers import Trans
 from prophet.spec import Cover, IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology, TransferSeconds
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
 from tests.helpers.training import Case, Run, Step, compare, expected

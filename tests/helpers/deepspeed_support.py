@@ -274,7 +274,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def values(engine: Any) -> dict[str, Array]:
     """The 32-bit value and the moments of this process's parameters, experts one by one, by name."""
-    states: Any = importlib.import_module("prophet_deepspeed.states").States(engine)
+    states: Any = importlib.import_module("prophet_deepspeed.zero_states").States(engine)
     found = {}
     for name, p in engine.module.named_parameters():
         for key, value in states.read(p).items():
@@ -295,7 +295,7 @@ def moved(engine: Any) -> int:
 
 def parameters(engine: Any) -> dict[str, Array]:
     """The 32-bit values of all parameters by their names in the unconverted model of one rank, on all ranks."""
-    states: Any = importlib.import_module("prophet_deepspeed.states").States(engine)
+    states: Any = importlib.import_module("prophet_deepspeed.zero_states").States(engine)
     params = list(engine.module.parameters())
     before = [p.data for p in params]
     for p in params:

@@ -108,7 +108,7 @@ def cut_over(tensor: Tensor) -> list[tuple[int, ...]]:
         if placement.is_partial():
             raise SpecError(f"it is a sum over ranks ({placement})")
         if not placement.is_replicate() and mesh.size(d) > 1 and here is not None:
-            # the ranks that differ from this one along dimension d alone
+            # only these ranks' shards make up dimension d: at other coordinates are copies, or other cuts
             at = tuple(slice(None) if k == d else index for k, index in enumerate(here))
             found.append(tuple(int(rank) for rank in mesh.mesh[at]))
     return found

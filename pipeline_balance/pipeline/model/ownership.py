@@ -303,7 +303,7 @@ def try_put(parameter: nn.Parameter, content: nn.Parameter) -> None:
     """Raise RuntimeError if `put` would; nothing has changed afterwards. Weak references within torch forbid it."""
     # the cache has weak references to every parameter that it has cast
     torch.clear_autocast_cache()
-    # twice, so that nothing has changed afterwards
+    # the second swap undoes the first
     for _ in range(2):
         torch._C._swap_tensor_impl(parameter, content)
 

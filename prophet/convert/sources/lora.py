@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, bare, is_wrapper
 from prophet.convert.checks import LORA_ADVICE, check_bare
-from prophet.convert.sources.interface import Interface
+from prophet.convert.sources.transformers_5 import Interface
 from prophet.errors import ConversionError
 from prophet.experts.lora import LoraExpert, LoraMatrix
 from prophet.kernels.grouped_ffn import ExpertWeights

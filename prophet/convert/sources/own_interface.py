@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
 from prophet.convert.seen import Seen, tokens_in
-from prophet.convert.sources.interface import Layout
 from prophet.convert.sources.lists import list_in, list_spec, pack_modules
+from prophet.convert.sources.transformers_5 import Layout
 from prophet.convert.trials.probe import activation_of
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prophet.engine.checkpoint.expert_state import Share, empty_state, fill_numbers, is_number, split_state
+from prophet.engine.checkpoint.optimizer_by_expert import Share, empty_state, fill_numbers, is_number, split_state
 from prophet.errors import CheckpointError
 
 # In the name of an entry whose value was no tensor

@@ -24,7 +24,7 @@ class LaerPlanner(Planner):
         load = check_load(load)
         total = load.sum(axis=0)
         slots = slots_of(context, self.extra_per_rank)
-        # Even counts: the same for all experts, and the heaviest get what is left over
+        # The first of the two candidates that LAER-MoE scores; the other one follows the load
         spread = np.full(context.experts, slots // context.experts, dtype=np.int64)
         spread[np.argsort(-total, kind="stable")[: slots % context.experts]] += 1
         best: tuple[float, Placement] | None = None

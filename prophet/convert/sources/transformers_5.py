@@ -66,10 +66,13 @@ class Layout:
     def shapes(self, e: int, dim: int, hidden: int) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters, by name.
 
+        The first matrix is [E, H, D], with a gate [E, 2H, D], and `down_proj` [E, D, H]; where the layout is transposed
+        the last two dimensions change places. Biases are [E, outputs].
+
         Args:
-            e: E.
-            dim: D.
-            hidden: H.
+            e: Number of experts.
+            dim: Width of the model.
+            hidden: Width of an expert's hidden layer.
         """
         rows = 2 * hidden if self.gate else hidden
         matrices = {self.first: (rows, dim), "down_proj": (dim, hidden)}

@@ -2,7 +2,7 @@
 
 There a block held a list of experts and looped over them itself: the one method with the loop is replaced. GPT-OSS
 stacked its experts already, and called them with weights for all. Since release 5
-`prophet.convert.sources.interface` knows the experts of all families.
+`prophet.convert.sources.transformers_5` knows the experts of all families.
 
 Nothing of transformers is imported; classes are known by their name and module.
 
@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
-from prophet.convert.sources.interface import Interface, Layout
 from prophet.convert.sources.lists import modules_spec, pack_modules
+from prophet.convert.sources.transformers_5 import Interface, Layout
 from prophet.convert.trials.probe import calls_idle
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
