@@ -58,7 +58,7 @@ ELSEWHERE = {
     "one rank's state dict alone": "layer/test_state_dict.py::test_one_ranks_own_entries_are_not_enough_elsewhere",
     "a GradScaler that one rank leaves out": "processes/test_grad_scaler.py::test_a_rank_that_leaves_the_scaler_out",
     "model.apply(init) after building": (
-        "engine/test_copies.py::test_init_after_building_is_refused_with_the_line_to_write"
+        "engine/test_identical_experts.py::test_init_after_building_is_refused_with_the_line_to_write"
     ),
     "no MoE layer in the model": "engine/test_steps.py::test_a_model_without_moe_layers",
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline_balance.pipeline.move.state import by_layer
 from pipeline_balance.spec import StageMap
-from prophet.errors import BudgetError, LayoutError, TransitionError
+from prophet.errors import BudgetError, LayoutError, SpecError, TransitionError
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.state import transition as module
@@ -55,6 +55,13 @@ def test_copies_share_the_sending_and_nodes_come_first() -> None:
     after = layout_from(space, 3, {0: every, 1: every, 2: every})
     assert route(before, after).sent_bytes() == (64, 64, 0)
     assert route(before, after, nodes=[0, 1, 1]).sent_bytes() == (0, 128, 0)
+
+
+def test_every_rank_has_a_node() -> None:
+    whole = ("w", MATRIX["w"].box)
+    one = layout_from(MATRIX, 2, {0: [whole]})
+    with pytest.raises(SpecError, match=r"nodes needs one entry per rank \(2\), got 3"):
+        route(one, one, nodes=[0, 0, 1])
 
 
 def test_by_layer_puts_unlayered_state_everywhere() -> None:
