@@ -117,8 +117,8 @@ MECHANISMS = (
     _without(
         "transfers in two phases",
         "cost.cpp",
-        "const double in_two_s = exposed_s",
-        "const double in_two_s = 1e6 * direct_s + exposed_s",
+        "return {exposed_s + overlap_cost * covered_s, hidden};",
+        "return {1e6 + exposed_s + overlap_cost * covered_s, hidden};",
     ),
     Mechanism("replicas withdrawn", withdraw=False),
 )
