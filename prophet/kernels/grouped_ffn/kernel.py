@@ -309,16 +309,16 @@ def fitting(
         weight_bytes: Of an element of the weights.
     """
     weights = 2 if mode == ACT and gated else 1
-    if weights == 2:
+    # exact float32 products spill sooner on sm_80 than on any other
+    exact = item_bytes == 4 and arch is not None and arch.capability == 80 and mode != PLAIN
+    if weights == 2 or exact:
         # Two accumulators share the registers. Hopper's matrix instructions leave room for a whole square tile, and
-        # elsewhere one spills 72 to 268 bytes; exact float32 products on sm_80 spill sooner
-        most = 128 * 128 if arch is None or arch.capability == 90 else 128 * 64
-        if item_bytes == 4 and arch is not None and arch.capability == 80:
-            most = 64 * 32
+        # elsewhere one spills 72 to 268 bytes
+        most = 64 * 32 if exact else 128 * 128 if arch is None or arch.capability == 90 else 128 * 64
         while c.rows * c.cols > most and c.cols > 16:
             c = replace(c, cols=c.cols // 2)
-        # four warps spill 72 bytes there
-        if arch is not None and arch.capability >= 100 and c.rows * c.cols == most:
+        # with four warps these still spill 44 and 72 bytes
+        if arch is not None and (arch.capability >= 100 or exact) and c.rows * c.cols == most:
             c = replace(c, warps=max(c.warps, 8))
     while (
         arch is not None
