@@ -53,7 +53,7 @@ def _starts(rank: int, size: int) -> dict[str, str]:
         "seed": _refused(lambda: _pipe(layers, seed=rank)),
         "replicas": _refused(lambda: _pipe(layers, replicas=2 if bad else 1)),
         "layers": _refused(lambda: _pipe([] if bad else layers)),
-        "loss": _refused(lambda: _pipe(layers, slices=_fails if bad else None)),
+        "slices": _refused(lambda: _pipe(layers, slices=_fails if bad else None)),
     }
     x = torch.ones(4, DIM, dtype=torch.float64)
     loss = _pipe(layers).step(x, x)  # nothing of that has changed them
@@ -72,7 +72,7 @@ def test_a_pipeline_starts_on_all_ranks_or_on_none() -> None:
     assert first["seed"] == "ranks [1] have another setting of seed than rank 0"
     assert first["replicas"] == "ranks [1] have another setting of replicas than rank 0"
     assert first["layers"].startswith("rank 1: a pipeline needs one or more layers")
-    assert first["loss"].startswith("rank 1: AttributeError")
+    assert first["slices"].startswith("rank 1: slices: expected pipeline_balance.slices.SliceOptions(...), got <function ")
     assert first["optimizer"] == "rank 1: OSError: no such file"
 
 
