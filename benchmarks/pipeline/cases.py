@@ -178,7 +178,7 @@ class Dynamism:
         """Look at the gradients that a step left; the length of the frozen prefix from now on."""
         if self.freezer is None:
             return 0
-        return self.freezer.update(gradient_rates(layers, self.case.layers, collective, device), loss)
+        return self.freezer.update(gradient_rates(layers, self.case.layers, collective), loss)
 
     def change(
         self, layers: Mapping[int, nn.Module], here: Mapping[int, nn.Module], step: int, frozen: int, ranks: Collective

@@ -58,7 +58,7 @@ def decide_stages(
     mine = torch.tensor(
         [[c.forward_s, c.backward_input_s, c.backward_weight_s] for c in costs], dtype=torch.float64
     ).reshape(len(costs), 3)
-    every = collective.all_gather(mine.to(_device()), op=Operation("comparing layer times")).cpu()
+    every = collective.all_gather(mine, op=Operation("comparing layer times"))
     # The median: a process that was disturbed while it measured does not count.
     agreed = [
         replace(cost, forward_s=row[0], backward_input_s=row[1], backward_weight_s=row[2])
@@ -146,7 +146,7 @@ def _check(stage_map: StageMap, layers: int, topology: Any) -> None:
     map_numbers = torch.tensor([*stage_map.boundaries, *stage_map.ranks, layers], dtype=torch.int64)
     # A digest, as maps of different lengths could not be compared in one exchange.
     mine = torch.tensor([digest(map_numbers.numpy()), int(bool(problem))], dtype=torch.int64)
-    every = collective_for(None).all_gather(mine.to(_device()), op=Operation("comparing stage maps")).cpu()
+    every = collective_for(None).all_gather(mine, op=Operation("comparing stage maps"))
     # A process that raised before the exchange would leave the others waiting in it.
     wrong = [r for r, row in enumerate(every.tolist()) if row[1]]
     if problem or wrong:
@@ -154,12 +154,6 @@ def _check(stage_map: StageMap, layers: int, topology: Any) -> None:
     differ = [r for r, row in enumerate(every.tolist()) if row[0] != every[0, 0]]
     if differ:
         raise SpecError(f"ranks {differ} have another stage map than rank 0: decide once, see decide_stages")
-
-
-def _device() -> torch.device:
-    """The device on which collectives want their tensors."""
-    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    return torch.device(accelerator.current_device_name())
 
 
 class _Function(nn.Module):

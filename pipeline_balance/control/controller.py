@@ -347,8 +347,8 @@ class Controller:
         next_map = decision.best if decision.move else decision.current
         # the map and not the prediction: figures may differ in their last bits without harm
         array = np.array([*next_map.boundaries, *next_map.ranks])
-        mine = torch.tensor([digest(array)], device=self.pipeline.config.device)
-        every = collective.all_gather(mine, op=Operation("comparing decisions")).cpu().reshape(-1).tolist()
+        mine = torch.tensor([digest(array)])
+        every = collective.all_gather(mine, op=Operation("comparing decisions")).reshape(-1).tolist()
         differ = [r for r, d in enumerate(every) if d != every[0]]
         if differ:
             raise DecisionMismatch(f"ranks {differ} decided on another stage map than rank 0")
@@ -361,8 +361,8 @@ class Controller:
         done = self.stages.change(best, durations, ready.prepared)
         self._moves.append(done)
         figures = [done.seconds, float(done.sent_bytes + done.received_bytes)]
-        mine = torch.tensor(figures, dtype=torch.float64, device=self.pipeline.config.device)
-        every = self.pipeline.collective.all_gather(mine, op=Operation("timing a move")).cpu()
+        mine = torch.tensor(figures, dtype=torch.float64)
+        every = self.pipeline.collective.all_gather(mine, op=Operation("timing a move"))
         # the slowest rank holds all others up, and equal figures keep later decisions equal
         return MoveTime(seconds=float(every[:, 0].max()), busiest_bytes=float(every[:, 1].max()))
 

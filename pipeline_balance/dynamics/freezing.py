@@ -96,16 +96,13 @@ class Freezer:
         return self.frozen
 
 
-def gradient_rates(
-    layers: Mapping[int, nn.Module], count: int, collective: Collective, device: torch.device
-) -> list[float]:
+def gradient_rates(layers: Mapping[int, nn.Module], count: int, collective: Collective) -> list[float]:
     """Compute the norm of every layer's gradient over that of its parameters; collective.
 
     Args:
         layers: This rank's layers by number.
         count: L.
         collective: Over all ranks.
-        device: Where the figures travel.
 
     Returns:
         [L] rates on every rank; 0 for a layer without a gradient.
@@ -118,7 +115,7 @@ def gradient_rates(
         change = sum(float(g.double().pow(2).sum()) for g, _ in pairs)
         mine[i] = (change / size) ** 0.5 if size > 0 else 0.0
     # each layer is on one rank, and zero on all others
-    rates: list[float] = collective.all_gather(mine.to(device), op=Operation("rates of change")).sum(dim=0).tolist()
+    rates: list[float] = collective.all_gather(mine, op=Operation("rates of change")).sum(dim=0).tolist()
     return rates
 
 

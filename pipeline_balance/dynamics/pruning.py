@@ -86,8 +86,7 @@ def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
     """
     bits = _magnitude_bits(values)
     op = Operation("global top-k")
-    device = values.device
-    total = int(collective.all_gather(torch.tensor([bits.numel()], device=device), op=op).sum())
+    total = int(collective.all_gather(torch.tensor([bits.numel()]), op=op).sum())
     if not 0 <= keep <= total:
         raise SpecError(f"cannot keep {keep} of {total} values")
     if keep == 0:
@@ -97,7 +96,7 @@ def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
     candidates = bits
     for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
         digits = (candidates >> shift) & (_BUCKETS - 1)
-        counts = collective.all_gather(torch.bincount(digits, minlength=_BUCKETS), op=op).sum(dim=0)
+        counts = collective.all_gather(torch.bincount(digits, minlength=_BUCKETS).cpu(), op=op).sum(dim=0)
         # values with this digit or a larger one
         above = counts.flip(0).cumsum(0).flip(0)
         digit = int((above >= wanted).nonzero().max())
@@ -105,7 +104,7 @@ def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
         prefix |= digit << shift
         candidates = candidates[digits == digit]
     # All that is left equals the threshold; `wanted` of them are kept, lower ranks first.
-    ties = collective.all_gather(torch.tensor([candidates.numel()], device=device), op=op).reshape(-1).tolist()
+    ties = collective.all_gather(torch.tensor([candidates.numel()]), op=op).reshape(-1).tolist()
     mine = min(max(wanted - sum(ties[: collective.rank]), 0), ties[collective.rank])
     mask = bits > prefix
     mask[(bits == prefix).nonzero().reshape(-1)[:mine]] = True
@@ -252,7 +251,7 @@ def prune_globally(layers: Sequence[nn.Module], sparsity: float, collective: Col
     device = next((m.weight.device for m in modules), torch.device("cpu"))
     # masked: an optimizer with momentum may have moved a pruned weight away from zero
     flat = torch.cat([(m.weight * m.mask).reshape(-1) for m in modules] or [torch.zeros(0, device=device)])
-    total = int(collective.all_gather(torch.tensor([flat.numel()], device=device), op=Operation("pruning")).sum())
+    total = int(collective.all_gather(torch.tensor([flat.numel()]), op=Operation("pruning")).sum())
     mask = global_top_k(flat, round(total * (1.0 - sparsity)), collective)
     for module, part in zip(modules, mask.split([m.weight.numel() for m in modules]), strict=True):
         module.prune(part.view_as(module.weight))

@@ -135,7 +135,7 @@ class Balance:
 
         pipeline.balance_experts(attached)
         op = Operation("beginning to balance experts")
-        every = gather_json(problem, pipeline.collective, pipeline.config.device, op)
+        every = gather_json(problem, pipeline.collective, op)
         if any(every):
             pipeline.experts.release()
             self.engine = None

@@ -25,7 +25,7 @@ from prophet.ranks.json_messages import reasons_text
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective, meet
 from prophet.ranks.waiting import Waiter, joined
-from prophet.ranks.works import all_made
+from prophet.ranks.works import all_made, host_too
 
 T = TypeVar("T")
 Members = tuple[int, ...]
@@ -89,11 +89,10 @@ class Groups:
 
     Args:
         timeout_s: Seconds that every wait in the groups may take.
-        backend: torch's name of the backend; None: the world's.
     """
 
-    def __init__(self, timeout_s: float, backend: str | None = None) -> None:
-        self.timeout_s, self.backend = timeout_s, backend
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         # Of the next group; shorter after one could not be made
         self._limit_s = timeout_s
         # None for a group that this process is not in: it was made here, too
@@ -196,7 +195,8 @@ class Groups:
         # no communicator for one process, which has nothing to send
         if len(members) == 1:
             return alone() if here in members else None
-        options: dict[str, Any] = {"backend": self.backend}
+        # nothing but torch talks in a mesh's group, and that on the device alone
+        options: dict[str, Any] = {} if number == 1 else {"backend": host_too()}
         if list(members) != sorted(members):
             if not _KEEPS_ORDER:
                 raise SpecError("this version of torch sorts a group's members: use ranks in ascending order")

@@ -36,7 +36,7 @@ def save_job(switching: Switching, folder: str | Path, position: int, also: Also
     memory = experts.export_memory(switching.layout)
     with pipe.failures.during(f"saving before step {pipe.progress.updates}", pipe.stage_map):
         op = Operation("collecting what balancing remembers")
-        experts.learn(from_all(lambda: memory, pipe.collective, pipe.config.device, op))
+        experts.learn(from_all(lambda: memory, pipe.collective, op))
     run = {POSITION: position, SEED: pipe.config.seed, MEMORIES: experts.kept()}
     pipeline_state = switching.state(switching.layout)
     save_state(pipeline_state, folder, step=pipe.progress.updates, stage_map=pipe.stage_map, also=also, run=run)

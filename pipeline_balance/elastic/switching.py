@@ -111,7 +111,7 @@ class Switching:
             return json.dumps([str(layout), broken])
 
         with pipe.failures.during(f"preparing a switch before step {pipe.progress.updates}", pipe.stage_map):
-            descriptions = alike(description, pipe.collective, pipe.config.device, Operation("comparing layouts"))
+            descriptions = alike(description, pipe.collective, Operation("comparing layouts"))
             every = [json.loads(text) for text in descriptions]
             self.preparing = None
             # a preparation that was never used may have failed, too
@@ -138,9 +138,7 @@ class Switching:
             # a problem of the model is reported only after the groups: all processes must make them
             problem = self.groups.make(self.wanted(chosen)) or (held if isinstance(held, str) else "")
             preparers = self.groups.get(*self._preparers)
-            every = gather_json(
-                [problem, spec_rows(specs)], preparers, pipe.config.device, Operation("preparing a layout")
-            )
+            every = gather_json([problem, spec_rows(specs)], preparers, Operation("preparing a layout"))
             if any(theirs for theirs, _ in every):
                 self.groups.undo()
                 problem = f"{chosen} could not be prepared ({reasons_text([theirs for theirs, _ in every])})"

@@ -42,7 +42,7 @@ def load_pretrained(pipeline: ElasticPipeline, folder: str | Path) -> None:
         return str(folder)
 
     op = Operation("loading weights")
-    refuse_where(from_all(read, pipeline.collective, device, op, waits=True), "load another folder")
+    refuse_where(from_all(read, pipeline.collective, op, waits=True), "load another folder")
     fill(owned, found, device)
 
 

@@ -135,7 +135,7 @@ class ElasticPipeline:
                 built.append(self.builder.build(first))
             return self._description(None if joins else built[0], Progress(first_ranks=self.ranks))
 
-        agreed, progress = agree_on_model(check, self.groups.world, at)
+        agreed, progress = agree_on_model(check, self.groups.world)
         # making communicators is collective, so it waits until all have the same replicas
         if rank_assignment is None:
             self.groups.divide()
@@ -151,7 +151,7 @@ class ElasticPipeline:
             # with all parameters, those on `meta` too: groups and rates are the same on all ranks
             return Optimizers(make_optimizer, self.owned.parameters)
 
-        self.optimizers = agree_on_optimizers(make, self.owned, self.groups.world, at, joins=joins)
+        self.optimizers = agree_on_optimizers(make, self.owned, self.groups.world, joins=joins)
         for collective in self.experts.collectives:
             self.groups.include(collective)
         self.mover = StateMover(self.builder, self.owned, self.optimizers, budget_bytes)
@@ -407,7 +407,7 @@ class ElasticPipeline:
     def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
         """Gather the costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""
         layers, rows = self.stage_map.layers, self.groups.grid.rows
-        return gather_costs(local, layers, collective, self.config.device, rows=rows)
+        return gather_costs(local, layers, collective, rows=rows)
 
     def local_costs(self) -> dict[int, LayerCost]:
         """Return the costs of this rank's layers."""
@@ -529,15 +529,15 @@ class ElasticPipeline:
             # the same layers on the same processes, which have other numbers in the new group
             known = replace(self.stages, stage_map=StageMap(now.boundaries, tuple(number[r] for r in now.ranks)))
         self.groups.enter(group)
-        world, device = self.groups.world, self.config.device
-        agreed, progress = agree_on_model(lambda: self._description(known, self.progress), world, device)
+        world = self.groups.world
+        agreed, progress = agree_on_model(lambda: self._description(known, self.progress), world)
 
         def build() -> Optimizers:
             self._passes.now = self.builder.build(agreed, self.stages.durations)
             return self.optimizers
 
         # also on ranks that stay: whoever joins takes the groups' rates from them
-        agree_on_optimizers(build, self.owned, world, device, joins=known is None)
+        agree_on_optimizers(build, self.owned, world, joins=known is None)
         if known is None:
             self.progress.take(progress)
         self.meter.reset()

@@ -17,7 +17,7 @@ from torch import nn
 
 from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.checks import agree, check_no_optimizer, check_not_shared, fingerprint, on_every_rank
-from prophet.convert.find import Found, device_of, find, find_all, nothing_found, standard_adapters
+from prophet.convert.find import Found, find, find_all, nothing_found, standard_adapters
 from prophet.convert.layers.routed import RoutedExperts, check_model, converted
 from prophet.convert.optimizer import Carried, Move, carry, digest
 from prophet.convert.replace import replace
@@ -121,14 +121,14 @@ def convert(
     except Exception as caught:
         error = caught
     # Outside the `try`: a rank that failed must still take part, or the others would wait for it until the timeout.
-    agree(collective, device_of(model), error, prints)
+    agree(collective, error, prints)
 
     replaced: list[Replaced] = []
     moves: list[Move] = []
     try:
         for f in found:
             replaced.append(_convert_one(model, f, collective, impl, verify))
-        with on_every_rank(collective, device_of(model)):
+        with on_every_rank(collective):
             moves = [one.moved(model) for one in carried]
     # The group is broken, so experts cannot be gathered any more and nothing can be reverted.
     except CollectiveError as lost:
@@ -180,19 +180,18 @@ def _checked(
 def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl, verify: bool) -> Replaced:
     """Convert one block, or raise an error on all ranks and leave it as it was; collective."""
     block, held = f.block(model), f.experts(model)
-    device = next(held.parameters()).device
     trial: Trial | None = None
     layer: RoutedExperts | None = None
     methods: tuple[str, ...] = ()
     problem: str | None = None
     try:
-        with on_every_rank(collective, device):
+        with on_every_rank(collective):
             # Built expert-parallel, the block's own forward is collective: a rank that failed in it would leave the
             # others waiting.
             if verify and f.spec.held == f.spec.num_experts:
                 trial = Trial(partial(f.run, model), f.input_shape, block, model, next(held.parameters()), collective)
             layer, methods = replace(model, f, collective, impl)
-        with on_every_rank(collective, device):
+        with on_every_rank(collective):
             problem = trial.problem() if trial else None
             if problem:
                 raise ConversionError(f"{f.name} ({f.adapter.family}): {problem}")

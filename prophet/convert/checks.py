@@ -268,14 +268,13 @@ def fingerprint(found: Sequence[tuple[str, ExpertsSpec, nn.Module]]) -> tuple[in
 
 
 @contextmanager
-def on_every_rank(collective: Collective, device: torch.device) -> Iterator[None]:
+def on_every_rank(collective: Collective) -> Iterator[None]:
     """Go on when every rank has done what stands under `with`; collective.
 
     A rank that fails raises its error, the others `ConversionError`. What goes wrong between ranks is raised as it is.
 
     Args:
         collective: The group that must agree.
-        device: Where the numbers of the exchange live.
     """
     error: Exception | None = None
     try:
@@ -285,21 +284,20 @@ def on_every_rank(collective: Collective, device: torch.device) -> Iterator[None
         raise
     except Exception as caught:
         error = caught
-    agree(collective, device, error, (0, 0, 0))
+    agree(collective, error, (0, 0, 0))
 
 
-def agree(collective: Collective, device: torch.device, error: Exception | None, digests: tuple[int, ...]) -> None:
+def agree(collective: Collective, error: Exception | None, digests: tuple[int, ...]) -> None:
     """Raise this rank's error; else say which ranks have one, or differ in what they convert. Collective.
 
     Args:
         collective: The group that must agree.
-        device: Where the numbers of the exchange live.
         error: What went wrong on this rank, if anything did.
         digests: Of the blocks, of the experts' parameters, and of what the optimizer holds of them.
     """
     # One exchange for both questions, so no rank raises before every other has learned of an error.
     row = [int(error is not None), *digests]
-    table = gather_numbers(collective, row, op=Operation("comparison of models to convert"), device=device)
+    table = gather_numbers(collective, row, op=Operation("comparison of models to convert"))
     if error is not None:
         raise error
     failed = table[:, 0].nonzero()[0].tolist()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, child
@@ -177,11 +176,6 @@ def _unread(model: nn.Module, taken: Sequence[str]) -> Iterator[LeftAlone]:
 
 # Arguments that say which experts a token goes to
 _CHOICES = re.compile(r"ind(ex|ices)|ids\b|selected")
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter that has values; the CPU where none has."""
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def nothing_found(model: nn.Module, left: Sequence[LeftAlone]) -> str:

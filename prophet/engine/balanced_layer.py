@@ -203,7 +203,7 @@ class BalancedLayer:
             split = Split.to_homes(load, placement)
         engine.split_digest = split.digest()
         if engine.checks:
-            compare_splits(engine.split_digest, self.index, engine.step, engine.collective, engine.device)
+            compare_splits(engine.split_digest, self.index, engine.step, engine.collective)
             split.check(load, placement)
         return placement, split
 

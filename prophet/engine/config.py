@@ -269,8 +269,7 @@ def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment,
     digests = [digest(np.frombuffer(part.encode(), np.uint8)) for part in parts]
     # Three numbers whatever the number of layers, since all ranks must send equally many
     numbers = [len(parts), digests[0], digest(np.array(digests[1:]))]
-    device = layers[0].experts.device
-    table = gather_numbers(collective, numbers, op=Operation("comparison of configurations"), device=device)
+    table = gather_numbers(collective, numbers, op=Operation("comparison of configurations"))
     for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
         differ = odd_ones_out(table[:, column])
         if differ:
@@ -286,7 +285,7 @@ def agree_on_training(layers: list[MoE], collective: Collective) -> None:
     flags = [int(on) for one in own for on in one]
     if not flags:
         return
-    table = gather_numbers(collective, flags, op=Operation("what trains in experts"), device=layers[0].experts.device)
+    table = gather_numbers(collective, flags, op=Operation("what trains in experts"))
     anywhere = [bool(column.any()) for column in table.T]
     for layer, one in zip(layers, own, strict=True):
         layer.experts.settle(anywhere[: len(one)])

@@ -185,7 +185,7 @@ class Engine:
             # Before Trans: ranks whose placements differ would send what others do not expect
             if self.compared and not self._confirmed:
                 digests = [layer.digest for layer in self.balanced]
-                compare_placements(digests, self.step, self.collective, self.device)
+                compare_placements(digests, self.step, self.collective)
             self._confirmed = False
         window_us = self._agreed_us() or predicted_window_us(self.contexts, [x.last_rank_load for x in self.balanced])
         forms = [layer.form(self.schedule, window_us) for layer in self.balanced]

@@ -41,7 +41,7 @@ def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
     if collective.size == 1 or not layers:
         return
     digests = [_digest(layer.experts, local) for layer in layers for local in range(layer.experts.experts)]
-    table = gather_numbers(collective, digests, op=Operation(COMPARISON), device=layers[0].experts.device).tolist()
+    table = gather_numbers(collective, digests, op=Operation(COMPARISON)).tolist()
     # Each row has one number per expert, layer after layer
     at = 0
     for layer in layers:

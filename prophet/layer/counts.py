@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from prophet.errors import OutOfStep, PlanMismatch, RoutingError
@@ -229,9 +228,8 @@ def exchange_counts(
     # the head of the message: `prophet.ranks.messages` compares it on all ranks before anything in the table is read
     collective.frames.forward, collective.frames.kind = row.forward, PASSES.index(row.kind)
     numbers = [int(number) for values in fields.values() for number in values]
-    op, device = Operation(COUNTS, layer), routing.ids.device
     with stopwatch("counts"):
-        table = gather_numbers(collective, numbers, tuple(on_device.values()), op=op, device=device, place=place)
+        table = gather_numbers(collective, numbers, tuple(on_device.values()), op=Operation(COUNTS, layer), place=place)
     # the table's columns lie in the order in which numbers and tensors were handed over
     widths = {name: len(values) for name, values in fields.items()} | {n: t.numel() for n, t in on_device.items()}
     found: dict[str, Any] = {"extra": None, "gradients": None, "experts": None}
@@ -244,7 +242,7 @@ def exchange_counts(
     return Counts(**found, first_choices=first_choices)
 
 
-def compare_placements(digests: Sequence[int], step: int, collective: Collective, device: torch.device) -> None:
+def compare_placements(digests: Sequence[int], step: int, collective: Collective) -> None:
     """Check that all ranks are about to use the same placements; collective.
 
     It has to happen before the first Trans, as what that brings is as long as the placements say. A rank that does not
@@ -254,13 +252,12 @@ def compare_placements(digests: Sequence[int], step: int, collective: Collective
         digests: This rank's placements, one digest per layer, [L].
         step: Number of the step that begins, for messages.
         collective: The ranks that compare.
-        device: Where these exchange tensors.
 
     Raises:
         PlanMismatch: Placements differ.
         OutOfStep: A rank is doing something else.
     """
-    found = gather_numbers(collective, digests, op=Operation("comparison of placements"), device=device)
+    found = gather_numbers(collective, digests, op=Operation("comparison of placements"))
     check_placements(found, step)
 
 
@@ -271,7 +268,7 @@ def check_placements(digests_RL: IntArray, step: int) -> None:
         _check_equal(f"MoE layer {layer}, step {step}", "placement", column)
 
 
-def compare_splits(digest: int, layer: int, step: int, collective: Collective, device: torch.device) -> None:
+def compare_splits(digest: int, layer: int, step: int, collective: Collective) -> None:
     """Check that all ranks split a layer's tokens the same way; collective.
 
     Args:
@@ -279,13 +276,12 @@ def compare_splits(digest: int, layer: int, step: int, collective: Collective, d
         layer: The layer's place in the order of execution.
         step: Number of the step, for messages.
         collective: The ranks that compare.
-        device: Where these exchange tensors.
 
     Raises:
         PlanMismatch: Splits differ.
         OutOfStep: A rank is doing something else.
     """
-    found = gather_numbers(collective, [digest], op=Operation("comparison of splits", layer), device=device)
+    found = gather_numbers(collective, [digest], op=Operation("comparison of splits", layer))
     _check_equal(f"MoE layer {layer}, step {step}", "split", found[:, 0])
 
 

@@ -197,10 +197,10 @@ class Collective(ABC):
         Raises:
             PeerLost: Soon, where a rank that is missing has ended.
         """
-        table = gather_numbers(self, [int(failed)], op=op, device=torch.device("cpu"))
+        table = gather_numbers(self, [int(failed)], op=op)
         return [rank for rank, (number,) in enumerate(table.tolist()) if number]
 
-    def decide(self, op: Operation, name: str, *, ready: bool, device: torch.device) -> Decision:
+    def decide(self, op: Operation, name: str, *, ready: bool) -> Decision:
         """Decide together: yes where every rank is `ready`; collective.
 
         A rank that does not come within the time limit, or has ended, counts as not ready. A rank that learns that all
@@ -211,10 +211,9 @@ class Collective(ABC):
             op: Names the exchange in errors and timelines.
             name: The name of this decision, and of no other one.
             ready: Whether this rank can go ahead.
-            device: Where ranks exchange tensors.
         """
         try:
-            votes = self.gather_at_once(torch.tensor([int(ready)], device=device), op=op).reshape(-1).tolist()
+            votes = self.gather_at_once(torch.tensor([int(ready)]), op=op).reshape(-1).tolist()
         except Exception as error:
             # Other ranks may have all votes and go ahead: only the store can tell which it is
             return self._settled(name, "no", Decision(against=str(error) or type(error).__name__))

@@ -22,13 +22,12 @@ FIRST_BYTES = 4096
 _SIZES = struct.Struct("<qq")
 
 
-def gather_json(value: Any, collective: Collective, device: torch.device, op: Operation) -> list[Any]:
+def gather_json(value: Any, collective: Collective, op: Operation) -> list[Any]:
     """Gather every rank's `value`; collective.
 
     Args:
         value: Anything that JSON can hold.
         collective: The ranks that take part.
-        device: Where they exchange tensors.
         op: Names the exchange in errors and timelines.
 
     Returns:
@@ -44,7 +43,7 @@ def gather_json(value: Any, collective: Collective, device: torch.device, op: Op
     _SIZES.pack_into(first, 0, len(text), len(packed))
     room = FIRST_BYTES - _SIZES.size
     first[_SIZES.size : _SIZES.size + len(packed)] = packed[:room]
-    rows = [bytes(row) for row in collective.gather_at_once(_as_tensor(first, device), op=op).cpu().numpy()]
+    rows = [bytes(row) for row in collective.gather_at_once(_as_tensor(first), op=op).numpy()]
     sizes = [_SIZES.unpack_from(row) for row in rows]
     # All ranks read the same sizes, so all raise, or all go on to the second message
     if max(text for text, _ in sizes) > MAX_BYTES:
@@ -53,15 +52,15 @@ def gather_json(value: Any, collective: Collective, device: torch.device, op: Op
     rests = [b""] * len(rows)
     if longest > room:
         rest = bytearray(packed[room:].ljust(longest - room, b"\0"))
-        rests = [bytes(row) for row in collective.all_gather(_as_tensor(rest, device), op=op).cpu().numpy()]
+        rests = [bytes(row) for row in collective.all_gather(_as_tensor(rest), op=op).numpy()]
     return [
         json.loads(zlib.decompress((row[_SIZES.size :] + rest)[:size]))
         for row, rest, (_, size) in zip(rows, rests, sizes, strict=True)
     ]
 
 
-def _as_tensor(message: bytearray, device: torch.device) -> Tensor:
-    return torch.frombuffer(message, dtype=torch.uint8).to(device)
+def _as_tensor(message: bytearray) -> Tensor:
+    return torch.frombuffer(message, dtype=torch.uint8)
 
 
 def reasons_text(reasons: Sequence[str], most: int = 3) -> str:

@@ -148,7 +148,6 @@ def gather_numbers(
     tensors: Sequence[Tensor] = (),
     *,
     op: Operation,
-    device: torch.device,
     place: int | None = None,
 ) -> IntArray:
     """Gather integers of all ranks; collective.
@@ -156,9 +155,8 @@ def gather_numbers(
     Args:
         collective: The ranks that take part.
         numbers: This rank's numbers.
-        tensors: int64 tensors whose elements follow them.
+        tensors: int64 tensors of one device, whose elements follow them. Without any, the message stays on the host.
         op: Names the exchange, in the message and in errors.
-        device: Where ranks exchange tensors, and where `tensors` are.
         place: Stands for the operation's layer where that has no number.
 
     Returns:
@@ -170,6 +168,7 @@ def gather_numbers(
     extent = len(numbers) + sum(t.numel() for t in tensors)
     frames = collective.frames
     head = frames.head(op, extent, place)
+    device = tensors[0].device if tensors else torch.device("cpu")
     width = frames.width
     if HEAD + extent > width:
         # Powers of two: a few layers that differ a little in length do not each announce a new one

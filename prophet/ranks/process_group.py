@@ -43,7 +43,18 @@ from prophet.ranks.presence import Lost, Presence, Pulse, crossed, explained
 from prophet.ranks.threads import ThreadWorld
 from prophet.ranks.waiting import Waiter, joined
 from prophet.ranks.watch import Watch
-from prophet.ranks.works import abort, all_made, at_once, beside, coming, gathered_at_once, in_turns, is_short, nothing
+from prophet.ranks.works import (
+    abort,
+    all_made,
+    at_once,
+    beside,
+    coming,
+    gathered_at_once,
+    host_too,
+    in_turns,
+    is_short,
+    nothing,
+)
 
 T = TypeVar("T")
 # After so long a rank that waits asks whether the others can come; a little more than a pulse
@@ -76,7 +87,8 @@ class ProcessGroupCollective(Collective):
 
     Two communicators over the same ranks are created with the time limit `timeout_s`, so a long limit on the user's
     group does not delay the news of a lost peer. Creation is collective over the members of `group`. Waits on the host
-    return in short turns, so that Ctrl-C is seen.
+    return in short turns, so that Ctrl-C is seen. Tensors on the host always travel by a backend of the host: the
+    communicators have gloo for them, even where the given group knows a device alone.
 
     Args:
         group: The members; None for all processes.
@@ -113,7 +125,7 @@ class ProcessGroupCollective(Collective):
         # group's name from how many groups exist, so a name may come back after a group was destroyed and then hang on
         # what the store remembers: hence not where all processes take part, and `collective_for` never destroys.
         local = len(ranks) < dist.get_world_size()
-        options: dict[str, Any] = {"timeout": limit, "use_local_synchronization": local}
+        options: dict[str, Any] = {"timeout": limit, "use_local_synchronization": local, "backend": host_too(base)}
         made = channels or all_made([lambda: dist.new_group(ranks, **options)] * 2)
         self.groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
         # Weak, or `_shared` below would keep alive the group that its entry hangs on
@@ -318,7 +330,7 @@ class ProcessGroupCollective(Collective):
         works = self.guard(lambda: dist.batch_isend_irecv(ops), op, known)
         wait = self._beside if ops[0].tensor.device.type == "cpu" else at_once
         keep = list(sends), list(recvs)
-        return coming(works, torch.empty(0), keep, lambda works: self.guard(lambda: wait(works), op, known))
+        return coming(works, ops[0].tensor.new_empty(0), keep, lambda works: self.guard(lambda: wait(works), op, known))
 
     def watched(self, stages_of: Callable[[int], Sequence[int]]) -> Watch:
         """Watch these ranks for failures during all waits from now on; each of them calls this.

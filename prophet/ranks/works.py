@@ -130,14 +130,34 @@ def coming(works: Sequence[Any], result: Tensor, keep: Any, wait: Callable[[Sequ
     def notify(call: Callable[[], None]) -> None:
         torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: call())
 
-    return Coming(finish, lambda: all(work.is_completed() for work in works), notify)
+    def ended() -> bool:
+        # A wait for a device makes its stream wait, and returns at once. Ranks must see that alike: by whether works
+        # are completed they would launch what follows at different places of their streams.
+        return result.device.type != "cpu" or all(work.is_completed() for work in works)
+
+    return Coming(finish, ended, notify)
+
+
+def host_too(group: dist.ProcessGroup | None = None) -> str | None:
+    """Name the backends of new groups: those of `group` (None: the world's), and gloo for the host if that has none.
+
+    Ranks agree by tensors on the host: a wait for one ends at its time limit, and no stream of a device waits for it.
+
+    Returns:
+        As `new_group` takes it; None where torch's default is the same.
+    """
+    config = str(dist.get_backend_config(group))
+    if "cpu:" not in config:
+        return f"cpu:gloo,{config}"
+    return None if config == str(dist.get_backend_config()) else config
 
 
 def abort(group: dist.ProcessGroup) -> None:
     """Make every wait for this group in this process fail at once, in any thread; peers' waits may fail, too."""
+    # Of all backends; gloo's own does nothing
+    with suppress(RuntimeError):
+        group.abort()
     if "cpu:gloo" not in str(dist.get_backend_config(group)):
-        with suppress(RuntimeError):
-            group.abort()
         return
     # gloo has no way to give up a wait, but one that takes too long closes all connections that are waited for. So
     # wait for a message from every peer that nobody sends, for a millisecond.

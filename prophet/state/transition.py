@@ -167,7 +167,7 @@ def transition(
         problem = mover.prepare(_buffer_bytes(streams, measures, wishes), whole=not in_place)
     try:
         ready = _Ready(problem, mode, budget_bytes, excess, chunk_bytes, depth)
-        window = _agree(plan.digest, measures, ready, collective, device)
+        window = _agree(plan.digest, measures, ready, collective)
         begin()
         after = _LOST if in_place else _WHOLE
         # Parameters may be among the state, and autograd refuses to write to a leaf in place
@@ -175,7 +175,7 @@ def transition(
             mover.run(plan.rounds(window, in_place=in_place), streams.number, window)
         # A rank that failed has gone on with the messages, so the others do not know of it yet
         if votes:
-            _vote(mover.problem, collective, device, after)
+            _vote(mover.problem, collective, after)
         elif mover.problem:
             raise _kind(after)(mover.problem)
     # A peer has died or a wait has timed out: in place, some of the old state has gone by then
@@ -382,10 +382,10 @@ class _Ready:
         return [int(self.mode == "in-place"), int(bool(self.problem)), *wishes]
 
 
-def _agree(digest: int, measures: Measures, ready: _Ready, collective: Collective, device: torch.device) -> Window:
+def _agree(digest: int, measures: Measures, ready: _Ready, collective: Collective) -> Window:
     """Check that all ranks have the same route and are ready; choose the window by what all of them can spare."""
-    mine = torch.tensor([digest, *ready.numbers()], dtype=torch.int64, device=device)
-    gathered = collective.gather_at_once(mine, op=Operation("agreeing on a transition")).cpu()
+    mine = torch.tensor([digest, *ready.numbers()], dtype=torch.int64)
+    gathered = collective.gather_at_once(mine, op=Operation("agreeing on a transition"))
     # Columns: digest, mode, whether there is a problem, then the wishes. Digest and mode must be equal everywhere
     transitions = gathered[:, :2].tolist()
     differ = [r for r, wanted in enumerate(transitions) if wanted != transitions[0]]
@@ -433,10 +433,10 @@ def _check_state(before: Layout, state: State, rank: int, device: torch.device) 
     return ""
 
 
-def _vote(problem: str, collective: Collective, device: torch.device, after: str) -> None:
+def _vote(problem: str, collective: Collective, after: str) -> None:
     """Raise on every rank if any could not unpack what came."""
-    flag = torch.tensor([int(bool(problem))], dtype=torch.int64, device=device)
-    flags = collective.gather_at_once(flag, op=Operation("voting on a transition")).cpu()
+    flag = torch.tensor([int(bool(problem))], dtype=torch.int64)
+    flags = collective.gather_at_once(flag, op=Operation("voting on a transition"))
     failed = flags.reshape(-1).nonzero().reshape(-1).tolist()
     _refuse(problem, failed, collective.rank, "could not unpack what came", after)
 

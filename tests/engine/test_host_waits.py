@@ -127,8 +127,9 @@ def test_what_a_rank_says_in_another_operation_is_no_norm() -> None:
     def rank(group: Collective) -> list[list[float]]:
         with on_pretended_device() as watch:
             if group.rank == 1:
+                load = torch.zeros(1, dtype=torch.int64).to(NAME)
                 with pytest.raises(OutOfStep, match=r"rank\(s\) \[0\] at gradient norm"):
-                    gather_numbers(group, [1], op=Operation("exchange of counts", 0), device=torch.device(NAME))
+                    gather_numbers(group, [1], [load], op=Operation("exchange of counts", 0))
                 return []
             mine = torch.ones(2, dtype=torch.float64).to(NAME)
             watch.waits.clear()

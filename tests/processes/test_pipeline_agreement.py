@@ -72,7 +72,9 @@ def test_a_pipeline_starts_on_all_ranks_or_on_none() -> None:
     assert first["seed"] == "ranks [1] have another setting of seed than rank 0"
     assert first["replicas"] == "ranks [1] have another setting of replicas than rank 0"
     assert first["layers"].startswith("rank 1: a pipeline needs one or more layers")
-    assert first["slices"].startswith("rank 1: slices: expected pipeline_balance.slices.SliceOptions(...), got <function ")
+    assert first["slices"].startswith(
+        "rank 1: slices: expected pipeline_balance.slices.SliceOptions(...), got <function "
+    )
     assert first["optimizer"] == "rank 1: OSError: no such file"
 
 

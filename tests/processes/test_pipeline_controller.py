@@ -171,7 +171,7 @@ def _rows() -> Tensor:
 
 def _freeze(layers: dict[int, nn.Module], freezer: Freezer, loss: float, collective: Collective) -> int:
     """What a training loop does between two steps: it reads the gradients that the last one has left."""
-    frozen = freezer.update(gradient_rates(layers, LAYERS, collective, CPU), loss)
+    frozen = freezer.update(gradient_rates(layers, LAYERS, collective), loss)
     freeze_prefix(layers, frozen)
     return frozen
 

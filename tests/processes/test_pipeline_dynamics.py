@@ -47,7 +47,7 @@ def _change(
     if case == "freezing" and step:
         # the loss is taken as settled; the rule is so generous that layers freeze within a few steps
         layers = dict(enumerate(every))
-        rates = gradient_rates(layers, freezer.layers, collective, torch.device("cpu"))
+        rates = gradient_rates(layers, freezer.layers, collective)
         freeze_prefix(layers, freezer.update(rates, 1.0))
 
 

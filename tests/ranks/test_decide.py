@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _against(collective: Collective, name: str, *, ready: bool = True) -> str:
-    return collective.decide(OP, name, ready=ready, device=CPU).against
+    return collective.decide(OP, name, ready=ready).against
 
 
 @pytest.mark.parametrize("unready", [None, 0, 2])

@@ -40,7 +40,7 @@ def told(values: list[Any]) -> list[tuple[list[Any], int]]:
 
     def run(collective: ThreadCollective) -> tuple[list[Any], int]:
         mine = Counts(world, collective.rank)
-        return gather_json(values[mine.rank], mine, torch.device("cpu"), Operation("telling")), mine.messages
+        return gather_json(values[mine.rank], mine, Operation("telling")), mine.messages
 
     return world.run(run)
 
@@ -74,7 +74,7 @@ def test_what_is_too_long_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatc
 
     def refused(collective: ThreadCollective) -> str:
         with pytest.raises(LayoutError) as caught:
-            gather_json("x" * 200 * collective.rank, collective, torch.device("cpu"), Operation("telling"))
+            gather_json("x" * 200 * collective.rank, collective, Operation("telling"))
         return str(caught.value)
 
     assert ThreadWorld(2, timeout_s=20.0).run(refused) == ["telling: a rank says 202 bytes, more than 100"] * 2

@@ -1,18 +1,20 @@
-"""Groups are all tried, whichever fails; what is short goes to all ranks at once."""
+"""Groups: all are tried, whichever fails, and know the host; what is short goes to all ranks at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from prophet.errors import CollectiveError, OutOfStep
 from prophet.ranks import process_group
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
-from prophet.ranks.works import SHORT_BYTES, all_made
+from prophet.ranks.works import SHORT_BYTES, abort, all_made, coming, host_too
 from tests.helpers.launch import run_gloo
 
 
@@ -32,6 +34,42 @@ def test_groups_behind_one_that_fails_are_tried_and_its_failure_is_raised() -> N
         all_made([making(number) for number in range(4)])
     assert tried == [0, 1, 2, 3]
     assert all_made([making(0), making(3)]) == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("cuda:nccl", "cpu:gloo,cuda:nccl"),
+        ("xpu:xccl", "cpu:gloo,xpu:xccl"),
+        ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),  # not the world's, which is torch's default
+        ("cpu:gloo,cuda:gloo", None),
+        ("cpu:mpi", "cpu:mpi"),
+    ],
+)
+def test_new_groups_know_the_host(given: str, made: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = {None: "cpu:gloo,cuda:gloo", "group": given}
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: configs[group])
+    group: Any = "group"
+    assert host_too(group) == made
+    assert host_too() is None
+
+
+@pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_all_backends_of_a_group_are_given_up(backends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = mock.Mock(**{"size.return_value": 3, "rank.return_value": 1})
+    received: list[int] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
+    monkeypatch.setattr(dist, "irecv", lambda *_, group_src, **__: received.append(group_src) or mock.Mock())
+    abort(group)
+    group.abort.assert_called_once_with()
+    assert received == ([0, 2] if "gloo" in backends else [])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_waits_on_a_device_has_ended_for_the_host_on_all_ranks_alike(device: str) -> None:
+    work = mock.Mock(**{"is_completed.return_value": False})
+    pending = coming([work], torch.empty(2, device=device), None, lambda works: None)
+    assert pending.ended() == (device != "cpu")
 
 
 def _gathered(rank: int, size: int) -> list[bool]:

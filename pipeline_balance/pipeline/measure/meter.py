@@ -376,7 +376,6 @@ def gather_costs(
     local: Mapping[int, LayerCost],
     layers: int,
     collective: Collective,
-    device: torch.device,
     *,
     rows: Sequence[Sequence[int]] | None = None,
 ) -> list[LayerCost]:
@@ -386,7 +385,6 @@ def gather_costs(
         local: Costs of the layers that this rank runs, by number.
         layers: L.
         collective: Over all ranks.
-        device: Where the figures travel.
         rows: The ranks of every replica (None: one of all); a figure is that of the slowest replica.
 
     Returns:
@@ -396,7 +394,7 @@ def gather_costs(
     table = torch.zeros((layers, len(_FIGURES)), dtype=torch.float64)
     for i, cost in local.items():
         table[i] = torch.tensor([float(getattr(cost, name)) for name in _FIGURES], dtype=torch.float64)
-    gathered = collective.all_gather(table.to(device), op=Operation("gathering layer costs")).cpu()
+    gathered = collective.all_gather(table, op=Operation("gathering layer costs"))
     # in a replica a layer is on one rank, all others contribute zeros
     replicas = rows if rows is not None else [range(collective.size)]
     figures = torch.stack([gathered[list(row)].sum(dim=0) for row in replicas]).amax(dim=0)

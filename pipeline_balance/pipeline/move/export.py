@@ -89,4 +89,4 @@ def write_pretrained(
             raise SpecError(f"a {type(model).__name__} has no save_pretrained: torch.save its state_dict() instead")
         write(model, folder, state_dict=state, **options)
 
-    write_alone(save, f"writing {folder}", collective, config.device)
+    write_alone(save, f"writing {folder}", collective)

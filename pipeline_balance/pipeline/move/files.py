@@ -288,11 +288,11 @@ def _save(
 
 def _agreement(pipeline_state: PipelineState) -> Agree:
     """How processes agree: what fails on one is raised on all, as `SpecError`. One that is at work is waited for."""
-    world, device = pipeline_state.mover.groups.world, pipeline_state.mover.device
+    world = pipeline_state.mover.groups.world
 
     def agree(what: str, call: Callable[[], Any]) -> list[Any]:
         # reading and writing may take longer than a wait for another rank may
-        return from_all(call, world, device, Operation(what), waits=True)
+        return from_all(call, world, Operation(what), waits=True)
 
     return agree
 

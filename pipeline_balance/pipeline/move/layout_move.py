@@ -131,7 +131,7 @@ class LayoutMove(Move):
             return self.prepared.route
         assert self.target is not None
         rows = spec_rows(specs_of(self._held))
-        every = gather_json(rows, carrier, self.device, Operation("describing state"))
+        every = gather_json(rows, carrier, Operation("describing state"))
         return self.pipeline_state.route_schedule(every, self.target, carrier.rank)
 
     def prepare(self, route_schedule: RouteSchedule) -> None:

@@ -336,7 +336,7 @@ class PipelineState:
             return [rank, spec_rows(found.specs)]
 
         def agree(call: Callable[[], Any]) -> list[Any]:
-            return from_all(call, collective, self.mover.device, Operation("collecting the model"))
+            return from_all(call, collective, Operation("collecting the model"))
 
         every = agree(described)
         refuse_where([to for to, _ in every], "collect the model on another rank")

@@ -116,7 +116,7 @@ class StateMover:
         self.builder.check_map(stage_map)
         # a backward pass may be filling gradients in: the route holds if there are none when the move begins
         held = self.collect(now, gradients=False)
-        space, _ = share(held, collective, self.device)
+        space, _ = share(held, collective)
         route_schedule = self.route_schedule(space, now.stage_map, stage_map)
         route_schedule.precompute(self.budget_bytes, in_place=False)
         return Prepared(target=stage_map, specs=specs_of(held), route=route_schedule)
@@ -280,7 +280,7 @@ class StageMove(Move):
             return self.prepared.route
         if any(self._ready):
             # on another rank something has changed since, so the ranks that were ready describe their tensors now
-            self._space, self._numbers = share(self._held, mover.groups.world, self.device)
+            self._space, self._numbers = share(self._held, mover.groups.world)
         return mover.route_schedule(self._space, self.passes.now.stage_map, self.stage_map)
 
     def state(self, pieces: Sequence[Piece]) -> State:

@@ -154,7 +154,7 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
         StateLost: The state was given up by then.
     """
     began = time.perf_counter()
-    votes = votes_of(move.vote, world, move.device, Operation(f"agreeing on {move.what}"))
+    votes = votes_of(move.vote, world, Operation(f"agreeing on {move.what}"))
     move.compare(votes)
     # one name for all ranks, under which their words stand in the store
     name = votes[0].name
@@ -187,7 +187,7 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
     except Exception as error:
         # `moved` may be set where assembling failed
         failed, moved = error, None
-    decision = _decide(carrier if whole else world, name, failed, move.device)
+    decision = _decide(carrier if whole else world, name, failed)
     if decision.against or moved is None:
         raise _refusal(move, failed, decision, begin, world.rank, alone=not whole or carrier is world)
     # nothing can keep the new state from being in force any more
@@ -223,14 +223,12 @@ class _Begin:
         return self._in_place and (self.begun or self._collective.settle(self._name, "no") == "yes")
 
 
-def _decide(collective: Collective, name: str, failed: Exception | None, device: torch.device) -> Decision:
+def _decide(collective: Collective, name: str, failed: Exception | None) -> Decision:
     """What stands against it: the reasons of the ranks that were not ready, where they can still be reached."""
     try:
-        decision = collective.decide(DECISION, name, ready=failed is None, device=device)
+        decision = collective.decide(DECISION, name, ready=failed is None)
         if decision.unready:
-            reason = reasons_text(
-                gather_json(_error_text(failed), collective, device, Operation("telling why a move failed"))
-            )
+            reason = reasons_text(gather_json(_error_text(failed), collective, Operation("telling why a move failed")))
             return decision._replace(against=reason or decision.against)
     except Exception as error:
         # Ranks have lost each other. The first word in the store decides for all, so that no rank takes the new state

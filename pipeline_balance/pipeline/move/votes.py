@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-
 from pipeline_balance.pipeline.move.state import Held, space_of, spec_rows
 from pipeline_balance.pipeline.run.agreement import error_text, refuse, refuse_where
 from prophet.errors import TransitionError
@@ -67,13 +65,12 @@ class Vote:
         return cls(tensors=spec_rows(held.specs) if tensors else (), numbers=held.scalars, **more)
 
 
-def votes_of(vote: Callable[[], Vote], collective: Collective, device: torch.device, op: Operation) -> list[Vote]:
+def votes_of(vote: Callable[[], Vote], collective: Collective, op: Operation) -> list[Vote]:
     """Gather all ranks' votes; collective. What keeps a rank from voting, it says as `refused`.
 
     Args:
         vote: Makes this rank's vote; its errors are not raised here.
         collective: Over all ranks.
-        device: Where messages travel.
         op: What errors call it.
     """
     try:
@@ -81,7 +78,7 @@ def votes_of(vote: Callable[[], Vote], collective: Collective, device: torch.dev
     except Exception as error:
         # raised here, it would leave the others waiting for this rank's vote
         mine = Vote(refused=error_text(error))
-    return [Vote(**vote) for vote in gather_json(mine.to_json(), collective, device, op)]
+    return [Vote(**vote) for vote in gather_json(mine.to_json(), collective, op)]
 
 
 def refuse_against(votes: Sequence[Vote], after: str) -> None:
@@ -117,15 +114,12 @@ def refuse_unmovable(votes: Sequence[Vote], after: str) -> None:
         raise TransitionError(problems if after in problems else f"{problems}; {after}")
 
 
-def share(
-    held: Held | str, collective: Collective, device: torch.device, after: str = WHOLE
-) -> tuple[Space, dict[str, Any]]:
+def share(held: Held | str, collective: Collective, after: str = WHOLE) -> tuple[Space, dict[str, Any]]:
     """Unite what all ranks hold, see `union`; collective.
 
     Args:
         held: What this rank holds, or the reason why it cannot be moved.
         collective: Over all ranks.
-        device: Where messages travel.
         after: How things stand where it fails, for the error.
     """
-    return union(votes_of(lambda: Vote.of(held), collective, device, Operation("describing state")), after)
+    return union(votes_of(lambda: Vote.of(held), collective, Operation("describing state")), after)

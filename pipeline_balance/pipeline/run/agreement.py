@@ -163,15 +163,12 @@ def actions_of(executor: Executor | None, *, training: bool) -> Callable[[Passin
     return actions
 
 
-def from_all(
-    attempt: Callable[[], Any], collective: Collective, device: torch.device, op: Operation, *, waits: bool = False
-) -> list[Any]:
+def from_all(attempt: Callable[[], Any], collective: Collective, op: Operation, *, waits: bool = False) -> list[Any]:
     """Call `attempt` on every rank and gather the results, by rank, as JSON holds them; collective.
 
     Args:
         attempt: What each rank does; local.
         collective: Over all ranks.
-        device: Where messages travel.
         op: What errors call it.
         waits: Whether `attempt` may take longer on some ranks than a wait for another rank may.
 
@@ -187,16 +184,15 @@ def from_all(
     # unlike a collective, `meet` waits as long as the others are at work
     if waits:
         collective.meet(op)
-    return _gather_or_refuse(failed, found, collective, device, op)
+    return _gather_or_refuse(failed, found, collective, op)
 
 
-def alike(attempt: Callable[[], str], collective: Collective, device: torch.device, op: Operation) -> list[str]:
+def alike(attempt: Callable[[], str], collective: Collective, op: Operation) -> list[str]:
     """Gather as `from_all` does, quickly where all ranks return the same text.
 
     Args:
         attempt: What each rank does; local.
         collective: Over all ranks.
-        device: Where messages travel.
         op: What errors call it.
 
     Raises:
@@ -208,34 +204,31 @@ def alike(attempt: Callable[[], str], collective: Collective, device: torch.devi
     except Exception as error:
         failed = error
     # a digest travels; the texts themselves only where they differ
-    mine = torch.tensor([int(failed is not None), number_of(found)], device=device)
+    mine = torch.tensor([int(failed is not None), number_of(found)])
     every = collective.gather_at_once(mine, op=op).tolist()
     if not any(bad for bad, _ in every) and all(number == every[0][1] for _, number in every):
         return [found] * collective.size
-    return _gather_or_refuse(failed, found, collective, device, op)
+    return _gather_or_refuse(failed, found, collective, op)
 
 
-def _gather_or_refuse(
-    failed: Exception | None, found: Any, collective: Collective, device: torch.device, op: Operation
-) -> list[Any]:
-    every = gather_json([error_text(failed), found], collective, device, op)
+def _gather_or_refuse(failed: Exception | None, found: Any, collective: Collective, op: Operation) -> list[Any]:
+    every = gather_json([error_text(failed), found], collective, op)
     refuse(failed, [reason for reason, _ in every])
     return [value for _, value in every]
 
 
-def write_alone(write: Callable[[], None], what: str, collective: Collective, device: torch.device) -> None:
+def write_alone(write: Callable[[], None], what: str, collective: Collective) -> None:
     """Call `write` on rank 0; all ranks return once it has, however long that takes; collective.
 
     Args:
         write: Writes; local.
         what: What errors call it.
         collective: Over all ranks.
-        device: Where messages travel.
 
     Raises:
         SpecError: On all ranks where it fails, with the reason.
     """
-    from_all(lambda: write() if collective.rank == 0 else None, collective, device, Operation(what), waits=True)
+    from_all(lambda: write() if collective.rank == 0 else None, collective, Operation(what), waits=True)
 
 
 def error_text(failed: Exception | None) -> str:
@@ -270,7 +263,6 @@ def agree_on_batch(
     optimizers: Optimizers,
     arguments: Sequence[Any],
     groups: PipelineGroups,
-    device: torch.device,
     actions: Callable[[Passing], str],
     weights: int,
     schedule: int,
@@ -283,7 +275,6 @@ def agree_on_batch(
         optimizers: Their options are compared.
         arguments: Arguments of the call, equal on all ranks.
         groups: The pipeline's communicators.
-        device: Where messages travel.
         actions: Describes what this rank would run; equal on the ranks with these stages in all replicas.
         weights: A digest of weights, equal on the same ranks.
         schedule: A digest of all ranks' actions.
@@ -314,12 +305,12 @@ def agree_on_batch(
     ]
     # one gather for everything: the bits of a float64 travel as an integer
     count = int(torch.tensor(passing.counted, dtype=torch.float64).view(torch.int64))
-    row = torch.tensor([int(failed is not None), *mine, passing.rows, count], dtype=torch.int64, device=device)
-    every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
+    row = torch.tensor([int(failed is not None), *mine, passing.rows, count], dtype=torch.int64)
+    every = groups.world.all_gather(row, op=Operation("agreeing on a batch"))
     if every[:, 0].any():
         # reasons are texts, so they travel only where there are some
         op = Operation("telling what is wrong with a batch")
-        refuse(failed, gather_json(error_text(failed), groups.world, device, op))
+        refuse(failed, gather_json(error_text(failed), groups.world, op))
     grid = groups.grid
     ranks = range(groups.world.size)
     first_of = {
@@ -339,7 +330,7 @@ def agree_on_batch(
 
 
 def agree_on_model(
-    describe: Callable[[], Mapping[str, Any]], collective: Collective, device: torch.device
+    describe: Callable[[], Mapping[str, Any]], collective: Collective
 ) -> tuple[StageMap, dict[str, Any]]:
     """Compare the ranks' models and find the stage map of those that know it; collective.
 
@@ -347,7 +338,6 @@ def agree_on_model(
         describe: Describes this rank's pipeline: its "model", the "settings", the "map" (None where it is not known)
             with a digest of its "schedule", and the "progress".
         collective: Over all ranks.
-        device: Where messages travel.
 
     Returns:
         The stage map, and the counters of the run, of the first rank that knows them.
@@ -355,7 +345,7 @@ def agree_on_model(
     Raises:
         SpecError: On all ranks where one cannot be described, or any of them differ.
     """
-    every = from_all(describe, collective, device, Operation("comparing the ranks' models"))
+    every = from_all(describe, collective, Operation("comparing the ranks' models"))
     slices = [row["settings"]["slices"] for row in every]
     differ = [r for r, cut in enumerate(slices) if cut != slices[0]]
     if differ:
@@ -374,7 +364,7 @@ def agree_on_model(
 
 
 def agree_on_optimizers(
-    make: Callable[[], Optimizers], owned: Ownership, collective: Collective, device: torch.device, *, joins: bool
+    make: Callable[[], Optimizers], owned: Ownership, collective: Collective, *, joins: bool
 ) -> Optimizers:
     """Make the optimizers and compare them among all ranks; collective.
 
@@ -382,7 +372,6 @@ def agree_on_optimizers(
         make: Makes this rank's optimizers; local.
         owned: The model's parameters.
         collective: Over all ranks.
-        device: Where messages travel.
         joins: Whether this rank takes over the options of one that does not join.
 
     Raises:
@@ -394,7 +383,7 @@ def agree_on_optimizers(
         made.append(make())
         return [joins, made[0].options(owned.parameters)]
 
-    every = from_all(describe, collective, device, Operation("comparing the ranks' optimizers"))
+    every = from_all(describe, collective, Operation("comparing the ranks' optimizers"))
     groups = [[[g["parameters"] for g in o] for o in options] for _, options in every]
     refuse_where(groups, "have other optimizer groups")
     knowing = [options for joining, options in every if not joining]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.measure.meter import Meter
@@ -91,7 +90,7 @@ class StageExperts:
 
     def _check_group(self, where: str, collective: Collective, process: int, column: Sequence[int]) -> None:
         op = Operation("comparing an expert-parallel group with its column")
-        members = gather_numbers(collective, [process], op=op, device=torch.device("cpu"))[:, 0].tolist()
+        members = gather_numbers(collective, [process], op=op)[:, 0].tolist()
         if members != list(column):
             raise SpecError(
                 f"{where} shares its experts over processes {members}, but the replicas of its stage are processes "
@@ -134,7 +133,7 @@ class StageExperts:
         if self.any:
             steps = getattr(getattr(self._balancer, "config", None), "accumulation_steps", 1)
             op = Operation("comparing accumulation_steps")
-            every = gather_numbers(world, [steps], op=op, device=torch.device("cpu"))[:, 0].tolist()
+            every = gather_numbers(world, [steps], op=op)[:, 0].tolist()
             # with 1 a balancer takes every pass for the last, which is right, too
             # compared on all ranks, those without a balancer too, as the check is collective
             wrong = [rank for rank, n in enumerate(every) if n not in (1, passes)]

@@ -38,7 +38,7 @@ def gradient_norm(
         parameters: All N of the unsplit model by name, in its order, the same on all ranks; a tied one has one name.
         counted: The names whose gradients this rank measures.
         world: Over all ranks.
-        device: Where the norm is returned, and figures travel.
+        device: Where the norm is returned.
 
     Returns:
         A scalar of the dtype that the parameters' dtypes promote to; 0 without any gradient.
@@ -48,7 +48,7 @@ def gradient_norm(
     if held:
         norms = [torch.linalg.vector_norm(_values(grad)) for _, grad in held]
         mine[[i for i, _ in held]] = torch.stack([n.double() for n in norms]).cpu()
-    every = world.all_gather(mine.to(device), op=Operation("norm of all gradients")).cpu()  # [R, N]
+    every = world.all_gather(mine, op=Operation("norm of all gradients"))  # [R, N]
     # also where the norm is not a number, which compares as false
     present = ~(every < 0)
     figures, owners = every.where(present, 0.0), present.sum(dim=0)

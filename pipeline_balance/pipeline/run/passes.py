@@ -162,10 +162,10 @@ class Passes:
     def _agree(
         self, prepare: Callable[[], Passing], given: tuple[Any, ...], actions: Callable[[Passing], str]
     ) -> Passing:
-        owned, groups, device = self.owned, self.groups, self.config.device
+        owned, groups = self.owned, self.groups
         weights = int(self._weights) if self._weights is not None else 0
         schedule = self.now.schedule
-        return agree_on_batch(prepare, owned, self.optimizers, given, groups, device, actions, weights, schedule)
+        return agree_on_batch(prepare, owned, self.optimizers, given, groups, actions, weights, schedule)
 
     def _weights_of_next_layer(self) -> torch.Tensor | None:
         """A digest for the next agreement: replicas that came apart are found once it is that layer's turn."""
@@ -194,7 +194,7 @@ class Passes:
         if not fresh:
             return
         mine = self._mine()
-        whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
+        whole = torch.tensor([int(not self.owned.missing(mine))])
         if not bool(self.groups.world.all_gather(whole, op=Operation("starting a pipeline")).all()):
             # built on `meta`: a checkpoint brings the values
             return
@@ -216,7 +216,7 @@ class Passes:
         """The sum of a pass's losses on every rank."""
         reports = run.losses and self.owned.model.leads
         mine = torch.stack(run.losses).sum() if reports else torch.zeros((), dtype=torch.float64)
-        every = self.groups.world.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
+        every = self.groups.world.all_gather(mine.reshape(1).cpu(), op=Operation("sharing the loss"))
         return float(every.sum())
 
     def _update(self, max_norm: float | None, scaler: PipelineScaler | None) -> None:

@@ -54,7 +54,7 @@ class _Pretended:
         return {i: LayerCost(forward_s=LATE[i]) for i in self.stage_map.layers_on(self.collective.rank)}
 
     def gather_costs(self, local: dict[int, LayerCost], collective: Collective) -> list[LayerCost]:
-        return gather_costs(local, self.stage_map.layers, collective, self.config.device)
+        return gather_costs(local, self.stage_map.layers, collective)
 
     def step(self, inputs: Tensor, labels: Tensor | None, **_: Any) -> float:
         if self.backward:

@@ -109,7 +109,7 @@ def test_a_layer_is_as_slow_as_its_slowest_replica() -> None:
     def run(world: Collective) -> list[LayerCost]:
         # two replicas of two ranks, a layer each
         mine = {world.rank % 2: LayerCost(forward_s=1.0 + world.rank)}
-        return gather_costs(mine, 2, world, torch.device("cpu"), rows=((0, 1), (2, 3)))
+        return gather_costs(mine, 2, world, rows=((0, 1), (2, 3)))
 
     for costs in ThreadWorld(4).run(run):
         assert [c.forward_s for c in costs] == [3.0, 4.0]

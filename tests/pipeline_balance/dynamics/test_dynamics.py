@@ -186,7 +186,7 @@ def test_rates_come_from_all_ranks_and_freezing_drops_gradients() -> None:
     for i, layer in layers.items():
         (layer(torch.ones(2, 3)).sum() * i).backward()
     split = [{0: layers[0], 2: layers[2]}, {1: layers[1]}]
-    rates = ThreadWorld(2).run(lambda c: gradient_rates(split[c.rank], 3, c, torch.device("cpu")))
+    rates = ThreadWorld(2).run(lambda c: gradient_rates(split[c.rank], 3, c))
     assert rates[0] == rates[1]
     assert rates[0][0] == 0.0 < rates[0][1] < rates[0][2]
     freeze_prefix(layers, 2)

@@ -30,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What `new_group` is asked for on process 0, by which thread; groups of rank 3 fail."""
     found: list[tuple[Any, ...]] = []
 
-    def new_group(ranks: list[int], *, timeout: timedelta, backend: str | None, **more: Any) -> str:
+    def new_group(ranks: list[int], *, timeout: timedelta, backend: str = "", **more: Any) -> str:
         given = ranks, timeout.total_seconds(), backend
         found.append((*given, threading.current_thread().name, more.get("sort_ranks", True)))
         if 3 in ranks:
@@ -39,6 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(module, "host_too", lambda: "both")
     monkeypatch.setattr(module, "ProcessGroupCollective", _Group)
     return found
 
@@ -48,7 +49,7 @@ def test_a_group_that_fails_is_tried_as_often_as_one_that_is_made(asked: list[tu
     words = groups.make([((0, 3), "stages"), ((1, 3), "stages"), ((0, 1), "stages"), ((0,), "replicas")])
     assert words == "stages of ranks [0, 3]: attempt 1"
     assert [ranks for ranks, *_ in asked] == [r for r in ([0, 3], [1, 3], [0, 1]) for _ in range(2)]
-    assert [how for _, *how in asked] == [[limit_s, None, "makes groups", True] for limit_s in (7.0, *[0.5] * 5)]
+    assert [how for _, *how in asked] == [[limit_s, "both", "makes groups", True] for limit_s in (7.0, *[0.5] * 5)]
     assert groups.get((0,), "replicas").size == 1
     made: Any = groups.get((0, 1), "stages")
     groups.undo()
@@ -80,9 +81,9 @@ def test_members_in_another_order_than_they_were_asked_for_are_an_error(asked: l
 
 
 def test_a_collective_has_two_groups_and_one_for_shards_has_one(asked: list[tuple[Any, ...]]) -> None:
-    groups, pair, shards = Groups(7.0, "gloo"), ((0, 1), "stages"), ((0, 2), SHARDS)
+    groups, pair, shards = Groups(7.0), ((0, 1), "stages"), ((0, 2), SHARDS)
     assert groups.make([pair, shards, pair, ((2,), "stages")]) == ""
-    assert [row[:3] for row in asked] == [([0, 1], 7.0, "gloo")] * 2 + [([0, 2], 7.0, "gloo")]
+    assert [row[:3] for row in asked] == [([0, 1], 7.0, "both")] * 2 + [([0, 2], 7.0, "")]
     found: list[Any] = [groups.get(*key) for key in (pair, shards)]
     assert found[0].made_of == (("group 1",), {"timeout_s": 7.0, "channels": ("group 1", "group 2")})
     assert found[1].made_of == (("group 3",), {"timeout_s": 7.0, "channels": ("group 3", "group 3")})

@@ -149,7 +149,7 @@ def test_what_has_come_apart_is_named_on_all_ranks(spoiled: str, what: str) -> N
             torch.utils.swap_tensors(ties[0].parameter, nn.Parameter(torch.empty(5, 3, device="meta")))
         said = tie_digests(ties, stage_map, grid.pipeline_rank_of(world.rank), state)
         try:
-            refuse_untied(ties, stage_map, grid, gather_json(said, world, CPU, Operation("comparing ties")))
+            refuse_untied(ties, stage_map, grid, gather_json(said, world, Operation("comparing ties")))
         except TransitionError as error:
             return str(error)
         return ""
