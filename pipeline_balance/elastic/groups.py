@@ -31,6 +31,8 @@ T = TypeVar("T")
 Members = tuple[int, ...]
 SHARDS = "shards"
 """The purpose of groups that meshes take: torch itself talks in them, and nothing else, so they have one channel."""
+# apart from the meeting after it, in which a process that is late for this one must not be counted
+_COMING = Operation("coming to make process groups")
 # seconds to wait for further groups once one of them could not be made
 _GIVEN_UP_S = 0.5
 # older versions of torch sort the members, so a rank could not have the number that a layout gives it
@@ -116,6 +118,9 @@ class Groups:
 
         Returns:
             What went wrong on this process; nothing if all went well.
+
+        Raises:
+            CollectiveError: On all processes, before any group is tried, where one does not come.
         """
         # a preparation runs on that thread: waiting for itself, it would never end
         if threading.current_thread() is self._thread.thread:
@@ -173,6 +178,9 @@ class Groups:
     def _make(self, wanted: list[tuple[Members, str]]) -> str:
         problem, self._limit_s = "", self.timeout_s
         lacking = [key for key in dict.fromkeys(wanted) if key not in self._made]
+        if lacking:
+            # one wait for whoever is missing: every group that is made would wait anew
+            meet(_COMING, timeout_s=self.timeout_s, beside=True)
         self._new += lacking
         for members, purpose in lacking:
             try:

@@ -310,7 +310,9 @@ class Presence:
 
     # --- meeting ---
 
-    def meet(self, what: str, ranks: Sequence[int], text: str, *, limit_s: float, hint: str = "") -> list[str]:
+    def meet(
+        self, what: str, ranks: Sequence[int], text: str, *, limit_s: float, hint: str = "", beside: bool = False
+    ) -> list[str]:
         """Exchange texts among `ranks`, once all of them have called this.
 
         Args:
@@ -319,6 +321,7 @@ class Presence:
             text: This process's text for the others.
             limit_s: Seconds to wait for ranks that are not at work.
             hint: Ends the message where ranks do not come although they live.
+            beside: Whether threads meet beside the main ones, whose messages and work then say nothing of who comes.
 
         Returns:
             All ranks' texts, in the order of `ranks`.
@@ -339,6 +342,8 @@ class Presence:
         store.set(f"{key}: {self.rank}", text)
         if store.add(f"{key}: count", 1) == len(ranks):
             result = self._end(key, ranks)
+        elif beside:
+            result = self._result(key, ranks, limit_s, hint, beside=True)
         else:
             self.begin("")  # whoever waits is not at work: two that wait for each other must not do so for ever
             try:
@@ -358,7 +363,7 @@ class Presence:
         # Compared and set, since another one may have ended or given up this meeting a moment ago
         return self.store.compare_set(f"{key}: result", "", json.dumps(["met", *texts]))
 
-    def _result(self, key: str, ranks: Sequence[int], limit_s: float, hint: str) -> bytes:
+    def _result(self, key: str, ranks: Sequence[int], limit_s: float, hint: str, *, beside: bool = False) -> bytes:
         """Wait for the result of a meeting that others are missing from, or write it where they cannot come."""
         store, result = self.store, f"{key}: result"
         deadline = time.monotonic() + limit_s
@@ -371,15 +376,16 @@ class Presence:
             if now >= min(next_check, deadline):
                 next_check = now + every_s
                 missing = {r: self.pulse(r) for r in ranks if not store.check([f"{key}: {r}"])}
+                others = {} if beside else {r: pulse for r, pulse in missing.items() if pulse is not None}
                 # Only a new pulse counts as work: one that has fallen silent at work must not be waited for
-                for r, pulse in missing.items():
-                    if pulse is not None and pulse.work and extended_at.get(r) != pulse.count:
+                for r, pulse in others.items():
+                    if pulse.work and extended_at.get(r) != pulse.count:
                         extended_at[r] = pulse.count
                         deadline = max(deadline, now + max(limit_s, 5 * PULSE_S))
                 found = verdict(
                     missing,
                     ended=[r for r, pulse in missing.items() if pulse is not None and self.has_ended(pulse)],
-                    ahead=[r for r, pulse in missing.items() if pulse is not None and self._is_ahead(pulse)],
+                    ahead=[r for r, pulse in others.items() if self._is_ahead(pulse)],
                     over=now >= deadline,
                     rank=self.rank,
                     limit_s=limit_s,

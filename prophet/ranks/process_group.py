@@ -432,6 +432,7 @@ def meet(
     ranks: Sequence[int] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     hint: str = "",
+    beside: bool = False,
 ) -> list[str]:
     """Exchange texts between processes, once all of them have called this; collective.
 
@@ -444,6 +445,7 @@ def meet(
         ranks: Those that take part; None for all processes.
         timeout_s: Seconds to wait for ranks that are not `at_work`.
         hint: Ends the message where ranks do not come although they live.
+        beside: Whether it is called beside the main thread, which goes on: what that is at says nothing of who comes.
 
     Returns:
         All texts, in the order of the ranks.
@@ -457,13 +459,15 @@ def meet(
         return [text]
     members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     here = presence()
-    here.where = f"in {op}"
+    if not beside:
+        here.where = f"in {op}"
     try:
-        texts = here.meet(str(op), members, text, limit_s=timeout_s, hint=hint)
+        texts = here.meet(str(op), members, text, limit_s=timeout_s, hint=hint, beside=beside)
     except Lost as lost:
         kind = PeerLost if lost.ended else CollectiveTimeout
         raise kind(dist.get_rank(), op, str(lost)) from None
-    here.where = f"after {op}"
+    if not beside:
+        here.where = f"after {op}"
     return texts
 
 

@@ -28,12 +28,8 @@ TOGETHER = {
 }
 SOON = ("layout-killed-moving",)
 """Rows that have a launch to themselves, and are not slow."""
-_ADDED = "waits add up: every group that is made waits for the limit"
 _GONE = "what follows the decision may fail: the new model never gets to the caller, and the old one refuses to run"
-WRONG = {
-    **dict.fromkeys([f"{m}-{f}-agreeing" for m in ("layout", "in_place") for f in ("stopped", "late")], _ADDED),
-    **dict.fromkeys(("own-raises-decided", "own-breaks-decided"), _GONE),
-}
+WRONG = dict.fromkeys(("own-raises-decided", "own-breaks-decided"), _GONE)
 """Rows that do not hold, and why."""
 
 

@@ -108,6 +108,19 @@ def test_one_that_has_gone_on_is_not_waited_for(there: Callable[..., Presence]) 
     assert not caught.value.ended
 
 
+def test_threads_meet_beside_the_work_and_the_messages_of_the_main_ones(there: Callable[..., Presence]) -> None:
+    here, away = there(0), there(1)
+    here.counters, away.counters = {"both": SimpleNamespace(begun=3)}, {"both": SimpleNamespace(begun=4)}
+    for one in (here, away):
+        one.begin("writing")
+    with pytest.raises(Lost, match=r"rank 0 waited 0\.5 s for rank\(s\) \[1\]; rank 1 was at work: writing"):
+        here.meet("test", [0, 1], "", limit_s=0.5, beside=True)
+    assert meetings([here, away], beside=True) == [["I am 0", "I am 1"]] * 2
+    seen = here.pulse(0)
+    assert seen is not None
+    assert seen.work == "writing", "others still wait for it"
+
+
 ALONE = "while rank 0 waited; rank 1 was there"
 
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from pipeline_balance.elastic import groups as module
 from pipeline_balance.elastic.groups import SHARDS, Groups
+from prophet.errors import CollectiveTimeout
+from prophet.ranks.operation import Operation
 
 
 class _Group:
@@ -57,6 +59,29 @@ def test_a_group_that_fails_is_tried_as_often_as_one_that_is_made(asked: list[tu
     for members, purpose in (((0, 1), "stages"), ((0,), "replicas")):
         with pytest.raises(KeyError):
             groups.get(members, purpose)
+    groups.close()
+
+
+def test_no_group_is_tried_where_a_process_does_not_come(
+    asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every group would wait for it anew. All processes try none, so they go on counting alike."""
+    groups, wanted = Groups(7.0), [((0, 1), "stages"), ((0, 2), "stages")]
+    waits: list[float] = []
+
+    def late(op: Operation, *, timeout_s: float, beside: bool) -> None:
+        waits.append(timeout_s)
+        raise CollectiveTimeout(0, op, "rank 2 does not come")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "meet", late)
+        with pytest.raises(CollectiveTimeout, match="rank 2 does not come"):
+            groups.make(wanted)
+    assert (waits, asked) == ([7.0], [])
+    groups.undo()
+    assert groups.make(wanted) == ""
+    monkeypatch.setattr(module, "meet", late)
+    assert groups.make(wanted) == "", "nobody waits where nothing is to be made"
     groups.close()
 
 
