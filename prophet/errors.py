@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prophet.ranks.operation import Operation
@@ -50,6 +50,24 @@ class BudgetError(LayoutError, TransitionError):
 
 class StateLost(RuntimeError):
     """A move in place failed on the way: neither the old state nor the new one is whole on any rank."""
+
+
+class ReshardedError(RuntimeError):
+    """Something failed on this rank after all had decided on a reshard: the new layout is in force everywhere.
+
+    Args:
+        reason: What failed.
+        model: The model in the new layout, which `reshard` would have returned.
+
+    Attributes:
+        model: The same; the optimizer trains it already, and the old one refuses to run.
+    """
+
+    def __init__(self, reason: str, model: Any) -> None:
+        super().__init__(
+            f"the new layout is in force, and something failed after that: {reason}; go on with error.model"
+        )
+        self.model = model
 
 
 class TraceError(ValueError):

@@ -36,7 +36,7 @@ from pipeline_balance.pipeline.move.state import base_name, refuse_odd
 from pipeline_balance.pipeline.move.transaction import Assignments, Move, run
 from pipeline_balance.pipeline.move.votes import Vote, refuse_against, union
 from pipeline_balance.pipeline.run.agreement import refuse_where
-from prophet.errors import CollectiveError, SpecError, TransitionError
+from prophet.errors import CollectiveError, ReshardedError, SpecError, TransitionError, in_a_line
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet, process_rank, processes
@@ -66,7 +66,8 @@ def reshard(
 
     Modules and parameters are other objects afterwards: lists of them must be taken anew, and the old model refuses to
     run. Hooks and attributes of modules, `training`, attributes of parameters, registered tensors, schedulers, scalers
-    and step hooks go on. Buffers are those of the first rank of `before`. Whatever is raised, all is as before.
+    and step hooks go on. Buffers are those of the first rank of `before`. Whatever is raised, all is as before, unless
+    it is a `ReshardedError`.
 
     Args:
         model: Plain, wrapped in DDP, or sharded by `fully_shard` or `parallelize_module`, by this function or the
@@ -87,6 +88,7 @@ def reshard(
             tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards;
             graphs, weak references, hooks and attributes that would go on with what is replaced; copies that differ.
         TransitionError: On all ranks where something fails on the way.
+        ReshardedError: On a rank where something fails once all have decided: training goes on with `error.model`.
     """
     found: list[_Own] = []
 
@@ -177,12 +179,15 @@ class _Own(Move):
         axes = mesh_axes(self.after) or (["dp"] if self.after.dp > 1 else [])
         wanted = [state, *((members, SHARDS) for axis in axes for members in self.after.groups(axis))]
         self.groups.together(wanted)
-        carrier = self.groups.get(*state)
+        carrier, decided = self.groups.get(*state), list[bool]()
         try:
-            run(self, world=carrier, carrier=carrier)
-        except (TransitionError, CollectiveError):
-            # It may be stuck in an exchange; the next call makes another
-            self.groups.drop([state])
+            run(self, world=carrier, carrier=carrier, then=[lambda: decided.append(True)])
+        except Exception as error:
+            if decided:
+                raise ReshardedError(in_a_line(error), self.returned) from error
+            if isinstance(error, TransitionError | CollectiveError):
+                # It may be stuck in an exchange; the next call makes another
+                self.groups.drop([state])
             raise
         return self.returned
 

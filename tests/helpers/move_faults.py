@@ -34,7 +34,7 @@ from pipeline_balance.pipeline.move import pipeline_state
 from pipeline_balance.pipeline.move import stage_map as rebuild
 from pipeline_balance.pipeline.move.stage_map import Change, StageMove, StateMover
 from pipeline_balance.spec import StageMap
-from prophet.errors import StageFailed
+from prophet.errors import ReshardedError, StageFailed
 from prophet.ranks.collective import Collective
 from prophet.state import transition
 from prophet.state.transition import Mode
@@ -265,7 +265,11 @@ class _Own:
 
     def move(self, target: Any = new) -> None:
         options = {"timeout_s": LIMIT_S, "budget_bytes": self.budget_bytes}
-        self.model = elastic.reshard(self.model, self.optimizer, self.says, target, own_loops.build, **options)  # type: ignore[arg-type]
+        try:
+            self.model = elastic.reshard(self.model, self.optimizer, self.says, target, own_loops.build, **options)  # type: ignore[arg-type]
+        except ReshardedError as error:
+            self.model, self.says = error.model, target
+            raise
         self.says = target
 
     def move_asking_else(self) -> None:

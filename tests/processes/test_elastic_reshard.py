@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pipeline_balance import elastic
 from pipeline_balance.elastic.groups import Groups
 from pipeline_balance.elastic.shards import new_model as target
-from prophet.errors import CollectiveError, SpecError, TransitionError
+from prophet.errors import CollectiveError, ReshardedError, SpecError, TransitionError
 from tests.helpers.elastic_jobs import losing
 from tests.helpers.launch import run_gloo
 from tests.helpers.own_loops import (
@@ -266,6 +266,40 @@ def _alone_in_it(rank: int, size: int) -> list[str]:
             elastic.reshard(build(), optimizer, dp4, dp4, build, timeout_s=2.0)
         said.append(str(late.value))
     return said
+
+
+def _fails_late(rank: int, size: int) -> list[float]:
+    """On one rank a part of what follows the decision fails: it goes on with the model that the error brings."""
+    dp, sharded = elastic.Parallelism(dp=size), elastic.Parallelism(dp=size, zero=3)
+    old: nn.Module = nn.parallel.DistributedDataParallel(build())
+    optimizer = adamw(old.parameters())
+    losses, seen = [train_step(old, optimizer, dp, 0)], whole(old, optimizer)
+    inner = target.Copy.make
+
+    def make(copy: target.Copy) -> None:
+        inner(copy)
+        raise KeyError("a hook of yours")
+
+    if rank != 1:
+        model = elastic.reshard(old, optimizer, dp, sharded, build, timeout_s=60.0)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target.Copy, "make", make)
+            with pytest.raises(ReshardedError, match="a hook of yours") as caught:
+                elastic.reshard(old, optimizer, dp, sharded, build, timeout_s=60.0)
+        model = caught.value.model
+    assert same(seen, whole(model, optimizer))
+    with pytest.raises(SpecError, match="was resharded"):
+        old(batch(0)[0])
+    losses.append(train_step(model, optimizer, sharded, 1))
+    model = elastic.reshard(model, optimizer, sharded, dp, build, timeout_s=60.0)
+    return [*losses, train_step(model, optimizer, dp, 2)]
+
+
+def test_what_fails_after_the_decision_brings_the_new_model() -> None:
+    expected = alone(3, adamw)
+    for losses in run_gloo(_fails_late, 2, timeout_s=100.0):
+        assert losses == pytest.approx(expected, abs=1e-9)
 
 
 def _with_heads(heads: int) -> Net:

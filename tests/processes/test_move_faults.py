@@ -28,9 +28,6 @@ TOGETHER = {
 }
 SOON = ("layout-killed-moving",)
 """Rows that have a launch to themselves, and are not slow."""
-_GONE = "what follows the decision may fail: the new model never gets to the caller, and the old one refuses to run"
-WRONG = dict.fromkeys(("own-raises-decided", "own-breaks-decided"), _GONE)
-"""Rows that do not hold, and why."""
 
 
 def _rows() -> Iterator[Row]:
@@ -52,8 +49,6 @@ def _table() -> list[Any]:
     found = []
     for row in _rows():
         marks: list[Any] = [] if _shared(row) or str(row) in SOON else [pytest.mark.slow]
-        if str(row) in WRONG:
-            marks.append(pytest.mark.xfail(strict=True, reason=WRONG[str(row)]))
         found.append(pytest.param(row, id=str(row), marks=marks))
     return found
 
@@ -93,6 +88,8 @@ def test_one_state_is_whole_and_all_ranks_are_told(row: Row) -> None:
         assert (end.state, end.says) in in_force, f"rank {rank}: {end}"
         if row.fault == "late" and row.phase == "decided":  # all others had its word
             assert end.error == "", f"rank {rank}: {end}"
+        elif row.mover == "own" and row.phase == "decided" and rank == VICTIM:  # it brings the new model
+            assert end.error == "ReshardedError", f"rank {rank}: {end}"
         else:
             assert end.error in NAMED, f"rank {rank}: {end}"
         if row.fault != "late" or rank != VICTIM:

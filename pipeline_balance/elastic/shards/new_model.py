@@ -22,6 +22,7 @@ from pipeline_balance.elastic.shards.user_model import UserModel
 from pipeline_balance.pipeline.model.ownership import attributes_of, take_hooks
 from pipeline_balance.pipeline.model.registered import Settings, settings
 from pipeline_balance.pipeline.move.state import state_entries
+from pipeline_balance.pipeline.move.transaction import apply
 from prophet.state.space import Box, Space
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -120,17 +121,25 @@ class NewModel:
                     module._buffers[name] = values.get(names[id(buffer)], buffer.to("meta"))
 
     def make(self) -> None:
-        """Put it in force: the optimizers train it, and the model from before refuses to run. Cannot fail."""
-        user_model, made = self.user_model, self._made
-        self.copy.make()
-        ids = {name: key for key, name in user_model.names.items()}
+        """Put it in force: the optimizers train it, and the model from before refuses to run. Cannot fail.
+
+        Should a part of it fail all the same, the others are made, and then its error is raised.
+        """
+        apply([self.copy.make, self._train, self._set, self._retire])
+
+    def _train(self) -> None:
+        ids = {name: key for key, name in self.user_model.names.items()}
         entries = {ids[name]: kept for name, kept in self._entries.items()}
-        user_model.optimizers.exchange({ids[name]: p for name, p in made.items()}, entries)
+        self.user_model.optimizers.exchange({ids[name]: p for name, p in self._made.items()}, entries)
+
+    def _set(self) -> None:
         for handle, tensor in self._settings:
             handle.tensor = tensor
-        if user_model.wrapper is not None:
+
+    def _retire(self) -> None:
+        if self.user_model.wrapper is not None:
             # DDP would run the old module, and average gradients that nobody uses
-            user_model.wrapper.__dict__["forward"] = gone
+            self.user_model.wrapper.__dict__["forward"] = gone
         retire(self.copy)
 
 
