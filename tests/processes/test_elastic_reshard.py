@@ -214,11 +214,14 @@ def _refused(rank: int, size: int) -> tuple[list[str], list[float]]:
 
 
 def _options_go_over(rank: int, size: int) -> None:
-    """DDP's and FSDP2's, as all processes have them: those that the model comes to take the others'."""
+    """DDP's and FSDP2's, which all processes must have alike: those that the model comes to take the others'."""
     dp4, dp2 = elastic.Parallelism(dp=4), elastic.Parallelism(dp=2)
     made: Any = nn.parallel.DistributedDataParallel(build(), find_unused_parameters=True)
-    made.broadcast_buffers = False
     optimizer = adamw(made.parameters())
+    made.broadcast_buffers = rank == 2
+    with pytest.raises(SpecError, match=r"^ranks \[2\] have other options of FSDP2 or DDP than rank 0$"):
+        elastic.reshard(made, optimizer, dp4, dp2, build, timeout_s=60.0)
+    made.broadcast_buffers = False
     for before, layout in ((dp4, dp2), (dp2, dp4)):
         made = elastic.reshard(made, optimizer, before, layout, build, timeout_s=60.0)
     assert (made.find_unused_parameters, made.broadcast_buffers) == (True, False)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prophet.ranks.threads import ThreadWorld
 from prophet.spec import IntArray
+from prophet.state import forward
 from prophet.state.layout import Piece, layout_from
 from prophet.state.route import Route, route
 from prophet.state.route_schedule import RouteSchedule
@@ -36,6 +37,16 @@ def test_a_new_copy_for_many_is_sent_once_and_passed_on(ranks: int) -> None:
     assert max(m.sent_bytes for m in moved) == size
     for m in moved:
         assert torch.equal(next(iter(m.state.values())), values)
+
+
+@pytest.mark.parametrize(("most_rows", "copies_sent"), [(64, 1), (63, 2)])
+def test_a_route_of_too_many_rows_is_direct(most_rows: int, copies_sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "_MOST_ROWS", most_rows)
+    space = Space((TensorSpec(name="w", shape=(64,)),))
+    whole = [("w", space["w"].box)]
+    way = route(layout_from(space, 3, {0: whole}), layout_from(space, 3, dict.fromkeys(range(3), whole)))
+    # two ranks miss it, and a full port's tensor is planned in 32 parts or more
+    assert way.sent_bytes()[0] == copies_sent * 64 * 4
 
 
 @pytest.mark.parametrize("longer", [1, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline_balance.control.controller import Controller, ControllerConfig, Mo
 from pipeline_balance.pipeline.measure.meter import Meter, gather_costs
 from pipeline_balance.pipeline.model.layers import ModuleChain
 from pipeline_balance.pipeline.model.ownership import Ownership
+from pipeline_balance.pipeline.move.transaction import Prepared, Switched
 from pipeline_balance.pipeline.run.progress import Progress
 from pipeline_balance.pipeline.run.stages import PipelineConfig
 from pipeline_balance.spec import LayerCost, StageMap
@@ -121,3 +123,31 @@ def test_layers_move_only_after_an_update() -> None:
     for update, decisions in ((False, 0), (False, 0), (True, 1), (False, 1), (True, 2)):
         controller.step(NOTHING, None, update=update)
         assert len(controller.decisions) == decisions
+
+
+class _Moving(_Pretended):
+    """Its layers do move."""
+
+    def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared:
+        return Prepared(target=stage_map)
+
+    def rebuild(self, stage_map: StageMap, **_: Any) -> Switched:
+        self.stage_map = stage_map
+        return Switched(
+            seconds=0.0, link_bytes={}, messages=0, sent_bytes=0, received_bytes=0, buffer_bytes=0, peak_bytes=0
+        )
+
+
+def _decisions_by_step(collective: Collective) -> list[int]:
+    config = replace(_ahead(), move_cost=MoveCost(fixed_s=0.0))
+    controller, made = Controller(_Moving(collective), config=config), []  # type: ignore[arg-type]
+    for _ in range(4):
+        controller.step(NOTHING, None)
+        made.append(len(controller.decisions))
+    assert [d.move for d in controller.decisions] == [True, False]
+    return made
+
+
+def test_layers_that_have_just_moved_are_timed_before_the_next_decision() -> None:
+    # the move is made when the third step begins, and the fourth one's backward pass finds times of the third
+    assert ThreadWorld(2).run(_decisions_by_step) == [[0, 1, 1, 2]] * 2
