@@ -17,7 +17,7 @@ from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.shards.fully_sharded import give_back
 from pipeline_balance.elastic.shards.held_shards import cut_over, pieces_of
 from pipeline_balance.elastic.shards.job_state import is_sharded
-from pipeline_balance.pipeline.model.ownership import local
+from pipeline_balance.pipeline.model.ownership import check_names, local
 from pipeline_balance.pipeline.model.registered import registered
 from pipeline_balance.pipeline.move.state import Held
 from pipeline_balance.pipeline.run.optimizers import Optimizers
@@ -71,6 +71,7 @@ class UserModel:
         # by every name of a tied parameter, the first one
         self.first = {n: self.names[id(p)] for n, p in self.root.named_parameters(remove_duplicate=False)}
         self.buffers = dict(self.root.named_buffers())
+        check_names([*self.parameters, *self.buffers])
         self.device = next((local(p).device for p in self.parameters.values() if not p.is_meta), device)
         self.optimizers = Optimizers(lambda _: optimizer, self.parameters)
         for number, group in enumerate(g for o in self.optimizers.all for g in o.param_groups):

@@ -28,6 +28,18 @@ _INTEGERS = {1: torch.int8, 2: torch.int16}
 _ROW, _PART = 1 << 11, 1 << 22
 # 2^64 by the golden ratio: its multiples lie far apart (Knuth's multiplicative hashing)
 _FACTOR = -0x61C8864680B583EB
+# In the names of what moves these stand between a parameter and what belongs to it
+_SIGNS = "@#%"
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `SpecError` for a parameter or buffer in whose name moves would find something that belongs to it."""
+    wrong = [name for name in names if any(sign in name for sign in _SIGNS)]
+    if wrong:
+        raise SpecError(
+            f"{wrong[0]!r} cannot be moved: expected names of parameters and buffers without {', '.join(_SIGNS)}, "
+            f"which stand between a parameter and its optimizer state; give its module another name"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +89,7 @@ class Ownership:
         It is called at every step, so it looks closer only where a module, parameter or buffer is another object.
 
         Raises:
-            SpecError: No unit holds a parameter, so no rank would train it.
+            SpecError: No unit holds a parameter, so no rank would train it; or see `check_names`.
         """
         now = [
             (id(m), *map(id, m._parameters.values()), *map(id, m._buffers.values())) for m in self.model.root.modules()
@@ -107,6 +119,7 @@ class Ownership:
                 if buffer is not None and id(module) in holders:
                     buffers[f"{dot}{attribute}"] = HeldBuffer(module, attribute, tuple(holders[id(module)]))
         units_of |= {name: buffer.units for name, buffer in buffers.items()}
+        check_names(units_of)
         self.parameters, self.buffers, self.units_of = parameters, buffers, units_of
         self._read, self._split, self._structure = now, {}, self._digest()
 

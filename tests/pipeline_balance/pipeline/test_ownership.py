@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from pipeline_balance.elastic.shards.user_model import UserModel
 from pipeline_balance.pipeline.model import ownership
 from pipeline_balance.pipeline.model.layers import ModuleChain
 from pipeline_balance.pipeline.model.ownership import Ownership, like_meta, put, sum_of_bits, try_put
@@ -94,6 +95,22 @@ def test_a_parameter_of_no_layer_is_named() -> None:
 
     with pytest.raises(SpecError, match="parameter scale belongs to no layer"):
         Ownership(ModuleChain(Odd(), nn.functional.mse_loss))
+
+
+@pytest.mark.parametrize("name", ["relu@1", "relu#1", "relu%1"])
+def test_names_that_moves_would_cut_in_two_are_refused(name: str) -> None:
+    """Cut at the sign, a name would lose its optimizer state in a move, and nobody would notice."""
+
+    class Named(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.ModuleDict({name: nn.Linear(1, 1)}))
+
+    message = f"'0.{name}.weight' cannot be moved: expected names of parameters and buffers without @, #, %"
+    with pytest.raises(SpecError, match=message):
+        Ownership(ModuleChain(Named(), nn.functional.mse_loss))
+    model = Named()
+    with pytest.raises(SpecError, match=message):
+        UserModel(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
 
 
 def test_optimizers_options_and_mistakes() -> None:
