@@ -49,6 +49,7 @@ from prophet.ranks.works import (
     at_once,
     beside,
     coming,
+    first_calls,
     gathered_at_once,
     host_too,
     in_turns,
@@ -128,6 +129,7 @@ class ProcessGroupCollective(Collective):
         options: dict[str, Any] = {"timeout": limit, "use_local_synchronization": local, "backend": host_too(base)}
         made = channels or all_made([lambda: dist.new_group(ranks, **options)] * 2)
         self.groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
+        first_calls(made)
         # Weak, or `_shared` below would keep alive the group that its entry hangs on
         self._base, self._ranks = weakref.ref(base), ranks
         self._presence = presence()

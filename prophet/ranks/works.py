@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -150,6 +150,25 @@ def host_too(group: dist.ProcessGroup | None = None) -> str | None:
     if "cpu:" not in config:
         return f"cpu:gloo,{config}"
     return None if config == str(dist.get_backend_config()) else config
+
+
+def first_calls(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Use new groups once on the device; collective.
+
+    NCCL connects a group's ranks at its first call, and waits for all of them. Messages go between some of the ranks
+    alone, so they must not be the first.
+    """
+    if not torch.accelerator.is_available():
+        return
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    stream = torch.Stream(device)
+    # In a stream of its own: groups are also made in threads, beside training
+    with stream:
+        for group in dict.fromkeys(groups):
+            if f"{device.type}:" in str(dist.get_backend_config(group)):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+    stream.synchronize()
 
 
 def abort(group: dist.ProcessGroup) -> None:

@@ -5,7 +5,7 @@ another part of the batch. The processes with one pipeline rank, a column, hold 
 grid is spare: it holds nothing, and takes part in what all processes do around a step.
 
 Once a stage has run its last backward action, the schedule starts the means of its layers' gradients. They run in that
-order in a thread, on a communicator that nothing else uses.
+order in a thread, on a communicator and on a stream that nothing else uses.
 
 Shape legend: R replicas, P pipeline ranks, N elements of a bucket.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from pipeline_balance.pipeline.model.ownership import local
 from prophet.errors import OutOfStep, SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
+from prophet.ranks.side_stream import SideStream
 from prophet.ranks.waiting import Waiter
 
 # torch's wrappers by name, wherever a release keeps them
@@ -132,6 +134,8 @@ class ReplicaMeans:
         self.column = column
         self._thread = Waiter("averages gradients of replicas") if column.size > 1 else None
         self._under_way: list[Future[None]] = []
+        # made with the first bucket, which knows the device
+        self._side: SideStream | None = None
 
     def start(self, parameters: Iterable[nn.Parameter], layer: int) -> None:
         """Begin to average the gradients of a layer whose backward is over; returns at once.
@@ -144,10 +148,11 @@ class ReplicaMeans:
         trainable = [p for p in parameters if p.requires_grad]
         if self._thread is None or not trainable:
             return
+        self._side = self._side or SideStream(trainable[0].device)
         # sorted, as all replicas must send the buckets in one order
         for dtype in sorted({p.dtype for p in trainable}, key=str):
-            bucket = [p for p in trainable if p.dtype == dtype]
-            self._under_way.append(self._thread.submit(lambda bucket=bucket: self._average(bucket, layer)))  # type: ignore[misc]
+            average = partial(self._average, [p for p in trainable if p.dtype == dtype], layer)
+            self._under_way.append(self._thread.submit(self._side.after_now(average)))
 
     def finish(self) -> None:
         """Wait until all that was started is averaged. Raises what went wrong; every wait has the limit of `column`."""
@@ -155,6 +160,8 @@ class ReplicaMeans:
         under_way, self._under_way = self._under_way, []
         for future in under_way:
             future.result()
+        if under_way and self._side is not None:
+            self._side.join()
 
     def close(self) -> None:
         """End the thread."""
