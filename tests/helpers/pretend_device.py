@@ -9,6 +9,7 @@ Ranks that are threads work: the backward pass of a rank runs on the rank's own 
 
 from __future__ import annotations
 
+import inspect
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -53,8 +54,11 @@ class OnDevice(torch.Tensor):
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.host.untyped_storage()
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def untyped_storage(self) -> Any:
+        return _watching.watch.storage(self.host)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OnDevice({self.host!r})"
@@ -97,10 +101,25 @@ class Watch(TorchDispatchMode):
         if target is not None:
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
-        out = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+        out = self.run(func, args, kwargs)
         if not to_device:
             return out
         return _wrap_result(func, args, kwargs, out)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on the values of its arguments."""
+        return func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+
+    def storage(self, host: Tensor) -> Any:
+        """The storage of a tensor with these values."""
+        return host.untyped_storage()
+
+    def wait(self, func: Any) -> None:
+        """Note that an operator would make the host wait."""
+        own = (_TORCH, __file__, inspect.getfile(type(self)))
+        asked = [f for f in traceback.extract_stack() if not f.filename.startswith(own)]
+        if not asked[-1].filename.endswith("conftest.py"):  # its checks look at values
+            self.waits.append(f"{func} at {asked[-1].filename}:{asked[-1].lineno}: {asked[-1].line}")
 
     def _check(
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], here: list[Tensor], to_device: bool
@@ -111,26 +130,22 @@ class Watch(TorchDispatchMode):
                 kwargs.get("non_blocking") or (func is torch.ops.aten.copy_.default and args[2:3] == (True,))
             )
             if crosses and (blocking or not to_device):
-                self._wait(func)
+                self.wait(func)
             return
         strangers = [t for t in inputs if not isinstance(t, OnDevice) and t.ndim > 0]
         if here and strangers:
             raise RuntimeError(f"{func}: expected all tensors on one device, found some on the host and some on {NAME}")
         if func in _MASKS:
             if any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1])):
-                self._wait(func)
+                self.wait(func)
         elif torch.Tag.data_dependent_output in func.tags or (
             torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
         ):
-            self._wait(func)
-
-    def _wait(self, func: Any) -> None:
-        asked = [f for f in traceback.extract_stack() if not f.filename.startswith((_TORCH, __file__))]
-        if not asked[-1].filename.endswith("conftest.py"):  # its checks look at values
-            self.waits.append(f"{func} at {asked[-1].filename}:{asked[-1].lineno}: {asked[-1].line}")
+            self.wait(func)
 
 
-def _unwrap(x: Any) -> Any:
+def unwrap(x: Any) -> Any:
+    """The values of a tensor of the device; anything else as it is."""
     return x.host if isinstance(x, OnDevice) else x
 
 
@@ -159,8 +174,8 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Te
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     if not non_blocking and isinstance(source, OnDevice) != isinstance(target, OnDevice):
-        _watching.watch._wait("copy")
-    _unwrap(target).copy_(_unwrap(source))
+        _watching.watch.wait("copy")
+    unwrap(target).copy_(unwrap(source))
     return target
 
 
@@ -179,7 +194,15 @@ class _DeviceModule:
     def _is_in_bad_fork(self) -> bool:
         return False
 
+    # Its random numbers are the host's
     def manual_seed_all(self, seed: int) -> None: ...
+
+    def manual_seed(self, seed: int) -> None: ...
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None: ...
 
     def device_count(self) -> int:
         return 1
@@ -196,10 +219,13 @@ def _register() -> None:
 
 
 @contextmanager
-def on_pretended_device() -> Iterator[Watch]:
-    """The device for the calling thread: `torch.device(NAME)` works inside, and what waits for it is in the result."""
+def on_pretended_device(operators: Watch | None = None) -> Iterator[Watch]:
+    """The device for the calling thread: `torch.device(NAME)` works inside, and what waits for it is in the result.
+
+    operators: runs the operators; None for one that runs each of them at once.
+    """
     _register()
-    with Watch() as watch, torch.autograd.set_multithreading_enabled(False):
+    with operators or Watch() as watch, torch.autograd.set_multithreading_enabled(False):
         _watching.watch = watch
         yield watch
 
@@ -214,7 +240,7 @@ def kernels_in_the_interpreter() -> Iterator[None]:
     guard = torch.cuda.device_of
 
     def unwrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+        return run(self, *tree_map(unwrap, args), **tree_map(unwrap, kwargs))
 
     GridExecutor.__call__ = unwrapped
     torch.cuda.device_of = lambda x: nullcontext()  # type: ignore[assignment, misc]

@@ -1,0 +1,328 @@
+"""Ranks with devices that run behind their hosts: what is right on the host alone, and what is wrong there."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline_balance.schedules.sliced import sliced
+from pipeline_balance.schedules.transfers import Message, Step, received_ahead, with_messages
+from prophet.errors import CollectiveError
+from prophet.kernels import choice
+from prophet.ranks.collective import Collective, Pending
+from prophet.ranks.json_messages import gather_json
+from prophet.ranks.operation import Operation
+from prophet.ranks.threads import ThreadWorld
+from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceHazard, DeviceWorld, stream
+from tests.helpers.pretend_device import NAME, SUPPORTED, values
+from tests.helpers.training import Case, compare, expected, train
+
+if not SUPPORTED:
+    pytest.skip("needs a torch that knows devices made in Python", allow_module_level=True)
+
+OP = Operation("dispatch", 0)
+MODES = pytest.mark.parametrize("one_queue", [False, True], ids=["own queues", "one queue"])
+# Executor.SENDS: so many sends are under way before the oldest is waited for
+SENDS = 4
+
+
+def on_device(one_queue: bool = False, size: int = 2) -> DeviceWorld:
+    return DeviceWorld(size, one_queue=one_queue, timeout_s=20.0)
+
+
+# --- what is right ---
+
+
+@MODES
+def test_values_arrive_and_reading_them_waits(one_queue: bool) -> None:
+    def body(c: DeviceCollective) -> list[Any]:
+        x = torch.arange(4.0, device=NAME) + 10 * c.rank
+        doubled = (
+            c.all_to_all(x, [1, 3] if c.rank == 0 else [2, 2], [1, 2] if c.rank == 0 else [3, 2], op=OP).wait() * 2
+        )
+        assert values(doubled).isnan().all(), "the host runs ahead of its device"
+        into = torch.zeros(2, device=NAME)
+        c.exchange([(1 - c.rank, x[:2] + 1)], [(1 - c.rank, into)], op=OP).wait()
+        every = c.all_gather(torch.tensor([c.rank], device=NAME), op=OP)
+        return [doubled.tolist(), into.tolist(), every.tolist()]
+
+    found = on_device(one_queue).run(body)
+    assert found[0] == [[0.0, 20.0, 22.0], [11.0, 12.0], [[0], [1]]]
+    assert found[1] == [[2.0, 4.0, 6.0, 24.0, 26.0], [1.0, 2.0], [[0], [1]]]
+
+
+@MODES
+def test_methods_that_return_python_values_wait_for_the_device(one_queue: bool) -> None:
+    def body(c: DeviceCollective) -> list[Any]:
+        device = torch.device(NAME)
+        mean = torch.full((2,), float(c.rank), device=NAME)
+        c.all_reduce_mean_([mean])
+        return [
+            gather_json({"rank": c.rank, "text": "x" * 9000 * c.rank}, c, device, OP)[1]["rank"],
+            c.decide(OP, "switch", ready=c.rank == 0, device=device).unready,
+            mean.tolist(),
+        ]
+
+    world = on_device(one_queue)
+    assert world.run(body) == [[1, (1,), [0.5, 0.5]]] * 2
+    assert all(len(waits) >= 3 for waits in world.waits.values())
+
+
+def test_tensors_on_the_host_go_beside_the_device() -> None:
+    def body(c: DeviceCollective) -> list[Any]:
+        found = c.all_to_all(torch.arange(2) + 10 * c.rank, [1, 1], [1, 1], op=OP).wait().tolist()
+        return [found, c.meet(OP, failed=c.rank == 1)]
+
+    world = on_device()
+    assert world.run(body) == [[[0, 10], [1]], [[1, 11], [1]]]
+    assert world.waits == {0: [], 1: []}
+
+
+def test_ranks_of_several_communicators() -> None:
+    def body(c: DeviceCollective) -> list[Any]:
+        members = [c.rank % 2, c.rank % 2 + 2]
+        column = world.collective(c.rank, f"column {c.rank % 2}", members)
+        return column.all_gather(torch.tensor([c.rank], device=NAME), op=OP).flatten().tolist()
+
+    world = on_device(size=4)
+    assert world.run(body) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+@MODES
+def test_an_engine_trains_as_the_oracle_does(one_queue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "triton_available", lambda: False)
+    case = Case(shapes=((2, 3), (4,)), steps=2, seed=7, device=NAME)
+    compare(expected(case), on_device(one_queue).run(lambda group: train(case, group)))
+
+
+# --- a thread beside training ---
+
+
+def beside(c: Collective, own: Callable[[], AbstractContextManager[Any]], device: str) -> list[Any]:
+    """A thread gathers on the ranks' second communicator while training exchanges tokens.
+
+    On rank 0 the thread comes first, if it can, and on rank 1 training does.
+    """
+    first = threading.Event()
+
+    def gather() -> Any:
+        if c.rank == 1:
+            first.wait(20)
+        with own():
+            x = torch.full((2,), float(c.rank), device=device)
+            pending = c.all_to_all(x, [1, 1], [1, 1], op=Operation("gather"), channel="weights")
+            found = pending.wait()
+            first.set()
+            return found.tolist()
+
+    with ThreadPoolExecutor(1) as thread:
+        gathered = thread.submit(gather)
+        if c.rank == 0:
+            # On the host the thread cannot get past its wait: training goes on all the same
+            first.wait(0.5)
+        tokens = c.all_to_all(torch.arange(2.0, device=device) + c.rank, [1, 1], [1, 1], op=OP).wait()
+        combined = c.all_to_all(tokens * 2, [1, 1], [1, 1], op=Operation("combine", 0)).wait()
+        first.set()
+        return [gathered.result(20), combined.tolist()]
+
+
+RIGHT = [[[0.0, 1.0], [0.0, 2.0]], [[0.0, 1.0], [2.0, 4.0]]]
+
+
+@MODES
+def test_a_thread_in_the_default_stream_deadlocks(one_queue: bool) -> None:
+    began = time.monotonic()
+    with pytest.raises(DeviceDeadlock) as raised:
+        on_device(one_queue).run(lambda c: beside(c, nullcontext, NAME))
+    assert time.monotonic() - began < 10
+    text = str(raised.value)
+    for part in ("gather (rank 0", "gather (rank 1", "dispatch of layer 0 (rank 0", "dispatch of layer 0 (rank 1"):
+        assert part in text
+    assert "default stream" in text
+
+
+def test_a_thread_in_its_own_stream_does_not() -> None:
+    assert on_device().run(lambda c: beside(c, lambda: stream("words"), NAME)) == RIGHT
+
+
+def test_its_own_stream_does_not_help_where_communicators_share_a_queue() -> None:
+    with pytest.raises(DeviceDeadlock, match="one queue"):
+        on_device(one_queue=True).run(lambda c: beside(c, lambda: stream("words"), NAME))
+
+
+def test_on_the_host_the_same_sequence_is_right() -> None:
+    assert ThreadWorld(2, timeout_s=20.0).run(lambda c: beside(c, nullcontext, "cpu")) == RIGHT
+
+
+# --- deadlocks ---
+
+
+def test_every_rank_hears_of_a_deadlock() -> None:
+    heard: dict[int, str] = {}
+
+    def body(c: DeviceCollective) -> None:
+        x = torch.zeros(1, device=NAME)
+        try:
+            for channel in ("tokens", "weights") if c.rank else ("weights", "tokens"):
+                c.all_gather(x, op=Operation(f"gather of {channel}"), channel=channel)
+            c.synchronize()
+        except DeviceDeadlock as error:
+            heard[c.rank] = str(error)
+            raise
+
+    with pytest.raises(DeviceDeadlock, match=r"gather of tokens \(rank 0, world tokens\)"):
+        on_device().run(body)
+    assert sorted(heard) == [0, 1]
+    assert heard[0] == heard[1]
+
+
+def test_work_that_needs_a_rank_that_has_ended() -> None:
+    def body(c: DeviceCollective) -> None:
+        if c.rank == 0:
+            c.all_gather(torch.zeros(1, device=NAME), op=OP)
+
+    with pytest.raises(DeviceDeadlock, match=r"rank\(s\) \[1\], which have ended"):
+        on_device().run(body)
+
+
+def test_hosts_that_read_in_different_orders_deadlock() -> None:
+    def body(c: DeviceCollective) -> None:
+        x = torch.zeros(1, device=NAME)
+        for channel in ("tokens", "weights") if c.rank else ("weights", "tokens"):
+            c.all_gather(x, op=OP, channel=channel).tolist()
+
+    with pytest.raises(DeviceDeadlock):
+        on_device().run(body)
+
+
+def test_ranks_in_different_operations_are_told_so() -> None:
+    def body(c: DeviceCollective) -> None:
+        c.all_gather(torch.zeros(1, device=NAME), op=Operation("dispatch" if c.rank else "combine", 0)).tolist()
+
+    with pytest.raises(CollectiveError, match="another rank is in"):
+        on_device().run(body)
+
+
+def test_a_rank_that_raises_wakes_the_others() -> None:
+    def body(c: DeviceCollective) -> None:
+        if c.rank == 1:
+            raise ZeroDivisionError("one rank broke")
+        c.all_gather(torch.zeros(1, device=NAME), op=OP).tolist()
+
+    with pytest.raises(ZeroDivisionError, match="one rank broke"):
+        on_device().run(body)
+
+
+# --- point-to-point ---
+
+
+def run_steps(rows: list[list[Step]], device: str, c: Collective) -> list[float]:
+    """Run a rank's steps as the executor does, with numbers as activations; all that it has computed."""
+    held: dict[tuple[bool, int, int], Tensor] = {}
+    coming: dict[tuple[bool, int, int], Pending] = {}
+    sent: list[Pending] = []
+    found = []
+    for step in rows[c.rank]:
+        if isinstance(step, Message):
+            key, op = (step.forward, step.boundary, step.microbatch), Operation(str(step).partition(" ")[2])
+            if step.what == "send":
+                if len(sent) == SENDS:
+                    sent.pop(0).wait()
+                sent.append(c.exchange([(step.peer, held.pop(key))], [], op=op))
+            else:
+                held[key] = torch.empty(1, dtype=torch.float64, device=device)
+                coming[key] = c.exchange([], [(step.peer, held[key])], op=op)
+        else:
+            forward, s, m = step.kind == "F", step.stage, step.microbatch
+            key = (True, s, m) if forward else (False, s + 1, m)
+            if key in coming:
+                coming.pop(key).wait()
+            start = torch.full((1,), float(m), dtype=torch.float64, device=device)
+            result = held.pop(key, start) * 1.5 + s
+            held[forward, s + 1 if forward else s, m] = result
+            found.append(result)
+    for pending in sent:
+        pending.wait()
+    return torch.cat(found).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_receives_ahead_of_their_turn_stick_in_one_queue_per_communicator(ranks: int) -> None:
+    schedule = sliced(ranks, 1, 2, 8)
+    plain = with_messages([list(row) for row in schedule.actions], list(range(ranks)))
+    ahead = [received_ahead(row) for row in plain]
+    wanted = ThreadWorld(ranks, timeout_s=20.0).run(partial(run_steps, ahead, "cpu"))
+    assert on_device(size=ranks).run(partial(run_steps, plain, NAME)) == wanted
+    with pytest.raises(DeviceDeadlock, match=r"\d[<>]\d of \d+ \(rank"):
+        on_device(size=ranks).run(partial(run_steps, ahead, NAME))
+
+
+# --- inputs and results ---
+
+
+def test_an_input_changed_before_the_collective_is_over() -> None:
+    def body(c: DeviceCollective) -> None:
+        x = torch.zeros(2, device=NAME)
+        pending = c.all_to_all(x, [1, 1], [1, 1], op=OP)
+        if c.rank == 0:
+            x += 1
+        pending.wait()
+
+    with pytest.raises(DeviceHazard, match="the input of dispatch of layer 0 was changed"):
+        on_device().run(body)
+
+
+def test_an_input_may_be_changed_after_a_wait() -> None:
+    def body(c: DeviceCollective) -> list[float]:
+        x = torch.zeros(2, device=NAME)
+        found = c.all_to_all(x, [1, 1], [1, 1], op=OP).wait()
+        x += 1
+        return found.tolist()
+
+    assert on_device().run(body) == [[0.0, 0.0]] * 2
+
+
+def test_a_receive_buffer_written_to_in_the_meantime() -> None:
+    def body(c: DeviceCollective) -> None:
+        into = torch.zeros(1, device=NAME)
+        pending = c.exchange([(1 - c.rank, torch.ones(1, device=NAME))], [(1 - c.rank, into)], op=OP)
+        into.zero_()
+        pending.wait()
+
+    with pytest.raises(DeviceHazard, match="what dispatch of layer 0 fills was changed"):
+        on_device().run(body)
+
+
+def test_an_input_freed_before_anybody_waits() -> None:
+    def body(c: DeviceCollective) -> None:
+        # The handle keeps its input, and nobody keeps the handle
+        c.all_to_all(torch.zeros(2, device=NAME), [1, 1], [1, 1], op=OP)
+
+    with pytest.raises(DeviceHazard, match="the input of dispatch of layer 0 was freed"):
+        on_device().run(body)
+
+
+def test_a_result_used_without_a_wait_is_nan() -> None:
+    def body(c: DeviceCollective) -> list[Any]:
+        into, whole = torch.zeros(1, device=NAME), torch.zeros(1, dtype=torch.int64, device=NAME)
+        peer = 1 - c.rank
+        sends = [(peer, torch.ones(1, device=NAME)), (peer, torch.ones(1, dtype=torch.int64, device=NAME))]
+        pending = c.exchange(sends, [(peer, into), (peer, whole)], op=OP)
+        early = (into * 2, whole * 2)
+        pending.wait()
+        return [*(x.item() for x in early), (into * 2).item(), (whole * 2).item()]
+
+    for early, early_whole, late, late_whole in on_device().run(body):
+        assert math.isnan(early)
+        assert abs(early_whole) > 1 << 40
+        assert [late, late_whole] == [2.0, 2]
