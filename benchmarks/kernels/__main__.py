@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import environment, write_json
+from benchmarks.common import Row, environment, write_json
 from benchmarks.kernels import ffn, layer, moves
 from benchmarks.kernels.workload import CPU_SHAPES, GPU_SHAPES, Shape
 
@@ -20,7 +20,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def show(row: ffn.Row) -> str:
+def show(row: Row) -> str:
     """One line of the table."""
     cells = []
     for name in COLUMNS:
@@ -37,7 +37,7 @@ def gpu_tokens(shape: Shape) -> list[int]:
     return [2048, 16384, 65536] if shape.dim * shape.top_k <= 8192 else [2048, 16384]
 
 
-def on_gpu(limit_s: float) -> Iterator[ffn.Row]:
+def on_gpu(limit_s: float) -> Iterator[Row]:
     began = time.perf_counter()
     dtype = torch.bfloat16
     yield from moves.measure(GPU_SHAPES, gpu_tokens, "cuda", dtype, repeats=15, budget_s=0.5)
@@ -50,7 +50,7 @@ def on_gpu(limit_s: float) -> Iterator[ffn.Row]:
             return
 
 
-def on_cpu(tokens: int, quick: bool) -> Iterator[ffn.Row]:
+def on_cpu(tokens: int, quick: bool) -> Iterator[Row]:
     def few(shape: Shape) -> list[int]:
         return [tokens]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.common import Row
 from benchmarks.kernels import peers
-from benchmarks.kernels.timing import medians_us
-from benchmarks.kernels.workload import Shape, Tensors, group_sizes, shares_of, tensors_of
-
-Row = dict[str, Any]
+from benchmarks.kernels.timing import beside, medians_us
+from benchmarks.kernels.workload import SKEWS, Shape, Tensors, group_sizes, shares_of, tensors_of
 
 
 class WrongResult(RuntimeError):
@@ -83,7 +81,7 @@ def measure(
     """One row for each shape, number of tokens, skew, number of replicas, pass and peer."""
     for shape in shapes:
         for tokens in tokens_of(shape):
-            for skew in ("uniform", "trace", "one-expert-90%"):
+            for skew in SKEWS:
                 shares = shares_of(skew, shape.experts)
                 if shares is None:
                     yield {"op": "grouped_ffn", "shape": shape.name, "skew": skew, "note": "no trace: not measured"}
@@ -147,10 +145,7 @@ def _case(
             yield {
                 **base,
                 "pass": kind,
-                "ours_us": us["ours"],
-                "peer": peer,
-                "peer_us": us[peer],
-                "ratio": us[peer] / us["ours"],
+                **beside(us, peer),
                 "tflops": flops / us["ours"] / 1e6,
                 "fraction_of_dense": us["dense"] / us["ours"] if "dense" in us else None,
             }

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.kernels.ffn import Row
+from benchmarks.common import Row
 from benchmarks.kernels.peers import activate
-from benchmarks.kernels.timing import medians_us
-from benchmarks.kernels.workload import Shape, experts_of, shares_of
+from benchmarks.kernels.timing import beside, medians_us
+from benchmarks.kernels.workload import SKEWS, Shape, experts_of, shares_of
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.route import route
@@ -30,8 +30,7 @@ class Expert(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        units = shape.hidden * (2 if shape.activation == "swiglu" else 1)
-        self.w_in = nn.Linear(shape.dim, units, bias=False)
+        self.w_in = nn.Linear(shape.dim, shape.units, bias=False)
         self.w_out = nn.Linear(shape.hidden, shape.dim, bias=False)
         self.activation = shape.activation
 
@@ -82,36 +81,14 @@ def dense_passes(rows: int, w_in: Tensor, w_out: Tensor) -> tuple[Callable[[], N
     return forward, backward
 
 
-def dense_products(rows: int, home: ExpertWeights) -> Callable[[], None]:
-    """The six products of one dense expert of as many rows, forward and backward, into memory that is there."""
-    forward, backward = dense_passes(rows, home.w_in[0].detach(), home.w_out[0].detach())
+def products(sizes: list[int], home: ExpertWeights) -> Callable[[], None]:
+    """The six products of every expert, forward and backward, on so many rows of its own; of the first experts."""
+    weights = zip(sizes, home.w_in.detach(), home.w_out.detach(), strict=False)
+    passes = [one for expert in weights for one in dense_passes(*expert)]
 
     def run() -> None:
-        forward()
-        backward()
-
-    return run
-
-
-def expert_products(shape: Shape, sizes: list[int], home: ExpertWeights) -> Callable[[], None]:
-    """The products that the layer contains: the same six for every expert, on its own rows and weights."""
-    rows = sum(sizes)
-    x, d_y = torch.randn(rows, shape.dim), torch.randn(rows, shape.dim)
-    units = home.w_in.shape[1]
-    h, a = torch.randn(rows, units), torch.randn(rows, shape.hidden)
-    y, d_h, d_a, d_x = torch.empty_like(x), torch.empty_like(h), torch.empty_like(a), torch.empty_like(x)
-    d_in, d_out = torch.empty_like(home.w_in), torch.empty_like(home.w_out)
-    parts = [t.split(sizes) for t in (x, d_y, h, a, y, d_h, d_a, d_x)]
-    weights = [t.detach().unbind(0) for t in (home.w_in, home.w_out, d_in, d_out)]
-
-    def run() -> None:
-        for x, d_y, h, a, y, d_h, d_a, d_x, w_in, w_out, g_in, g_out in zip(*parts, *weights, strict=True):
-            torch.mm(x, w_in.t(), out=d_h)
-            torch.mm(a, w_out.t(), out=y)
-            torch.mm(d_y, w_out, out=d_a)
-            torch.mm(h, w_in, out=d_x)
-            torch.mm(h.t(), x, out=g_in)
-            torch.mm(d_y.t(), a, out=g_out)
+        for one in passes:
+            one()
 
     return run
 
@@ -173,7 +150,7 @@ def _peer_step(peer: nn.Module, x: Tensor, d_y: Tensor) -> Callable[[], None]:
 
 def measure(shape: Shape, tokens: int, *, repeats: int, budget_s: float) -> Iterator[Row]:
     """Forward + backward of the layer, at every skew."""
-    for skew in ("uniform", "trace", "one-expert-90%"):
+    for skew in SKEWS:
         shares = shares_of(skew, shape.experts)
         base: Row = {"op": "layer", "shape": shape.name, "tokens": tokens, "dtype": "float32", "skew": skew}
         if shares is None:
@@ -187,8 +164,8 @@ def measure(shape: Shape, tokens: int, *, repeats: int, budget_s: float) -> Iter
         sizes = route(x.detach() @ gate.detach().t(), shape.top_k).counts.tolist()
         runs: dict[str, list[Callable[[], object]]] = {
             "ours": [_step(shape, x, gate, home, d_y)],
-            "dense products": [dense_products(sum(sizes), home)],
-            "products per expert": [expert_products(shape, sizes, home)],
+            "dense products": [products([sum(sizes)], home)],
+            "products per expert": [products(sizes, home)],
         }
         peer = deepspeed_layer(shape, gate.detach(), home)
         if isinstance(peer, nn.Module):
@@ -208,10 +185,7 @@ def measure(shape: Shape, tokens: int, *, repeats: int, budget_s: float) -> Iter
                     **base,
                     "pass": "forward+backward",
                     "max_mean": max(sizes) * len(sizes) / sum(sizes),
-                    "ours_us": us["ours"],
-                    "peer": name,
-                    "peer_us": us[name],
-                    "ratio": us[name] / us["ours"],
+                    **beside(us, name),
                     "tflops": flops / us["ours"] / 1e6,
                     "fraction_of_dense": us["dense products"] / us["ours"],
                 }

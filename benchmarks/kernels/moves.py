@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.ffn import Row, WrongResult, compare
-from benchmarks.kernels.timing import medians_us
+from benchmarks.common import Row
+from benchmarks.kernels.ffn import WrongResult, compare
+from benchmarks.kernels.timing import beside, medians_us
 from benchmarks.kernels.workload import Shape, shares_of
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.route import route
@@ -29,12 +30,8 @@ def measure(
         shares = shares_of("trace", shape.experts)
         skew = "uniform" if shares is None else "trace"
         for tokens in tokens_of(shape):
-            base: Row = {
-                "shape": shape.name,
-                "tokens": tokens,
-                "dtype": str(dtype).removeprefix("torch."),
-                "skew": skew,
-            }
+            base: Row = {"shape": shape.name, "tokens": tokens, "skew": skew}
+            base["dtype"] = str(dtype).removeprefix("torch.")
             torch.manual_seed(0)
             logits = torch.rand(tokens, shape.experts, device=device).log_().neg_().log_().neg_()
             if shares is not None:
@@ -56,10 +53,7 @@ def measure(
                 yield {
                     **base,
                     "op": op,
-                    "ours_us": us["ours"],
-                    "peer": "definition",
-                    "peer_us": us["definition"],
-                    "ratio": us["definition"] / us["ours"],
+                    **beside(us, "definition"),
                     "gb_per_s": moved_bytes / us["ours"] / 1e3,
                     "fraction_of_copy": us["copy"] / us["ours"],
                 }

@@ -103,8 +103,7 @@ def dense(shape: Shape) -> Run:
 
 def padded_bytes(t: Tensors, shape: Shape) -> int:
     """Memory of the padded rows' pre-activations, which decides whether `padded_bmm` can run at all."""
-    units = shape.hidden * (2 if shape.activation == "swiglu" else 1)
-    return len(t.sizes) * max(t.sizes) * (units + shape.dim) * t.x.element_size()
+    return len(t.sizes) * max(t.sizes) * (shape.units + shape.dim) * t.x.element_size()
 
 
 PEERS: dict[str, Callable[[Shape], Run]] = {

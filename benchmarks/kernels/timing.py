@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -78,3 +79,8 @@ def medians_us(
         if i >= 2 and time.perf_counter() > deadline:
             break
     return {name: statistics.median(times) for name, times in found.items()}
+
+
+def beside(us: Mapping[str, float], peer: str) -> dict[str, Any]:
+    """Columns of a row: ours and a peer's, of these medians."""
+    return {"ours_us": us["ours"], "peer": peer, "peer_us": us[peer], "ratio": us[peer] / us["ours"]}

@@ -31,12 +31,11 @@ def run(shapes: list[Shape], *, budget_s: float) -> None:
         t = tensors_of(shape, sizes, "cuda", dtype, sets=1)[0]
         step = both(peers.ours(shape), t)
         per_group = sum(sizes) // len(sizes)
-        units = shape.hidden * (2 if shape.activation == "swiglu" else 1)
         classes: list[tuple[Kind, int, int]] = [
             ("rows", shape.hidden, shape.dim),
             ("rows", shape.dim, shape.hidden),
-            ("rows", shape.dim, units),
-            ("weights", units, shape.dim),
+            ("rows", shape.dim, shape.units),
+            ("weights", shape.units, shape.dim),
             ("weights", shape.dim, shape.hidden),
         ]
         for kind, cols, depth in classes:

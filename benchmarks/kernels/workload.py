@@ -31,9 +31,14 @@ class Shape:
     activation: str = "swiglu"
 
     @property
+    def units(self) -> int:
+        """Rows of w_in; a gate has as many again."""
+        return self.hidden * (2 if self.activation == "swiglu" else 1)
+
+    @property
     def flops_per_row(self) -> int:
         """Of one forward pass; the backward pass takes twice as many."""
-        return 2 * self.dim * self.hidden * (3 if self.activation == "swiglu" else 2)
+        return 2 * self.dim * (self.units + self.hidden)
 
 
 GPU_SHAPES = [
@@ -50,12 +55,17 @@ CPU_SHAPES = [
 SKEWS = ("uniform", "trace", "one-expert-90%")
 
 
+def trace_counts() -> npt.NDArray[np.float64]:
+    """Choices of all ranks by expert in every step and layer of the real trace, [steps * layers, E]."""
+    counts = read_trace(TRACE).counts.sum(axis=2)
+    return counts.reshape(-1, counts.shape[-1]).astype(np.float64)
+
+
 def trace_shares(experts: int) -> npt.NDArray[np.float64] | None:
     """Expert shares, falling, of the real trace's step and layer of median skew, resampled; None without the file."""
     if not TRACE.exists():
         return None
-    counts = read_trace(TRACE).counts.sum(axis=2)  # [steps, layers, E]
-    flat = counts.reshape(-1, counts.shape[-1]).astype(np.float64)
+    flat = trace_counts()
     skew = flat.max(axis=1) / flat.mean(axis=1)
     chosen = np.sort(flat[np.argsort(skew)[skew.size // 2]])[::-1]
     at = (np.arange(experts) + 0.5) / experts * chosen.size - 0.5
@@ -107,13 +117,12 @@ def experts_of(
     shape: Shape, replicas: int, device: str, dtype: torch.dtype
 ) -> tuple[ExpertWeights, list[ExpertWeights]]:
     """Home parameters, stacked, and replicas' parameters, each where it is; no biases."""
-    units = shape.hidden * (2 if shape.activation == "swiglu" else 1)
 
     def draw(*size: int) -> Tensor:
         return torch.empty(size, device=device, dtype=dtype).normal_(std=size[-1] ** -0.5).requires_grad_()
 
-    home = ExpertWeights(draw(shape.experts, units, shape.dim), draw(shape.experts, shape.dim, shape.hidden))
-    return home, [ExpertWeights(draw(units, shape.dim), draw(shape.dim, shape.hidden)) for _ in range(replicas)]
+    home = ExpertWeights(draw(shape.experts, shape.units, shape.dim), draw(shape.experts, shape.dim, shape.hidden))
+    return home, [ExpertWeights(draw(shape.units, shape.dim), draw(shape.dim, shape.hidden)) for _ in range(replicas)]
 
 
 def tensors_of(
