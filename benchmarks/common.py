@@ -54,6 +54,11 @@ def add_sampling(parser: argparse.ArgumentParser, *, ranks: int, dtypes: Sequenc
     parser.add_argument("--repeats", type=int, default=15, help="samples of each case (default: %(default)s)")
 
 
+def chosen(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """These arguments by name."""
+    return {name: getattr(arguments, name) for name in names}
+
+
 def ranks_there() -> int | None:
     """How many ranks torchrun has started, this process among them; None where it has not."""
     launch = launched()

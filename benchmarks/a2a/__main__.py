@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.a2a.exchange import measure
-from benchmarks.common import Row, add_common, add_sampling, ranks_there, run
+from benchmarks.common import Row, add_common, add_sampling, chosen, ranks_there, run
+from benchmarks.tables import show as show_table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,20 +21,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def show(rows: list[Row]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("bytes", "dtype", "uneven", "levels", "us", "algbw GB/s", "busbw GB/s"):
-        table.add_column(name, justify="right")
-    for r in rows:
-        table.add_row(
-            f"{r['bytes']:,}",
-            r["dtype"],
-            f"{r['uneven']:g}",
-            str(r["levels"]),
-            f"{1e6 * r['seconds']:.0f}",
-            f"{r['algbw_bytes_per_s'] / 1e9:.3f}",
-            f"{r['busbw_bytes_per_s'] / 1e9:.3f}",
+    lines = [
+        (
+            *(f"{r['bytes']:,}", r["dtype"], f"{r['uneven']:g}", str(r["levels"]), f"{1e6 * r['seconds']:.0f}"),
+            *(f"{r[name] / 1e9:.3f}" for name in ("algbw_bytes_per_s", "busbw_bytes_per_s")),
         )
-    Console().print(table)
+        for r in rows
+    ]
+    show_table((), ("bytes", "dtype", "uneven", "levels", "us", "algbw GB/s", "busbw GB/s"), lines)
 
 
 def plot(rows: list[Row], file: Path) -> None:
@@ -64,13 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         p.error("expected at least 2 ranks, sizes and repeats of at least 1, and shares from 0 to 1")
     if a.ranks_per_node is not None and (a.ranks_per_node < 1 or ranks % a.ranks_per_node):
         p.error(f"--ranks-per-node: expected a number that divides {ranks} ranks, got {a.ranks_per_node}")
-    options = {
-        "sizes": a.sizes,
-        "dtypes": a.dtypes,
-        "uneven": a.uneven,
-        "per_node": a.ranks_per_node,
-        "repeats": a.repeats,
-    }
+    options = {**chosen(a, "sizes", "dtypes", "uneven", "repeats"), "per_node": a.ranks_per_node}
     return run("a2a", measure, options, a, ranks=ranks, show=show, plot=plot)
 
 

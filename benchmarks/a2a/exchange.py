@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Row
-from prophet.machine.measure import Probe
+from prophet.machine.measure import Probe, discard
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.spec import IntArray
@@ -60,12 +60,17 @@ def two_level(x: Tensor, pairs: IntArray, collective: Collective, per_node: int)
     return collective.all_to_all(sent, there, back, op=Operation("all-to-all between nodes")).wait()
 
 
+def exchanged(x: Tensor, pairs: IntArray, collective: Collective, per_node: int | None) -> Tensor:
+    """In two steps where a node has a size, else in one."""
+    return one_level(x, pairs, collective) if per_node is None else two_level(x, pairs, collective, per_node)
+
+
 def check(pairs: IntArray, collective: Collective, device: torch.device, per_node: int | None) -> None:
     """Raise RuntimeError unless every element arrives where it belongs; small whole numbers say where from."""
     me = collective.rank
     x = torch.cat([torch.full((int(n),), float(me * collective.size + d)) for d, n in enumerate(pairs[me])]).to(device)
     want = torch.cat([torch.full((int(n),), float(s * collective.size + me)) for s, n in enumerate(pairs[:, me])])
-    got = one_level(x, pairs, collective) if per_node is None else two_level(x, pairs, collective, per_node)
+    got = exchanged(x, pairs, collective, per_node)
     if not torch.equal(got.cpu(), want):
         raise RuntimeError(f"rank {me}: the all-to-all brought other elements than were sent; nothing was timed")
 
@@ -94,11 +99,7 @@ def measure(
                 for level in levels:
                     check(pairs, collective, place, level)
                     cases.append((name, dtype.itemsize, pairs, share, level))
-                    runs.append(
-                        (lambda x=x, p=pairs: (one_level(x, p, collective), None)[1])
-                        if level is None
-                        else (lambda x=x, p=pairs, g=level: (two_level(x, p, collective, g), None)[1])
-                    )
+                    runs.append(lambda x=x, p=pairs, g=level: discard(exchanged(x, p, collective, g)))
     (lower, median), _ = probe.typical(runs)
     rows = []
     for (name, item, pairs, share, level), s, mid in zip(cases, lower.tolist(), median.tolist(), strict=True):

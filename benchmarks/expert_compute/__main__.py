@@ -6,12 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.common import Row, add_common, add_sampling, ranks_there, run, shape
+from benchmarks.common import Row, add_common, add_sampling, chosen, ranks_there, run, shape
 from benchmarks.expert_compute.measure import PASSES, measure
+from benchmarks.tables import show as show_table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,19 +23,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def show(rows: Sequence[Row]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("pass", "dim x hidden", "dtype"):
-        table.add_column(name, no_wrap=True)
-    for name in ("experts", "tokens each", "us", "GFLOP/s", "of dense"):
-        table.add_column(name, justify="right")
+    lines = []
     for r in rows:
         about = (f"{r['dim']} x {r['hidden']}", r["dtype"], str(r["experts"]), f"{r['tokens_per_expert']:,}")
         if "wrong" in r:
-            table.add_row("wrong", *about, r["wrong"])
+            lines.append(("wrong", *about, r["wrong"]))
             continue
         figures = (f"{1e6 * r['seconds']:.0f}", f"{r['flops_per_s'] / 1e9:.1f}", f"{r['fraction_of_dense']:.2f}")
-        table.add_row(r["operation"].removeprefix("expert_"), *about, *figures)
-    Console().print(table)
+        lines.append((r["operation"].removeprefix("expert_"), *about, *figures))
+    right = ("experts", "tokens each", "us", "GFLOP/s", "of dense")
+    show_table(("pass", "dim x hidden", "dtype"), right, lines)
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
@@ -67,14 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     ranks = ranks_there() or a.ranks
     if min(ranks, a.repeats, *a.tokens_per_expert, *a.experts) < 1:
         p.error("expected ranks, repeats, tokens and experts of at least 1")
-    options = {
-        "tokens_per_expert": a.tokens_per_expert,
-        "experts": a.experts,
-        "shapes": a.shapes,
-        "dtypes": a.dtypes,
-        "activation": a.activation,
-        "repeats": a.repeats,
-    }
+    options = chosen(a, "tokens_per_expert", "experts", "shapes", "dtypes", "activation", "repeats")
     return run("expert_compute", measure, options, a, ranks=ranks, show=show, plot=plot)
 
 

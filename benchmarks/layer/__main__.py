@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.common import Row, add_common, finish, ranks_there, rows_on_ranks
-from benchmarks.layer.cases import SKEWS, Sizes, biased_gate, visits_of
+from benchmarks.kernels.workload import SKEWS
+from benchmarks.layer.cases import Sizes, biased_gate, visits_of
 from benchmarks.layer.implementations import NAMES, PEERS
 from benchmarks.layer.measure import measure
 from benchmarks.layer.output import about, plot, show

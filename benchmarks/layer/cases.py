@@ -12,13 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.workload import TRACE
+from benchmarks.kernels.workload import TRACE, trace_counts
 from prophet.layer.moe import MoE
 from prophet.ranks.threads import ThreadWorld
 from prophet.spec import FloatArray
-from prophet.traces.npz import read_trace
 
-SKEWS = ("uniform", "trace", "one-expert-90%")
 MOST = 0.95  # no expert is visited by more of the tokens: a gate that always chooses it has nothing to learn
 _ROUNDS, _SAMPLE = 200, 4096
 
@@ -55,8 +53,7 @@ def visits_of(skew: str, sizes: Sizes, ranks: int) -> FloatArray | str:
         return np.array([0.9] + [(top_k - 0.9) / (experts - 1)] * (experts - 1))
     if not TRACE.exists():
         return "no trace: not measured"
-    counts = read_trace(TRACE).counts.sum(axis=2).astype(np.float64)  # [steps, layers, E of the trace]
-    flat = counts.reshape(-1, counts.shape[-1])
+    flat = trace_counts()
     if flat.shape[1] % experts:
         return f"the trace has {flat.shape[1]} experts: not measured with {experts}, which do not divide them"
     return capped(typical(flat, experts, ranks) * top_k)

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.common import Row
 from benchmarks.layer.cases import Sizes, common_state, inputs
 from benchmarks.layer.implementations import OURS, Implementation, build, missing
+from benchmarks.measure import meet, quartiles, rotated
 from prophet.machine.calibrate import calibrate
 from prophet.machine.measure import Ranges
 from prophet.ranks.collective import Collective
@@ -165,10 +166,9 @@ def time_all(
     loads: dict[str, list[float]] = {one.name: [] for one in implementations}
     replicas: dict[str, list[int]] = {one.name: [] for one in implementations if one.engine is not None}
     for i in range(n + 1):
-        for j in range(len(implementations)):
-            one = implementations[(i + j) % len(implementations)]
+        for one in rotated(implementations, i):
             x = fresh(one, batches[i % len(batches)])
-            collective.all_gather(torch.zeros(1), op=Operation("start of a sample"))
+            meet(collective)
             forward_s, both_s, _ = step(one, x, d_y)
             own = one.parts(both_s) if one.name in parts else {}
             mine = torch.tensor([forward_s, both_s, *own.values()], dtype=torch.float64)
@@ -192,11 +192,11 @@ def summary(
     samples: Sequence[tuple[float, float]], parts: Sequence[Mapping[str, float]], loads: Sequence[float]
 ) -> Row:
     """The figures of one row from samples of (forward, both) seconds, and what is known beside them."""
-    low, middle, high = np.quantile([s for _, s in samples], (0.25, 0.5, 0.75)).tolist()
+    forward_ms, both_ms = ([1e3 * s for s in seconds] for seconds in zip(*samples, strict=True))
     row: Row = {
-        "fwd_ms": 1e3 * statistics.median(s for s, _ in samples),
-        "fwd_bwd_ms": 1e3 * middle,
-        "fwd_bwd_ms_quartiles": [1e3 * low, 1e3 * high],
+        "fwd_ms": statistics.median(forward_ms),
+        "fwd_bwd_ms": statistics.median(both_ms),
+        "fwd_bwd_ms_quartiles": quartiles(both_ms),
         "repetitions": len(samples),
     }
     if loads:

@@ -8,16 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.common import Row
 from benchmarks.layer.cases import Sizes
 from benchmarks.layer.implementations import INSTALL, NAMES, PARTS
+from benchmarks.tables import show as show_table
 
 PART_NAMES = (*PARTS, "rest")
-WIDTH = 120  # columns: what the tables need, also where the terminal says less or the output goes to a file
+LEFT = ("ranks", "skew", "implementation")
+WIDTH = 120
 
 
 def about(sizes: Sizes) -> dict[str, Any]:
@@ -31,36 +29,27 @@ def about(sizes: Sizes) -> dict[str, Any]:
     return {"dtype": "float32", "versions": versions, "sizes": asdict(sizes)}
 
 
-def show(rows: Sequence[Row], console: Console | None = None) -> None:
+def show(rows: Sequence[Row]) -> None:
     """The table, and below it where our time goes."""
-    out = console or Console(width=max(WIDTH, Console().width))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("ranks", "skew", "implementation"):
-        table.add_column(name, no_wrap=True)
-    for name in ("fwd ms", "fwd+bwd ms", "ratio", "max/mean", "replicas", "rows"):
-        table.add_column(name, justify="right")
+    lines = []
     for r in rows:
         words = r.get("wrong") or r.get("note")
-        cells = [words or "", *[""] * 5]
+        cells = [words or ""]
         if words is None:
             ratio = r["ratio_to_prophet"]
             cells = [f"{r['fwd_ms']:.2f}", f"{r['fwd_bwd_ms']:.2f}", "" if ratio is None else f"{ratio:.2f}"]
             cells.append(f"{r['max_mean']:.2f}" if "max_mean" in r else "")
             cells.append(f"{r['replicas']:g}" if "replicas" in r else "")
             cells.append(f"{r['rows_padded']:.1f}x" if "rows_padded" in r else "")
-        table.add_row(str(r["ranks"]), r["skew"], r.get("impl", ""), *cells)
-    out.print(table)
-    ours = [r for r in rows if "breakdown_ms" in r]
-    if ours:
-        parts = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="of which, ms (mean over ranks)", title_justify="left")
-        for name in ("ranks", "skew", "implementation"):
-            parts.add_column(name, no_wrap=True)
-        for name in PART_NAMES:
-            parts.add_column(name, justify="right", no_wrap=True)
-        for r in ours:
-            figures = (f"{r['breakdown_ms'][p]:.2f}" for p in PART_NAMES)
-            parts.add_row(str(r["ranks"]), r["skew"], r["impl"], *figures)
-        out.print(parts)
+        lines.append((str(r["ranks"]), r["skew"], r.get("impl", ""), *cells))
+    show_table(LEFT, ("fwd ms", "fwd+bwd ms", "ratio", "max/mean", "replicas", "rows"), lines, width=WIDTH)
+    parts = [
+        (str(r["ranks"]), r["skew"], r["impl"], *(f"{r['breakdown_ms'][p]:.2f}" for p in PART_NAMES))
+        for r in rows
+        if "breakdown_ms" in r
+    ]
+    if parts:
+        show_table(LEFT, PART_NAMES, parts, width=WIDTH, title="of which, ms (mean over ranks)")
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:

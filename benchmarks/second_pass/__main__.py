@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import prophet
-from benchmarks.common import Row, add_common, finish
+from benchmarks.common import Row, add_common, chosen, finish
+from benchmarks.measure import rotated
 from benchmarks.second_pass.blocks import BLOCKS
+from benchmarks.tables import show as show_table
 from prophet.convert import converted
 from prophet.ranks.threads import ThreadWorld
 
@@ -75,8 +74,7 @@ def measure(
         }
         seconds: dict[str, list[float]] = {case: [] for case in cases}
         for repeat in range(repeats + 1):
-            order = list(cases)
-            for case in order[repeat % 3 :] + order[: repeat % 3]:
+            for case in rotated(list(cases), repeat):
                 began = clock()
                 cases[case]()
                 if repeat:  # the first warms up
@@ -103,17 +101,16 @@ def _first_pass(model: nn.Module, x: Tensor) -> None:
 
 
 def show(rows: Sequence[Row]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("block", "as written, ms", "converted, ms", "first pass, ms", "added by it", "converted / as written"):
-        table.add_column(name, justify="left" if name == "block" else "right")
+    lines = []
     for r in rows:
         if "wrong" in r:
-            table.add_row(r["block"], "wrong", r["wrong"])
+            lines.append((r["block"], "wrong", r["wrong"]))
             continue
         figures = [f"{1e3 * r[case]:.1f}" for case in ("original_s", "converted_s", "first_pass_s")]
         shares = (r["first_pass_s"] / r["original_s"], r["converted_s"] / r["original_s"])
-        table.add_row(r["block"], *figures, f"{shares[0]:.1%}", f"{shares[1]:.2f}")
-    Console().print(table)
+        lines.append((r["block"], *figures, f"{shares[0]:.1%}", f"{shares[1]:.2f}"))
+    right = ("as written, ms", "converted, ms", "first pass, ms", "added by it", "converted / as written")
+    show_table(("block",), right, lines)
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
@@ -134,8 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     if min(a.repeats, a.tokens // 4, a.dim, a.hidden) < 1 or a.experts < 2 or not 1 <= a.top_k <= a.experts:
         p.error("expected repeats and sizes of at least 1, tokens of at least 4, and experts of at least 2 and top-k")
     torch.set_num_threads(1)
-    names = ("device", "blocks", "tokens", "dim", "hidden", "experts", "top_k", "repeats")
-    rows = measure(**{name: getattr(a, name) for name in names})
+    rows = measure(**chosen(a, "device", "blocks", "tokens", "dim", "hidden", "experts", "top_k", "repeats"))
     return finish("second_pass", rows, a, show=show, plot=plot, wrong="blocks were wrong", repeats=a.repeats)
 
 

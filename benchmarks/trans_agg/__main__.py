@@ -6,11 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.common import Row, add_common, add_sampling, ranks_there, run, shape
+from benchmarks.common import Row, add_common, add_sampling, chosen, ranks_there, run, shape
+from benchmarks.tables import show as show_table
 from benchmarks.trans_agg.measure import OPERATIONS, measure
 
 
@@ -26,31 +23,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def show(rows: Sequence[Row]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("operation", "form", "homes", "dtype"):
-        table.add_column(name, no_wrap=True)
-    for name in ("copies", "expert KiB", "alone us", "GB/s", "exposed us", "hidden"):
-        table.add_column(name, justify="right")
+    left = ("operation", "form", "homes", "dtype")
+    lines = []
     for r in rows:
-        about = (
-            r["operation"],
-            r["form"],
-            r["homes"],
-            r["dtype"],
-            str(r["copies"]),
-            f"{r['expert_bytes'] / 1024:,.0f}",
-        )
+        about = (*(r[name] for name in left), str(r["copies"]), f"{r['expert_bytes'] / 1024:,.0f}")
         if "wrong" in r:
-            table.add_row(*about, r["wrong"])
+            lines.append((*about, r["wrong"]))
             continue
-        table.add_row(
-            *about,
-            f"{1e6 * r['seconds']:.0f}",
-            f"{r['busiest_bytes'] / r['seconds'] / 1e9:.3f}",
-            f"{1e6 * r['exposed_s']:.0f}",
-            f"{100 * r['hidden']:.0f} %",
-        )
-    Console(width=max(100, Console().width)).print(table)
+        alone = (f"{1e6 * r['seconds']:.0f}", f"{r['busiest_bytes'] / r['seconds'] / 1e9:.3f}")
+        lines.append((*about, *alone, f"{1e6 * r['exposed_s']:.0f}", f"{100 * r['hidden']:.0f} %"))
+    show_table(left, ("copies", "expert KiB", "alone us", "GB/s", "exposed us", "hidden"), lines, width=100)
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
@@ -82,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         p.error("expected at least 2 ranks and 1 repeat")
     if not all(1 <= n < ranks for n in copies):
         p.error(f"--copies: expected numbers from 1 to {ranks - 1}, one less than the ranks; got {copies}")
-    options = {"shapes": a.shapes, "dtypes": a.dtypes, "copies": copies, "repeats": a.repeats}
+    options = {**chosen(a, "shapes", "dtypes", "repeats"), "copies": copies}
     return run("trans_agg", measure, options, a, ranks=ranks, show=show, plot=plot, wrong="transfers were wrong")
 
 
