@@ -45,16 +45,16 @@ def failures(fault: Fault, found: dict[str, Any], limit_s: float) -> list[str]:
 def row(fault: Fault, found: dict[str, Any], limit_s: float) -> str:
     """One line of the table, in Markdown."""
     by_text: dict[str, list[int]] = {}
-    for rank, said in enumerate(found["said"]):
-        if said is not None and rank not in fault.ranks:
-            text = said["text"].replace(f"rank {rank}: ", "").replace(f"rank {rank} has: ", "this one has: ")
-            text = _SCRATCH.sub("", text.replace("\n", " ").partition(" ([")[0])
-            by_text.setdefault(f"`{said['kind']}`: {text}", []).append(rank)
+    others = {r: said for r, said in enumerate(found["said"]) if said is not None and r not in fault.ranks}
+    for rank, said in others.items():
+        text = said["text"].replace(f"rank {rank}: ", "").replace(f"rank {rank} has: ", "this one has: ")
+        text = _SCRATCH.sub("", text.replace("\n", " ").partition(" ([")[0])
+        by_text.setdefault(f"`{said['kind']}`: {text}", []).append(rank)
     cells = []
     for text, ranks in by_text.items():
         short = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         cells.append(f"{', '.join(map(str, ranks))}: {short}".replace("|", "/"))
-    seconds = [s["seconds"] for rank, s in enumerate(found["said"]) if s is not None and rank not in fault.ranks]
+    seconds = [said["seconds"] for said in others.values()]
     limit = f"{limit_s:g}" if fault.waits else "0"
     took = f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else "none"
     codes = ", ".join(str(code) for code in found["exit codes"])

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,5 +48,5 @@ def outcome(name: str, folder: Path, limit_s: float) -> dict[str, Any]:
             process.kill()
             process.join()
     said = [Said.read(folder, rank) for rank in range(RANKS)]
-    rows = [None if s is None else {"kind": s.kind, "text": s.text, "seconds": s.seconds} for s in said]
+    rows = [None if s is None else asdict(s) for s in said]
     return {"fault": name, "exit codes": codes, "said": rows, "whole": whole(folder)}

@@ -14,8 +14,10 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -57,22 +59,6 @@ class Model(nn.Module):
         for i in self.order:
             x = x + self.moes[i](torch.tanh(self.mix(x)))
         return x
-
-
-class Disk:
-    """A disk that is full from now on: nothing more can be written to a file."""
-
-    def __init__(self) -> None:
-        self._fsync = os.fsync
-
-    def __enter__(self) -> None:
-        def full(_: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.fsync = full  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        os.fsync = self._fsync
 
 
 class Training:
@@ -120,8 +106,7 @@ def kill(t: Training, step: int) -> None:
 
 
 def kill_later(t: Training, step: int) -> None:
-    t.optimizer.zero_grad()
-    t.loss(step).backward()
+    drop_after_backward(t, step)
     die()
 
 
@@ -143,17 +128,9 @@ def nan(t: Training, step: int) -> None:
     t.step(step)
 
 
-def drop_after_forward(t: Training, step: int) -> None:
-    t.loss(step)
-
-
 def drop_after_backward(t: Training, step: int) -> None:
     t.optimizer.zero_grad()
     t.loss(step).backward()
-
-
-def drop_before_forward(t: Training, step: int) -> None:
-    pass
 
 
 def dense_step(t: Training, step: int) -> None:
@@ -161,22 +138,6 @@ def dense_step(t: Training, step: int) -> None:
     t.model.mix(torch.ones(1, DIM)).sum().backward()
     t.optimizer.step()
     t.step(step)
-
-
-def outside_ddp(t: Training, step: int) -> None:
-    t.step(step, wrapped=False)
-
-
-def skip_layer(t: Training, step: int) -> None:
-    t.step(step, (0, 2))
-
-
-def repeat_layer(t: Training, step: int) -> None:
-    t.step(step, (0, 1, 1, 2))
-
-
-def repeat_last_layer(t: Training, step: int) -> None:
-    t.step(step, (0, 1, 2, 2))
 
 
 def evaluate(t: Training, step: int) -> None:
@@ -191,22 +152,19 @@ def fail(t: Training, step: int) -> None:
     raise KeyError("a user's mistake")
 
 
-def full_disk(t: Training, step: int) -> None:
-    with Disk():
-        t.save("checkpoint", step)
-
-
-def kill_in_save(t: Training, step: int) -> None:
-    os.fsync = lambda _: die()  # type: ignore[assignment]
-    t.save("checkpoint", step)
-
-
 def save(t: Training, step: int) -> None:
     t.save("checkpoint", step)
 
 
-def train(t: Training, step: int) -> None:
-    t.step(step)
+def full_disk(t: Training, step: int) -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(os, "fsync", side_effect=error):  # nothing more can be written to a file
+        save(t, step)
+
+
+def kill_in_save(t: Training, step: int) -> None:
+    with mock.patch.object(os, "fsync", side_effect=lambda _: die()):
+        save(t, step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,8 +179,8 @@ class Fault:
     text: str
     says: tuple[str, ...]
     named: str
-    odd: Callable[[Training, int], None] = train
-    others: Callable[[Training, int], None] = train
+    odd: Callable[[Training, int], object] = Training.step
+    others: Callable[[Training, int], object] = Training.step
     ranks: tuple[int, ...] = (ODD,)
     setup: dict[str, Any] = field(default_factory=dict)
     survives: bool = True
@@ -251,7 +209,7 @@ FAULTS: dict[str, Fault] = {
     "NaN": Fault(text="NaN in a gate", odd=nan, says=("RoutingError",), named="MoE layer 1, step 3"),
     "drop after forward": Fault(
         text="a step skipped by `continue` after the forward pass",
-        odd=drop_after_forward, says=_WAITED, named="rank(s) [2] in exchange of counts of layer 0", waits=True,
+        odd=Training.loss, says=_WAITED, named="rank(s) [2] in exchange of counts of layer 0", waits=True,
     ),
     "drop after backward": Fault(
         text="a step skipped by `continue` after the backward pass",
@@ -259,26 +217,26 @@ FAULTS: dict[str, Fault] = {
     ),
     "drop before forward": Fault(
         text="a step skipped by `continue` before the model is called; noticed when its loop ends",
-        odd=drop_before_forward, says=_WAITED, named="rank(s) [2]", waits=True,
+        odd=lambda t, step: None, says=_WAITED, named="rank(s) [2]", waits=True,
     ),
     "dense step": Fault(
         text="a step of the optimizer without the experts",
         odd=dense_step, says=("OutOfStep",), named="the number of optimizer steps of rank(s) [2]",
     ),
     "outside DDP": Fault(
-        text="a step outside DDP", odd=outside_ddp, says=("OutOfStep",),
+        text="a step outside DDP", odd=partial(Training.step, wrapped=False), says=("OutOfStep",),
         named="MoE layer 0, step 3: rank(s) [2] differ",
     ),
     "skip layer": Fault(
-        text="one MoE layer of three skipped", odd=skip_layer, says=("OutOfStep",),
+        text="one MoE layer of three skipped", odd=partial(Training.step, order=(0, 2)), says=("OutOfStep",),
         named="rank(s) [2] at MoE layer 2 of forward pass 4",
     ),
     "repeat layer": Fault(
-        text="an MoE layer run twice", odd=repeat_layer, says=("OutOfStep",),
+        text="an MoE layer run twice", odd=partial(Training.step, order=(0, 1, 1, 2)), says=("OutOfStep",),
         named="rank(s) [2] at MoE layer 1 of forward pass 5",
     ),
     "repeat last layer": Fault(
-        text="the last MoE layer run twice", odd=repeat_last_layer, says=_WAITED,
+        text="the last MoE layer run twice", odd=partial(Training.step, order=(0, 1, 2, 2)), says=_WAITED,
         named="rank(s) [2] in exchange of counts of layer 2", waits=True,
     ),
     "evaluate": Fault(

@@ -10,13 +10,13 @@ from typing import Any
 
 from benchmarks.common import Row, rows_on_ranks, write_rows
 from benchmarks.slices import counts, simulated
+from benchmarks.slices.contenders import TORCHS
 from benchmarks.slices.floor import floor
 from benchmarks.slices.steps import against_baseline, measure
 from prophet.errors import RankFailed
 
 LLAMA = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "intermediate": 688}
 SMALL = {"layers": 8, "hidden": 64, "heads": 4, "intermediate": 172, "microbatches": 4}
-TORCHS = ("torch-1f1b", "torch-interleaved", "torch-zbv")
 WITHIN = 0.95  # of the speed without slices, where one process runs them
 SLICES = 16
 REAL = ("bytes", "recompute", "longest", "floor", "one-process", "step-m1", "step-m2")

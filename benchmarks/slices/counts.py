@@ -6,16 +6,16 @@ Shape legend: P ranks, M microbatches, N slices, T tokens of a sequence.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, get_args
 
 import torch
 
 from benchmarks.common import Row
-from benchmarks.slices.by_hand import Dims, chunk_gradient_bytes, kept_per_token, unit_bytes
+from benchmarks.slices.by_hand import Dims, kept_per_token, unit_bytes
 from benchmarks.slices.contenders import Ours
 from benchmarks.slices.live_bytes import LiveBytes
-from benchmarks.slices.steps import _all, crossing, held
+from benchmarks.slices.steps import all_of, crossing, held, unit_and_gradients
 from benchmarks.slices.workload import Work, apart, oracle
 from pipeline_balance.schedules.classic import one_f_one_b
 from pipeline_balance.schedules.simulate import peak_activation_bytes
@@ -42,12 +42,13 @@ def ranks_beside_form(collective: Collective, *, device: str, work: dict[str, in
 def longest_simulated(work: dict[str, int], *, ranks: int, slices: int) -> list[Row]:
     """A row per order: T over 1F1B's at the bytes of 1F1B's fullest rank, from the schedules and the count by hand."""
     job, rows = Work(**work), []
-    whole = max(peak_activation_bytes(one_f_one_b(ranks, job.microbatches), [_unit(job, ranks, 1)] * ranks))
+    whole = max(
+        peak_activation_bytes(one_f_one_b(ranks, job.microbatches), [unit_and_gradients(job, ranks, 1)[0]] * ranks)
+    )
     for order in ORDERS:
         schedule = sliced(ranks, 1, job.microbatches, slices, order)
-        dims = _dims(job)
-        g = chunk_gradient_bytes(dims, 1, job.tokens // slices, job.layers // ranks)
-        peak = max(peak_activation_bytes(schedule, [_unit(job, ranks, slices)] * ranks, [g] * ranks))
+        a, g = unit_and_gradients(job, ranks, slices)
+        peak = max(peak_activation_bytes(schedule, [a] * ranks, [g] * ranks))
         rows.append({**_named("longest-simulated", job, ranks, slices, order), **_against(whole / peak, order)})
     return rows
 
@@ -64,8 +65,8 @@ def longest_real(collective: Collective, *, device: str, work: dict[str, int], s
     for order in ORDERS:
         options = SliceOptions(slices, order=order)
         at_first = _most(_ran(Ours(order, job, options, ranks), job, ranks))
-        each = slices  # T is a multiple of the slices
-        longer = replace(job, tokens=job.tokens * limit // at_first // each * each)
+        # T is a multiple of the slices
+        longer = replace(job, tokens=job.tokens * limit // at_first // slices * slices)
         found = _ran(Ours(order, longer, options, ranks), longer, ranks)
         row = {**_named("longest-real", longer, ranks, slices, order), **_against(longer.tokens / job.tokens, order)}
         row |= {**found, "limit_bytes": limit}
@@ -77,7 +78,7 @@ def _ran(one: Ours, job: Work, ranks: int) -> Row:
     """What a step holds and sends, and its loss and gradients beside one process's."""
     alone, want = oracle(job)
     row = held(job, ranks, one) | crossing(job, ranks, one) | {"loss_alone": alone}
-    return row | {"worst_gradient_error": max(_all(apart(one.gradients(), want)))}
+    return row | {"worst_gradient_error": max(all_of(apart(one.gradients(), want)))}
 
 
 def _most(row: Row) -> int:
@@ -91,24 +92,7 @@ def _against(ratio: float, order: Order) -> Row:
 
 def _named(case: str, work: Work, ranks: int, slices: int, order: str | None) -> Row:
     schedule = f"{order}-n{slices}" if order else "own-1f1b"
-    row: Row = {"case": case, "schedule": schedule, "order": order, "balance": "none", "p": ranks, "v": 1}
-    row |= {"m": work.microbatches, "n": slices, "T": work.tokens, "dims": work.dims(), "dtype": "float32"}
-    row["threads"] = torch.get_num_threads()
-    return row
-
-
-def _dims(work: Work) -> Dims:
-    return Dims(
-        hidden=work.hidden,
-        heads=work.heads,
-        kv_heads=work.kv_heads,
-        head_dim=work.hidden // work.heads,
-        intermediate=work.intermediate,
-    )
-
-
-def _unit(work: Work, ranks: int, slices: int) -> int:
-    return unit_bytes(_dims(work), 1, work.tokens // slices, work.layers // ranks)
+    return work.named(case, schedule, ranks) | {"n": slices, "v": 1, "order": order, "balance": "none"}
 
 
 def recomputed() -> list[Row]:
@@ -122,14 +106,10 @@ def recomputed() -> list[Row]:
         by_hand = unit_bytes(dims, 1, tokens // slices, layers, how)
         counted, loss = _units_of(run, torch.arange(tokens)[None] % 48, layers)
         row: Row = {"case": "recompute", "layer": "experts" if experts else "dense", "recompute": how, "n": slices}
-        row |= {"T": tokens, "dims": {**_said(dims), "layers": layers}, "dtype": "float32"}
+        row |= {"T": tokens, "dims": {**asdict(dims), "layers": layers}, "dtype": "float32"}
         row |= {"p": 1, "v": 1, "m": 1, "threads": torch.get_num_threads(), "loss": loss}
-        row |= {
-            "messages": {"activations": 0, "gradients": 0},
-            "unit_bytes": counted,
-            "by_hand_bytes": by_hand,
-            "by_hand_per_token": kept_per_token(dims, how),
-        }
+        row |= {"messages": {"activations": 0, "gradients": 0}, "unit_bytes": counted}
+        row |= {"by_hand_bytes": by_hand, "by_hand_per_token": kept_per_token(dims, how)}
         rows.append({**row, "target": "equal", "met": counted == [by_hand] * slices})
     return rows
 
@@ -162,7 +142,3 @@ def _units_of(run: SlicedTransformers, ids: torch.Tensor, layers: int) -> tuple[
             total += float(run.loss(run.run(layers + 1, boundary, part), part).detach())
         kept.append(boundary)
     return found, total / run.counted(whole)
-
-
-def _said(dims: Dims) -> dict[str, int]:
-    return {name: getattr(dims, name) for name in dims.__dataclass_fields__}

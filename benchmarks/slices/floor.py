@@ -9,15 +9,15 @@ Shape legend: T tokens, S tokens of a slice, N slices, H heads, D head dim.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import Row
-from benchmarks.slices.steps import quartiles
+from benchmarks.measure import quartiles, seconds_of
 from benchmarks.slices.workload import VOCABULARY, Work
 from pipeline_balance.slices.attention import _triangle
 from prophet.machine.memory import keep_memory
@@ -162,14 +162,14 @@ def floor(
             for n in (1, *slices):
                 size = job.tokens // n
                 parts = [slice(at, at + size) for at in range(0, job.tokens, size)]
-                began = time.perf_counter()
-                run(parts)
+                taken = times * seconds_of(partial(run, parts))
                 if turn:
-                    seconds.setdefault((group, n), []).append(times * (time.perf_counter() - began))
+                    seconds.setdefault((group, n), []).append(taken)
     groups = dict.fromkeys(group for group, _ in seconds)
     for n in (1, *slices):
         seconds["all", n] = [sum(x) for x in zip(*(seconds[group, n] for group in groups), strict=True)]
-    shared = {"case": "floor", "T": job.tokens, "dims": job.dims(), "threads": torch.get_num_threads()}
+    named = job.named("floor", "", 1)
+    shared = {name: named[name] for name in ("case", "T", "dims", "threads")}
     return [shared | _row(g, n, seconds[g, 1], seconds[g, n]) for n in slices for g in (*groups, "all")]
 
 

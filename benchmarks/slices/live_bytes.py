@@ -63,7 +63,7 @@ class SavedBytes:
 
 
 class LiveBytes(SavedBytes):
-    """Counts while `model` runs: `unit`, bytes of the first slice on this rank, and `peak`.
+    """Counts while `model` runs.
 
     Parameters do not count, nor what all layers of a microbatch are called with, such as rotary angles, nor what comes
     before and after the layers. Memory that is saved and in a chunk counts once. `peak_chunks` and `peak_gradients` are
@@ -72,8 +72,8 @@ class LiveBytes(SavedBytes):
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
-        self.model, self._first = model, True
-        self.unit = self.peak_chunks = self.peak_gradients = 0
+        self.model = model
+        self.peak_chunks = self.peak_gradients = 0
         self.store = model.store if isinstance(model, Sliced) else ChunkStore()
         self._parameters = list(model.root.parameters())
         self._run, self._pop = model.run, self.store.pop
@@ -87,9 +87,6 @@ class LiveBytes(SavedBytes):
         with self.keeping([*self._parameters, *arguments]):
             out = self._run(unit, activations, microbatch)
         self.look()
-        self._first = self._first and not microbatch.slice
-        if self._first:
-            self.unit = self.now()  # grows with the stage's layers
         return out
 
     def pop(self, layer: int, unit: Unit) -> None:

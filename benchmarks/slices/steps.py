@@ -5,19 +5,17 @@ Shape legend: P ranks, M microbatches, N slices, V stages per rank, T tokens.
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.common import Row
-from benchmarks.slices.by_hand import Dims, chunk_gradient_bytes, unit_bytes
+from benchmarks.measure import peak_memory_bytes, quartiles, reset_peak_memory, rotated
+from benchmarks.slices.by_hand import chunk_gradient_bytes, unit_bytes
 from benchmarks.slices.contenders import Contender, Counted, contender
 from benchmarks.slices.workload import Work, apart, oracle
 from pipeline_balance.schedules.closed_forms import sliced_peak_bytes, sliced_peak_units
@@ -39,8 +37,7 @@ def measure(
     running: list[Contender] = []
     rows: dict[str, Row] = {}
     for name in names:
-        rows[name] = {"case": case, "schedule": name, "p": ranks, "m": job.microbatches, "T": job.tokens}
-        rows[name] |= {"dims": job.dims(), "dtype": "float32", "threads": torch.get_num_threads()}
+        rows[name] = job.named(case, name, ranks)
         try:
             one = contender(name, job, ranks)
             got = _sum(one.step() if one.name.startswith("torch") else one.step() / ranks)
@@ -56,14 +53,13 @@ def measure(
     taken: dict[str, list[float]] = {one.name: [] for one in running}
     worked = dict.fromkeys(taken, 0.0)
     for turn in range(repeats):
-        for i in range(len(running)):
-            one = running[(turn + i) % len(running)]
+        for one in rotated(running, turn):
             step_s, cpu_s = _timed(one)
             taken[one.name].append(step_s)
             worked[one.name] += cpu_s / repeats
     for one in running:
-        rows[one.name]["cpu_s"] = _all(worked[one.name])
-        rows[one.name] |= _times(taken[one.name], _all(one.busy_s()), ranks)
+        rows[one.name]["cpu_s"] = all_of(worked[one.name])
+        rows[one.name] |= _times(taken[one.name], all_of(one.busy_s()), ranks)
         rows[one.name] |= held(job, ranks, one)
     return list(rows.values())
 
@@ -96,17 +92,16 @@ def _times(step_s: list[float], busy: list[float], ranks: int) -> Row:
 
 def held(work: Work, ranks: int, one: Contender) -> Row:
     """Loss and counted bytes of one more step by rank, and the closed form where there is one."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the most memory counts from here on
+    reset_peak_memory()
     found: Counted = one.counted()
     row: Row = {
         "loss": _sum(found.loss if one.name.startswith("torch") else found.loss / ranks),
-        "activation_bytes": [int(n) for n in _all(found.activations)],
-        "chunk_bytes": [int(n) for n in _all(found.chunks)],
-        "chunk_gradient_bytes": [int(n) for n in _all(found.chunk_gradients)],
-        "boundary_bytes": None if found.boundaries is None else [int(n) for n in _all(found.boundaries)],
-        "sent_bytes": None if found.sent is None else [int(n) for n in _all(found.sent)],
-        "rss_bytes": [int(n) for n in _all(_most_rss())],
+        "activation_bytes": _bytes(found.activations),
+        "chunk_bytes": _bytes(found.chunks),
+        "chunk_gradient_bytes": _bytes(found.chunk_gradients),
+        "boundary_bytes": _bytes(found.boundaries),
+        "sent_bytes": _bytes(found.sent),
+        "rss_bytes": _bytes(peak_memory_bytes()),
     }
     if one.slices > 1 and one.stages_per_rank == 1 and one.balance == "none":
         form = form_bytes(work, ranks, one.slices, one.order)
@@ -114,27 +109,17 @@ def held(work: Work, ranks: int, one: Contender) -> Row:
     return row
 
 
-def _most_rss() -> int:
-    """Most bytes of memory that this process has had since it last asked to forget; 0 where the system does not say."""
-    with suppress(OSError):
-        said = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.M)
-        return int(said[1]) * 1024 if said else 0
-    return 0
-
-
 def form_bytes(work: Work, ranks: int, slices: int, order: Any) -> list[int]:
     """Form 4 by rank, [P], with one stage per rank and the count by hand."""
-    dims = Dims(
-        hidden=work.hidden,
-        heads=work.heads,
-        kv_heads=work.kv_heads,
-        head_dim=work.hidden // work.heads,
-        intermediate=work.intermediate,
-    )
-    each = (1, work.tokens // slices, work.layers // ranks)
-    a, g = unit_bytes(dims, *each), chunk_gradient_bytes(dims, *each)
+    a, g = unit_and_gradients(work, ranks, slices)
     units = [sliced_peak_units(rank, ranks, 1, work.microbatches, slices, order) for rank in range(ranks)]
     return [sliced_peak_bytes(n, slices, a, g) for n in units]
+
+
+def unit_and_gradients(work: Work, ranks: int, slices: int) -> tuple[int, int]:
+    """Form 4's a and g, by hand: of a unit on a rank's share of the layers."""
+    each = (1, work.tokens // slices, work.layers // ranks)
+    return unit_bytes(work.layer(), *each), chunk_gradient_bytes(work.layer(), *each)
 
 
 def crossing(work: Work, ranks: int, one: Contender) -> Row:
@@ -169,23 +154,21 @@ def against_baseline(rows: list[Row], *, target: dict[str, float]) -> list[Row]:
     return rows
 
 
-def quartiles(samples: list[float]) -> list[float]:
-    """The first and the third."""
-    if len(samples) < 2:
-        return samples * 2
-    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
-    return [first, third]
+def _bytes(of_this_rank: int | None) -> list[int] | None:
+    """By rank; None where nobody counts them."""
+    return None if of_this_rank is None else [int(n) for n in all_of(of_this_rank)]
 
 
-def _all(value: float) -> list[float]:
+def all_of(value: float) -> list[float]:
+    """Every rank's."""
     found = [torch.zeros((), dtype=torch.float64) for _ in range(dist.get_world_size())]
     dist.all_gather(found, torch.tensor(float(value), dtype=torch.float64))
     return [float(t) for t in found]
 
 
 def _most(value: float) -> float:
-    return max(_all(value))
+    return max(all_of(value))
 
 
 def _sum(value: float) -> float:
-    return sum(_all(value))
+    return sum(all_of(value))

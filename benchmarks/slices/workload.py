@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import Row
+from benchmarks.slices.by_hand import Dims
+
 VOCABULARY = 256
 
 
@@ -51,9 +54,21 @@ class Work:
         tokens = torch.tensor(text[: self.microbatches * self.tokens], dtype=torch.long)
         return tokens.view(self.microbatches, self.tokens)
 
-    def dims(self) -> dict[str, int]:
-        """For a row."""
-        return {n: v for n, v in asdict(self).items() if n not in ("microbatches", "tokens")}
+    def layer(self) -> Dims:
+        """One layer's sizes, to be counted by hand."""
+        return Dims(
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.hidden // self.heads,
+            intermediate=self.intermediate,
+        )
+
+    def named(self, case: str, schedule: str, ranks: int) -> Row:
+        """What a row says of its case, whatever was found."""
+        sizes = asdict(self)
+        row: Row = {"case": case, "schedule": schedule, "p": ranks, "m": sizes.pop("microbatches")}
+        return row | {"T": sizes.pop("tokens"), "dims": sizes, "dtype": "float32", "threads": torch.get_num_threads()}
 
 
 def no_update(named: Any) -> torch.optim.Optimizer:
