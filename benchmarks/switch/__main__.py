@@ -17,6 +17,7 @@ from benchmarks.switch import measured, paper, plan
 from benchmarks.switch.page import page
 from benchmarks.switch.universal import UNIVERSAL
 from benchmarks.switch.ways import OURS, USUAL, WAYS
+from benchmarks.tables import words
 from prophet.errors import RankFailed, SpecError
 
 PEERS = (*WAYS, UNIVERSAL)
@@ -42,8 +43,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _show(row: dict[str, Any]) -> None:
-    print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    print(words(row), flush=True)
+    return row
 
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
@@ -97,15 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = {"load_before": os.getloadavg()[0], "command": command(sys.argv[1:] if argv is None else argv)}
     found: dict[str, Any] = {}
     if args.paper:
-        found["paper"] = []
-        for row in paper.ROWS:
-            found["paper"].append(paper.predicted(row))
-            _show(found["paper"][-1])
+        found["paper"] = [_shown(paper.predicted(row)) for row in paper.ROWS]
     if args.plan:
-        found["imports_s"], found["plan"] = plan.imports_s(), []
-        for case in plan.cases(args.most_ranks):
-            found["plan"].append(plan.measured(*case, bounds=not args.no_bounds))
-            _show(found["plan"][-1])
+        found["imports_s"] = plan.imports_s()
+        cases = plan.cases(args.most_ranks)
+        found["plan"] = [_shown(plan.measured(*case, bounds=not args.no_bounds)) for case in cases]
     if not (args.plan or args.paper):
         try:
             found["measured"] = _measured(args)

@@ -16,6 +16,7 @@ from pipeline_balance.elastic.predict.bound import Rates, demand_of, least_s
 from pipeline_balance.elastic.predict.models import description_of
 from pipeline_balance.elastic.predict.switch import Plan, plan_switch
 from prophet.machine.sizes import ModelSizes
+from prophet.state.route import Route
 
 LARGE_BYTES = 32_000_000
 """At the busiest port, from which on seconds are compared with the bound alone."""
@@ -103,17 +104,25 @@ def cases(hosts: int, *, large_bytes: int = LARGE_BYTES, small_bytes: int = SMAL
     for name, one, two in _HYBRID[hosts]:
         found += _both(name, f"{one},zero1", f"{two},zero1", SMALL_BYTES, experts="ep" in one + two)
     one, two = _MIGRATED[hosts]
-    found.append(
-        Case(name="a layer migrates", before=f"{one},zero1", after=f"{two},zero1", port_bytes=SMALL_BYTES, order=False)
-    )
+    migrates = Case(name="a layer migrates", before=f"{one},zero1", after=f"{two},zero1", port_bytes=SMALL_BYTES)
+    found.append(replace(migrates, order=False))
     wanted = {LARGE_BYTES: large_bytes, SMALL_BYTES: small_bytes}
     return [sized(replace(case, port_bytes=wanted[case.port_bytes]), hosts) for case in found]
 
 
-def least_port_bytes(plan: Plan) -> int:
+def alike(bytes_per_s: float, **host: float) -> Rates:
+    """Links of one rate, within nodes and between them."""
+    return Rates(intra_bytes_per_s=bytes_per_s, inter_bytes_per_s=bytes_per_s, **host)
+
+
+def least_port_bytes(way: Route) -> int:
     """Bytes that must pass the busiest port, whatever the plan; every rank is a node."""
-    demand = demand_of(plan.route.atoms, plan.before.space.item_bytes)
-    return round(least_s(demand, np.arange(plan.route.ranks), Rates(intra_bytes_per_s=1.0, inter_bytes_per_s=1.0)))
+    return round(least_s(demand_of(way.atoms, way.space.item_bytes), np.arange(way.ranks), alike(1.0)))
+
+
+def model_bytes(way: Route) -> int:
+    """Of all that a job trains and keeps."""
+    return sum(t.elements * t.item_bytes for t in way.space.tensors)
 
 
 def sized(case: Case, hosts: int) -> Case:
@@ -125,7 +134,7 @@ def sized(case: Case, hosts: int) -> Case:
 
     def measure(dim: int) -> int:
         plan = replace(case, dim=dim).plan(hosts)
-        return least_port_bytes(plan) or int(max(plan.before.table.rank_bytes().max(), 1))
+        return least_port_bytes(plan.route) or int(max(plan.before.table.rank_bytes().max(), 1))
 
     dim = max(math.isqrt(dim * dim * case.port_bytes // measure(dim)) // STEP * STEP, STEP)
     while measure(dim) < case.port_bytes:

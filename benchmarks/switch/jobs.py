@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
 import prophet
+from benchmarks.measure import seconds_of
+from benchmarks.switch.cases import least_port_bytes, model_bytes
 from pipeline_balance import elastic
 from pipeline_balance.elastic import Job, Parallelism
-from pipeline_balance.elastic.predict.bound import Rates, demand_of, least_s
 from pipeline_balance.pipeline.move.transaction import Switched
 from prophet.state.route import Route
 from prophet.state.transition import Mode
@@ -93,61 +96,34 @@ def _experts(dim: int, layers: int) -> tuple[Callable[[], Any], Any, Any]:
     return build, x, y
 
 
-KINDS: dict[int, tuple[Kind, ...]] = {
-    4: (
-        Kind(
-            name="whole job",
-            make=_layers,
-            switches=(
-                ("pp2", "pp4", "safe"),
-                ("dp2,zero1", "dp4,zero1", "safe"),
-                ("pp2,dp2,zero0", "pp2,dp2,zero1", "safe"),
-                ("pp2", "pp4", "in-place"),
-            ),
-            steps_in="pp4",
-            share=1.0,
-        ),
+def _kinds(hosts: int, copies: tuple[str, str]) -> tuple[Kind, ...]:
+    """Jobs on half of the hosts and on all of them. copies: layouts with half of the copies, and with all."""
+    half = hosts // 2
+    pipelines, experts = (f"pp{half}", f"pp{hosts}"), (f"dp{half},ep{half},zero1", f"dp{hosts},ep{hosts},zero1")
+    sharded = (f"dp{half},zero2", f"dp{hosts},zero2"), (f"dp{hosts},zero1", f"dp{hosts},zero3")
+    zeros = f"pp{half},dp2,zero0", f"pp{half},dp2,zero1"
+    whole: tuple[tuple[str, str, Mode], ...] = (
+        *((*pair, "safe") for pair in (pipelines, copies, zeros)),
+        (*pipelines, "in-place"),
+    )
+    return (
+        Kind(name="whole job", make=_layers, switches=whole, steps_in=f"pp{hosts}", share=1.0),
         Kind(
             name="whole job, sharded",
             make=_layers,
-            switches=(("dp2,zero2", "dp4,zero2", "safe"), ("dp4,zero1", "dp4,zero3", "safe")),
-            steps_in="dp4,zero3",
-        ),
-        Kind(name="whole job, tp", make=_tensors, switches=(("tp2", "tp4", "safe"),), steps_in="tp4"),
-        Kind(
-            name="whole job, ep",
-            make=_experts,
-            switches=(("dp2,ep2,zero1", "dp4,ep4,zero1", "safe"),),
-            steps_in="dp4,ep4,zero1",
-        ),
-    ),
-    8: (
-        Kind(
-            name="whole job",
-            make=_layers,
-            switches=(
-                ("pp4", "pp8", "safe"),
-                ("pp2,dp2,zero1", "pp2,dp4,zero1", "safe"),
-                ("pp4,dp2,zero0", "pp4,dp2,zero1", "safe"),
-                ("pp4", "pp8", "in-place"),
-            ),
-            steps_in="pp8",
-            share=1.0,
+            switches=tuple((*pair, "safe") for pair in sharded),
+            steps_in=f"dp{hosts},zero3",
         ),
         Kind(
-            name="whole job, sharded",
-            make=_layers,
-            switches=(("dp4,zero2", "dp8,zero2", "safe"), ("dp8,zero1", "dp8,zero3", "safe")),
-            steps_in="dp8,zero3",
+            name="whole job, tp", make=_tensors, switches=((f"tp{half}", f"tp{hosts}", "safe"),), steps_in=f"tp{hosts}"
         ),
-        Kind(name="whole job, tp", make=_tensors, switches=(("tp4", "tp8", "safe"),), steps_in="tp8"),
-        Kind(
-            name="whole job, ep",
-            make=_experts,
-            switches=(("dp4,ep4,zero1", "dp8,ep8,zero1", "safe"),),
-            steps_in="dp8,ep8,zero1",
-        ),
-    ),
+        Kind(name="whole job, ep", make=_experts, switches=((*experts, "safe"),), steps_in=experts[1]),
+    )
+
+
+KINDS = {
+    4: _kinds(4, ("dp2,zero1", "dp4,zero1")),
+    8: _kinds(8, ("pp2,dp2,zero1", "pp2,dp4,zero1")),
 }
 
 
@@ -222,23 +198,19 @@ def switched(here: Any, job: Job, layout: Parallelism, mode: Mode) -> dict[str, 
 
 def _sizes(way: Route) -> dict[str, int]:
     """Bytes of the model, of the fullest rank's larger state, and at least at the busiest port, whatever the plan."""
-    space, alike = way.space, Rates(intra_bytes_per_s=1.0, inter_bytes_per_s=1.0)
-    demand = demand_of(way.atoms, space.item_bytes)
     return {
-        "model_bytes": sum(t.elements * t.item_bytes for t in space.tensors),
+        "model_bytes": model_bytes(way),
         "larger_bytes": int(max(np.max(at.table.rank_bytes()) for at in (way.before, way.after))),
-        "least_port_bytes": round(least_s(demand, np.arange(way.ranks), alike)),
+        "least_port_bytes": least_port_bytes(way),
     }
 
 
 def port_bytes(link_bytes: Any) -> int:
     """Bytes of the plan's busiest port in one direction."""
-    out: dict[int, int] = {}
-    into: dict[int, int] = {}
+    through: Counter[tuple[str, int]] = Counter()
     for (source, target), n_bytes in link_bytes.items():
-        out[source] = out.get(source, 0) + n_bytes
-        into[target] = into.get(target, 0) + n_bytes
-    return max([0, *out.values(), *into.values()])
+        through.update({("out of", source): n_bytes, ("into", target): n_bytes})
+    return max(through.values(), default=0)
 
 
 @contextmanager
@@ -266,21 +238,13 @@ def timed(job: Job) -> Iterator[dict[str, float]]:
 
         return beside(all_of_it)
 
-    groups.make, groups.beside = made, prepared
-    try:
+    with mock.patch.multiple(groups, make=made, beside=prepared):
         yield spent
-    finally:
-        groups.make, groups.beside = make, beside
 
 
 def orders(layout: Parallelism, many: int) -> list[Parallelism]:
     """The layout with other orders of ranks, so that its groups have never been made."""
-    found: list[Parallelism] = []
-    for order in permutations(reversed(range(layout.ranks))):
-        found.append(replace(layout, order=order))
-        if len(found) == many:
-            break
-    return found
+    return [replace(layout, order=order) for order in islice(permutations(reversed(range(layout.ranks))), many)]
 
 
 def beside(here: Any, job: Job, steps_in: str, many: int) -> list[dict[str, float]]:
@@ -297,17 +261,15 @@ def beside(here: Any, job: Job, steps_in: str, many: int) -> list[dict[str, floa
     with timed(job) as spent:
         for target in orders(layout, many):
             spent.update(dict.fromkeys(spent, 0.0))
-            before = [_step(job) for _ in range(STEPS)]
+            before = [seconds_of(job.step) for _ in range(STEPS)]
             here.meet()
-            began = time.perf_counter()
-            job.prepare(target)
-            front_s = time.perf_counter() - began
+            front_s = seconds_of(lambda to=target: job.prepare(to))
             preparing = job._switching.preparing
             assert preparing is not None
             meanwhile: list[float] = []
             while len(meanwhile) < STEPS or (not preparing.done() and len(meanwhile) < 20 * STEPS):
                 overlapped = not preparing.done()
-                taken = _step(job)
+                taken = seconds_of(job.step)
                 meanwhile.append(taken if overlapped else -taken)
             done = preparing.done()
             here.meet()
@@ -329,9 +291,3 @@ def beside(here: Any, job: Job, steps_in: str, many: int) -> list[dict[str, floa
                 }
             )
     return rows
-
-
-def _step(job: Job) -> float:
-    began = time.perf_counter()
-    job.step()
-    return time.perf_counter() - began

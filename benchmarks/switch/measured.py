@@ -22,6 +22,7 @@ from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.profiles import Profile
 from benchmarks.cluster.testbed import ROOT, Testbed, TestbedUnavailable
 from benchmarks.common import TIMEOUT_S
+from benchmarks.measure import seconds_of
 from benchmarks.switch.cases import Case, cases
 from benchmarks.switch.rows import Row, beside_rows, case_rows, job_rows, summary, table, targets, where
 from benchmarks.switch.storage import PORT, Storage
@@ -29,6 +30,7 @@ from benchmarks.switch.universal import UNIVERSAL
 from benchmarks.switch.universal import measured as universal_measured
 from benchmarks.switch.ways import USUAL
 from benchmarks.switch.worker import measured
+from benchmarks.tables import words
 from prophet.ranks.launch import run_ranks
 from prophet.ranks.process_group import collective_for
 
@@ -58,12 +60,8 @@ SMOKE = Sizes(large_bytes=60_000, small_bytes=30_000, repetitions=1, dim=32, lay
 
 def imports_s(times: int) -> list[float]:
     """Seconds that a new process takes to start and to import what a training job needs; alone on the machine."""
-    found = []
-    for _ in range(times):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", f"import torch, {IMPORTS}"], check=True, timeout=120, cwd=ROOT)
-        found.append(time.perf_counter() - began)
-    return found
+    command = [sys.executable, "-c", f"import torch, {IMPORTS}"]
+    return [seconds_of(lambda: subprocess.run(command, check=True, timeout=120, cwd=ROOT)) for _ in range(times)]
 
 
 def measure(
@@ -128,10 +126,8 @@ def _rows(
     made: list[Row] = []
     beside: list[Row] = []
     if results[0]["jobs"] is not None:
-        made, beside = (
-            job_rows([r["jobs"] for r in results], bytes_per_s=rate),
-            beside_rows([r["jobs"] for r in results]),
-        )
+        jobs = [r["jobs"] for r in results]
+        made, beside = job_rows(jobs, bytes_per_s=rate), beside_rows(jobs)
         for row in beside:
             moves = [r["blocked_s"] for r in made if r["case"].startswith(row["job"]) and r["wire_bytes"]]
             hidden_s = row["groups_s"] + row["routes_s"] - row["exposed_s"]
@@ -150,7 +146,7 @@ def show(document: Mapping[str, Any]) -> None:
     imports_s = statistics.median(cold["imports_s"])
     print(f"cold start: {cold['seconds']:.2f} s (imports {imports_s:.2f} s); {FIGURE_1}")
     for beside in document["beside"]:
-        print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in beside.items()))
+        print(words(beside))
     print(summary(document["targets"]))
     for t in document["targets"]:
         if not t["met"]:

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.switch.cases import LARGE_BYTES
 from benchmarks.switch.rows import BUSIEST, HIDDEN, ONE_OVER_OURS, ORDER, SLOWED, Row, summary, table
 from benchmarks.switch.universal import UNIVERSAL
+from benchmarks.tables import markdown
 from prophet.errors import SpecError
 
 NUMBERS = {4: "Four", 8: "Eight"}
@@ -108,7 +109,7 @@ def _misses(found: Mapping[str, Any]) -> str:
         row = rows.get((t.get("case"), t.get("from"), t.get("to"))) or beside.get(t.get("case"), {})
         where = f"{t['case']}, {t['from']} to {t['to']}" if t.get("from") else t.get("case", "")
         lines.append((t["what"], where, f"{t['value']:.3g}", f"{t['target']:.3g}", _cause(t, row, found)))
-    return "Missed:\n\n" + _rows(("target", "case", "value", "limit", "cause"), lines)
+    return "Missed:\n\n" + markdown(("target", "case", "value", "limit", "cause"), lines)
 
 
 def _cause(t: Row, row: Row, found: Mapping[str, Any]) -> str:
@@ -164,8 +165,8 @@ def _universal(rows: Sequence[Row]) -> str:
             reasons.setdefault(r["reason"], []).append(_change(r))
     refused = [(why, "; ".join(cases)) for why, cases in reasons.items()]
     text = "Files lie on this machine's tmpfs, and its processes talk over loopback: nothing crosses a link.\n\n"
-    text += _rows(head, lines) if lines else "No case here is covered."
-    return text + ("\n\nNot covered:\n\n" + _rows(("why", "cases"), refused) if refused else "")
+    text += markdown(head, lines) if lines else "No case here is covered."
+    return text + ("\n\nNot covered:\n\n" + markdown(("why", "cases"), refused) if refused else "")
 
 
 def _details(found: Mapping[str, Any]) -> str:
@@ -180,7 +181,7 @@ def _details(found: Mapping[str, Any]) -> str:
         for r in by_case.values()
     ]
     head = ("case", "model MB", "wire MB", "peak MB", "messages", "plan s", "groups s", "hidden s", "host s")
-    return _rows(head, lines)
+    return markdown(head, lines)
 
 
 def _beside(found: Mapping[str, Any]) -> str:
@@ -201,7 +202,7 @@ def _beside(found: Mapping[str, Any]) -> str:
     head = ("job", "times", "groups ms", "routes ms", "exposed ms", "in the call ms", "hidden", "step before ms")
     paper = " and ".join(f"{share:.3f} ({name})" for name, share in found["table_2_paper"].items())
     return (
-        _rows((*head, "step meanwhile ms", "slowed by", "CPU ms", "by that alone", "Table 2's ratio"), lines)
+        markdown((*head, "step meanwhile ms", "slowed by", "CPU ms", "by that alone", "Table 2's ratio"), lines)
         + f"\n\nDynaTran's Table 2 has {paper}, with groups that take 41 s. No target is set for it."
     )
 
@@ -225,23 +226,15 @@ def _paper(rows: Sequence[Row]) -> str:
     ]
     slower = sum(r["predicted_s"] > r["paper_s"] for r in rows)
     head = ("table", "model", "from", "to", "ranks", "DynaTran s", "others s", "predicted s", "in the order as given s")
-    return _rows((*head, "bound s", "DynaTran / predicted"), lines) + f"\n\nSlower than DynaTran: {slower} rows."
+    return markdown((*head, "bound s", "DynaTran / predicted"), lines) + f"\n\nSlower than DynaTran: {slower} rows."
 
 
 def _planning(document: Mapping[str, Any]) -> str:
     keys = ("description_s", "layouts_s", "order_s", "routes_s", "plan_s")
     lines = [(r["case"], r["from"], r["to"], f"{r['ranks']}", *(f"{r[k]:.3f}" for k in keys)) for r in document["plan"]]
     head = ("model", "from", "to", "ranks", "description s", "layouts s", "order s", "routes s", "all s")
-    return _rows(head, lines) + f"\n\nImporting scipy's parts took {document['imports_s']:.2f} s more, once."
+    return markdown(head, lines) + f"\n\nImporting scipy's parts took {document['imports_s']:.2f} s more, once."
 
 
 def _change(r: Row) -> str:
     return f"{r['case']}, {r['from']} to {r['to']}"
-
-
-def _rows(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join([_row(head), "|---" * len(head) + "|", *map(_row, lines)])
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

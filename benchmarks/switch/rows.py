@@ -14,16 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.switch.cases import LARGE_BYTES, Case, least_port_bytes
+from benchmarks.common import Row
+from benchmarks.measure import slowest
+from benchmarks.switch.cases import LARGE_BYTES, Case, alike, least_port_bytes, model_bytes
 from benchmarks.switch.jobs import BUDGET_BYTES
 from benchmarks.switch.universal import UNIVERSAL
 from benchmarks.switch.ways import DCP, GATHER, ONE_BY_ONE, OURS
+from benchmarks.tables import cell, markdown
 from pipeline_balance.elastic.layouts.boxes import layout_of
-from pipeline_balance.elastic.predict.bound import Rates, demand_of, least_direct_s, least_s
+from pipeline_balance.elastic.predict.bound import demand_of, least_direct_s, least_s
 from pipeline_balance.elastic.predict.simulate import simulate
 from prophet.state.route import route
 
-Row = dict[str, Any]
 AND_RESTART = f"{DCP}, and restart"
 BUSIEST, ORDER = "busiest port of the plan / bound", "bytes in the chosen order / as given"
 HIDDEN, SLOWED = "groups and routes: hidden share", "steps slowed meanwhile"
@@ -33,8 +35,8 @@ ONE_OVER_OURS = "one message per tensor / ours"
 
 def _spread(seconds: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Median, least and most of the repetitions [ranks][repetitions]."""
-    slowest = [max(at) for at in zip(*seconds, strict=True)]
-    return statistics.median(slowest), min(slowest), max(slowest)
+    every = slowest(seconds)
+    return statistics.median(every), min(every), max(every)
 
 
 def _port_bytes(phases: Sequence[Sequence[Sequence[int]]]) -> int:
@@ -54,15 +56,13 @@ def case_rows(
     """One row per peer. parts: of every rank; bytes_per_s: of a link, one way; universal: what DeepSpeed's took."""
     hosts = len(parts)
     plan = case.plan(hosts)
-    space = plan.before.space
     given = route(plan.before, layout_of(case.model(), replace(plan.parallelism, order=None), ranks=hosts))
-    demand = demand_of(plan.route.atoms, space.item_bytes)
-    nodes, rates = np.arange(hosts), Rates(intra_bytes_per_s=bytes_per_s, inter_bytes_per_s=bytes_per_s)
+    demand = demand_of(plan.route.atoms, plan.route.space.item_bytes)
+    nodes, rates = np.arange(hosts), alike(bytes_per_s)
     bound_s = least_s(demand, nodes, rates)
-    host = {k: probe[k] for k in ("box_s", "copied_byte_s")}
-    seen = Rates(intra_bytes_per_s=probe["bytes_per_s"], inter_bytes_per_s=probe["bytes_per_s"], **host)
+    seen = alike(probe["bytes_per_s"], box_s=probe["box_s"], copied_byte_s=probe["copied_byte_s"])
     simulated = simulate(plan.route, seen)
-    empty_s = statistics.median(max(at) for at in zip(*(p["empty_s"] for p in parts), strict=True))
+    empty_s = statistics.median(slowest(p["empty_s"] for p in parts))
     blocked_s, least, most = _spread([p["ways"][OURS]["seconds"] for p in parts])
     own = [p["ways"][OURS] for p in parts]
     row: Row = {
@@ -71,10 +71,10 @@ def case_rows(
         "to": case.after,
         "order": list(plan.parallelism.rank_of_place),
         "hosts": hosts,
-        "model_bytes": sum(t.elements * t.item_bytes for t in space.tensors),
+        "model_bytes": model_bytes(plan.route),
         "wire_bytes": plan.route.wire_bytes,
         "given_bytes": given.wire_bytes,
-        "least_port_bytes": least_port_bytes(plan),
+        "least_port_bytes": least_port_bytes(plan.route),
         "port_bytes": max(*plan.route.sent_bytes(), *plan.route.received_bytes()),
         "bound_s": bound_s,
         "direct_bound_s": least_direct_s(demand, nodes, rates),
@@ -130,9 +130,13 @@ def job_rows(parts: Sequence[Sequence[Mapping[str, Any]]], *, bytes_per_s: float
 def _job_row(name: str, switches: Sequence[Mapping[str, Any]], bytes_per_s: float) -> Row:
     """One change of one job, by what every rank says of all repetitions."""
     times = [s["times"] for s in switches]
-    blocked_s, least, most = _spread([[at["blocked_s"] for at in row] for row in times])
-    least_port_bytes = statistics.median(at["least_port_bytes"] for at in times[0])
-    bound_s = least_port_bytes / bytes_per_s
+
+    def spread(name: str) -> tuple[float, float, float]:
+        return _spread([[at[name] for at in row] for row in times])
+
+    blocked_s, least, most = spread("blocked_s")
+    n_bytes = {k: statistics.median(at[k] for at in times[0]) for k in ("wire_bytes", "least_port_bytes", "port_bytes")}
+    bound_s = n_bytes["least_port_bytes"] / bytes_per_s
     return {
         "case": name if switches[0]["mode"] == "safe" else f"{name}, {switches[0]['mode']}",
         "from": switches[0]["before"],
@@ -140,16 +144,14 @@ def _job_row(name: str, switches: Sequence[Mapping[str, Any]], bytes_per_s: floa
         "mode": switches[0]["mode"],
         "hosts": len(switches),
         "model_bytes": times[0][0]["model_bytes"],
-        "wire_bytes": statistics.median(at["wire_bytes"] for at in times[0]),
-        "least_port_bytes": least_port_bytes,
-        "port_bytes": statistics.median(at["port_bytes"] for at in times[0]),
+        **n_bytes,
         "bound_s": bound_s,
         "blocked_s": blocked_s,
         "blocked_least_s": least,
         "blocked_most_s": most,
         "ratio": blocked_s / bound_s if bound_s else None,
-        "inside_s": _spread([[at["inside_s"] for at in row] for row in times])[0],
-        "hidden_s": _spread([[at["hidden_s"] for at in row] for row in times])[0],
+        "inside_s": spread("inside_s")[0],
+        "hidden_s": spread("hidden_s")[0],
         "messages": sum(row[-1]["messages"] for row in times),
         "larger_bytes": max(at["larger_bytes"] for at in times[0]),
         "budget_bytes": BUDGET_BYTES,
@@ -262,7 +264,7 @@ def table(rows: Sequence[Row], jobs: Sequence[Row]) -> str:
     head = ["case", "from", "to", "port MB", "bound s", "ours s (least - most)", "ratio", "predicted s"]
     for peer in peers:
         head += [peer, "its ratio", "possible"] if peer == ONE_BY_ONE else [peer]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines = []
     by_case: dict[tuple[str, str, str], dict[str, Row]] = {}
     for r in rows:
         by_case.setdefault((r["case"], r["from"], r["to"]), {})[r["peer"]] = r
@@ -271,7 +273,7 @@ def table(rows: Sequence[Row], jobs: Sequence[Row]) -> str:
         cells = [cell for p in peers for cell in _peer_cells(p, group.get(p, {}))]
         lines.append(_line(r, f"{r['predicted_s']:.2f}", *cells))
     lines += [_line(r, *[""] * (len(head) - 7)) for r in jobs]
-    return "\n".join(lines)
+    return markdown(head, lines)
 
 
 def _peer_cells(peer: str, r: Row) -> list[str]:
@@ -284,19 +286,11 @@ def _peer_cells(peer: str, r: Row) -> list[str]:
     return cells
 
 
-def _line(r: Row, *more: str) -> str:
+def _line(r: Row, *more: str) -> list[str]:
     ratio = "" if r["ratio"] is None else f"{r['ratio']:.2f}"
     own = f"{r['blocked_s']:.2f} ({r['blocked_least_s']:.2f} - {r['blocked_most_s']:.2f})"
     port = f"{r['least_port_bytes'] / 1e6:.1f}"
-    return "| " + " | ".join([r["case"], r["from"], r["to"], port, f"{r['bound_s']:.2f}", own, ratio, *more]) + " |"
-
-
-def by_kind(found: Sequence[Row]) -> dict[str, list[Row]]:
-    """Targets by what they are of."""
-    kinds: dict[str, list[Row]] = {}
-    for t in found:
-        kinds.setdefault(t["what"], []).append(t)
-    return kinds
+    return [r["case"], r["from"], r["to"], port, f"{r['bound_s']:.2f}", own, ratio, *more]
 
 
 def where(t: Row) -> str:
@@ -306,12 +300,12 @@ def where(t: Row) -> str:
 
 def summary(found: Sequence[Row]) -> str:
     """Targets by kind: how many are met, how many no mover can meet, the worst value, and where."""
-    lines = ["| target | met | out of reach | worst | limit | where |", "|---|---|---|---|---|---|"]
-    for what, group in by_kind(found).items():
+    lines = []
+    for what in dict.fromkeys(t["what"] for t in found):
+        group = [t for t in found if t["what"] == what]
         margin = [(t["value"] - t["target"]) * (1 if t["at_most"] else -1) for t in group]
         worst = group[int(np.argmax(margin))]
         met = f"{sum(t['met'] for t in group)} of {len(group)}"
         beyond = sum(t.get("possible", t["target"]) < t["target"] for t in group)
-        cells = [what, met, f"{beyond or ''}", f"{worst['value']:.3g}", f"{worst['target']:.3g}", where(worst)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([what, met, f"{beyond or ''}", cell(worst["value"]), cell(worst["target"]), where(worst)])
+    return markdown(("target", "met", "out of reach", "worst", "limit", "where"), lines)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.testbed import ROOT
+from benchmarks.measure import slowest
 from benchmarks.switch.cases import Case
 
 UNIVERSAL = "DeepSpeed universal (crosses no link)"
@@ -105,7 +106,7 @@ def _case(case: Case, repetitions: int, folder: Path) -> dict[str, Any]:
     loaded = _in_forks(after.ranks, job | {"load": True, "zero": after.zero})
     sizes = {name: _bytes(folder / name) for name in ("0", "0-universal")}
     shutil.rmtree(folder)
-    save_s, load_s = ([max(at) for at in zip(*(r["seconds"] for r in rows), strict=True)] for rows in (saved, loaded))
+    save_s, load_s = (slowest(r["seconds"] for r in rows) for rows in (saved, loaded))
     every = [sum(at) for at in zip(save_s, convert_s, load_s, strict=True)]
     medians = {n: statistics.median(s) for n, s in (("save_s", save_s), ("convert_s", convert_s), ("load_s", load_s))}
     read_bytes = max(r["read_bytes"] for r in loaded)

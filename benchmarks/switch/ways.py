@@ -9,7 +9,7 @@ Shape legend: P ranks.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,13 +89,22 @@ def windows(s: Setting) -> Done:
 # --- variants ---
 
 
+def fresh(way: Route, pieces: Iterable[Piece]) -> dict[Piece, Tensor]:
+    """Memory for these pieces."""
+    return {p: torch.empty(p.box.shape, dtype=torch_dtype(way.space[p.name])) for p in pieces}
+
+
+def _with_kept(s: Setting) -> dict[Piece, Tensor]:
+    """The new pieces: those that this rank had, and memory for the others."""
+    wanted = s.route.after.on(s.collective.rank)
+    made = fresh(s.route, [p for p in wanted if p not in s.state])
+    return {p: made[p] if p in made else s.state[p] for p in wanted}
+
+
 def _prepared(s: Setting) -> dict[Piece, Tensor]:
     """The new pieces, with what this rank keeps copied already."""
-    rank, space = s.collective.rank, s.direct.space
-    found: dict[Piece, Tensor] = {}
-    for piece in s.direct.after.on(rank):
-        there = s.state.get(piece)
-        found[piece] = torch.empty(piece.box.shape, dtype=torch_dtype(space[piece.name])) if there is None else there
+    rank = s.collective.rank
+    found = _with_kept(s)
     for old, new in (pair for row in kept(s.direct, rank).values() for pair in row):
         views([new], found)[0].copy_(views([old], s.state)[0])
     return found
@@ -148,11 +157,16 @@ def all_at_once(s: Setting) -> Done:
     return Done(state=new, phases=[(sent, received)], messages=len(going))
 
 
+def _view(s: Setting, of: Piece | Transfer, memory: Tensor) -> Tensor:
+    """Bytes as the tensor that a piece or a transfer is."""
+    return memory.view(torch_dtype(s.route.space[of.name])).view(of.box.shape)
+
+
 def _packed_views(s: Setting, stream: Sequence[Transfer], memory: Tensor) -> list[tuple[Transfer, Tensor]]:
     found, at = [], 0
     for t in stream:
         stop = at + s.direct.n_bytes(t)
-        found.append((t, memory[at:stop].view(torch_dtype(s.direct.space[t.name])).view(t.box.shape)))
+        found.append((t, _view(s, t, memory[at:stop])))
         at = stop
     return found
 
@@ -248,24 +262,20 @@ def gather_and_cut(s: Setting) -> Done:
 
     What ranks give is packed, balanced among those that hold it, and goes around a ring in chunks without pauses.
     """
-    rank, space = s.collective.rank, s.route.space
+    rank = s.collective.rank
     rows = [_offsets(s.route, pieces) for pieces in contributions(s.route)]
     whole = [torch.empty(row[-1][2] if row else 0, dtype=torch.uint8) for row in rows]
     for piece, start, stop in rows[rank]:
-        view = whole[rank][start:stop].view(torch_dtype(space[piece.name])).view(piece.box.shape)
-        view.copy_(s.state[piece])
+        _view(s, piece, whole[rank][start:stop]).copy_(s.state[piece])
     through = _around(s, whole)
-    new = {
-        p: torch.empty(p.box.shape, dtype=torch_dtype(space[p.name])) if p not in s.state else s.state[p]
-        for p in s.route.after.on(rank)
-    }
+    new = _with_kept(s)
     missing: dict[str, list[Piece]] = {}
     for p in new:
         if p not in s.state:
             missing.setdefault(p.name, []).append(p)
     for row, memory in zip(rows, whole, strict=True):
         for piece, start, stop in row:
-            view = memory[start:stop].view(torch_dtype(space[piece.name])).view(piece.box.shape)
+            view = _view(s, piece, memory[start:stop])
             for wanted in missing.get(piece.name, ()):
                 common = piece.box.intersect(wanted.box)
                 if common is not None:
@@ -276,10 +286,9 @@ def gather_and_cut(s: Setting) -> Done:
 # --- checkpoints ---
 
 
-def _fresh(s: Setting) -> dict[Piece, Tensor]:
+def _restarted(s: Setting) -> dict[Piece, Tensor]:
     """Memory for the new pieces: a job that was started again has nothing."""
-    space = s.route.space
-    return {p: torch.empty(p.box.shape, dtype=torch_dtype(space[p.name])) for p in s.route.after.on(s.collective.rank)}
+    return fresh(s.route, s.route.after.on(s.collective.rank))
 
 
 def dcp_behind_links(s: Setting) -> Done:
@@ -289,7 +298,7 @@ def dcp_behind_links(s: Setting) -> Done:
     client.written_bytes = client.read_bytes = 0
     dcp.save(by_tensor(space, s.state), storage_writer=SocketWriter(client), planner=SavePlanner())
     written = client.written_bytes
-    new = _fresh(s)
+    new = _restarted(s)
     dcp.load(by_tensor(space, new), storage_reader=SocketReader(client), planner=LoadPlanner())
     return Done(state=new, phases=[(written, 0), (0, client.read_bytes)])
 
@@ -297,7 +306,7 @@ def dcp_behind_links(s: Setting) -> Done:
 def dcp_local(s: Setting) -> Done:
     """The same with files on this machine's tmpfs, which cross no link."""
     assert s.folder is not None
-    space, new = s.route.space, _fresh(s)
+    space, new = s.route.space, _restarted(s)
     writer = dcp.FileSystemWriter(s.folder, overwrite=True)
     dcp.save(by_tensor(space, s.state), storage_writer=writer, planner=SavePlanner())
     dcp.load(by_tensor(space, new), storage_reader=dcp.FileSystemReader(s.folder), planner=LoadPlanner())

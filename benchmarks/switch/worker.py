@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cluster.host import Host
+from benchmarks.measure import meet, rotated, seconds_of
 from benchmarks.switch.cases import Case
 from benchmarks.switch.jobs import run_jobs
 from benchmarks.switch.storage import Client, Storage
-from benchmarks.switch.ways import BUDGET_BYTES, DCP, GATHER, OURS, WAYS, Setting, clear
+from benchmarks.switch.ways import BUDGET_BYTES, DCP, GATHER, OURS, WAYS, Setting, clear, fresh
 from pipeline_balance.elastic.groups import Groups
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.predict.switch import Plan
@@ -56,7 +57,7 @@ class Here:
         return self.collective.rank
 
     def meet(self) -> None:
-        self.collective.all_gather(torch.zeros(1), op=Operation("meeting"))
+        meet(self.collective)
 
 
 def run_host(host: Host, args: dict[str, Any]) -> dict[str, Any]:
@@ -115,9 +116,7 @@ def probe(world: Collective) -> dict[str, float]:
         if number:
             taken.append(time.perf_counter() - began)
     for _ in range(10):
-        began = time.perf_counter()
-        world.all_gather(torch.zeros(1), op=op)
-        short.append(time.perf_counter() - began)
+        short.append(seconds_of(lambda: world.all_gather(torch.zeros(1), op=op)))
     return {"bytes_per_s": PROBE_BYTES / statistics.median(taken), "gather_s": statistics.median(short)}
 
 
@@ -163,9 +162,7 @@ def _moved_s(here: Here, before: Layout, after: Layout) -> float:
     state: dict[Piece, Tensor] = {p: torch.zeros(p.box.shape, dtype=torch.uint8) for p in before.on(here.rank)}
     for _ in range(PROBES + 1):
         here.meet()
-        began = time.perf_counter()
-        transition(way, state, here.collective, budget_bytes=BUDGET_BYTES)
-        taken.append(time.perf_counter() - began)
+        taken.append(seconds_of(lambda: transition(way, state, here.collective, budget_bytes=BUDGET_BYTES)))
     return statistics.median(taken[1:])
 
 
@@ -180,9 +177,15 @@ def truth_of(space: Space) -> dict[str, Tensor]:
     }
 
 
+def part_of(truth: Mapping[str, Tensor], piece: Piece) -> Tensor:
+    """A piece of it, in its memory."""
+    whole = truth[piece.name]
+    return whole[piece.box.slices(Box.whole(whole.shape))]
+
+
 def pieces_of(truth: Mapping[str, Tensor], pieces: Sequence[Piece]) -> dict[Piece, Tensor]:
     """These pieces of it, in memory of their own."""
-    return {p: truth[p.name][p.box.slices(Box.whole(truth[p.name].shape))].clone() for p in pieces}
+    return {p: part_of(truth, p).clone() for p in pieces}
 
 
 def wrong(truth: Mapping[str, Tensor], pieces: Sequence[Piece], state: Mapping[Piece, Tensor]) -> str:
@@ -190,7 +193,7 @@ def wrong(truth: Mapping[str, Tensor], pieces: Sequence[Piece], state: Mapping[P
     if set(pieces) != set(state):
         return f"{len(set(pieces) ^ set(state))} pieces too many or too few"
     for p, tensor in state.items():
-        if not torch.equal(tensor, truth[p.name][p.box.slices(Box.whole(truth[p.name].shape))]):
+        if not torch.equal(tensor, part_of(truth, p)):
             return f"{p} is not as it was sent"
     return ""
 
@@ -217,13 +220,14 @@ def run_case(here: Here, case: Case, repetitions: int, names: Sequence[str], num
     empty_s = []
     for k in range(repetitions):
         turn = [name for name in names if k < SLOW_REPETITIONS or name not in SLOW]
-        for name in [*turn[k % len(turn) :], *turn[: k % len(turn)]]:
+        for name in rotated(turn, k):
             ways[name] |= _once(here, name, setting, ways[name]["seconds"], truth if k == 0 else None)
         empty_s.append(_nothing(here, plan))
     own = ways[OURS]["seconds"] if OURS in ways else [0.0]
     if here.rank == 0:
         here.say(f"{number} {case.name}: {case.before} -> {case.after}: {statistics.median(own):.2f} s")
-    return {"plan": _planned(plan), "group_s": group_s, "empty_s": empty_s, "ways": ways}
+    planned = {"layouts_s": plan.layouts_s, "order_s": plan.order_s, "routes_s": plan.routes_s}
+    return {"plan": planned, "group_s": group_s, "empty_s": empty_s, "ways": ways}
 
 
 def _once(
@@ -247,17 +251,9 @@ def _once(
 def _nothing(here: Here, plan: Plan) -> float:
     """Seconds of a move of nothing: ranks agree, and vote."""
     still = route(plan.before, plan.before)
-    state: dict[Piece, Tensor] = {
-        p: torch.empty(p.box.shape, dtype=torch_dtype(plan.before.space[p.name])) for p in plan.before.on(here.rank)
-    }
+    state = fresh(still, plan.before.on(here.rank))
     here.meet()
-    began = time.perf_counter()
-    transition(still, state, here.collective, budget_bytes=1 << 20)
-    return time.perf_counter() - began
-
-
-def _planned(plan: Plan) -> dict[str, float]:
-    return {"layouts_s": plan.layouts_s, "order_s": plan.order_s, "routes_s": plan.routes_s}
+    return seconds_of(lambda: transition(still, state, here.collective, budget_bytes=1 << 20))
 
 
 def making_groups(here: Here, layout: Parallelism) -> float:

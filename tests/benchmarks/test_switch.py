@@ -39,7 +39,7 @@ def test_a_plan_is_measured_with_its_bound(model: str, before: str, after: str, 
 def test_no_port_of_a_measured_case_is_far_above_its_bound(hosts: int) -> None:
     for case in cases(hosts):
         way = case.plan(hosts).route
-        least = least_port_bytes(case.plan(hosts))
+        least = least_port_bytes(case.plan(hosts).route)
         assert max(*way.sent_bytes(), *way.received_bytes()) <= 1.05 * least, case.name
 
 

@@ -42,7 +42,7 @@ def test_cases_are_as_large_as_they_should_be(hosts: int) -> None:
     assert len(set(names)) == len(names) == 23
     for case in found:
         plan = case.plan(hosts)
-        least = least_port_bytes(plan)
+        least = least_port_bytes(plan.route)
         assert plan.route.ranks == hosts
         assert least >= case.port_bytes or case.name == "zero 0 to 1"
         assert least <= max(*plan.route.sent_bytes(), *plan.route.received_bytes())
@@ -111,7 +111,7 @@ def _parts(seconds: dict[str, float]) -> list[dict[str, Any]]:
 
 def test_rows_have_the_slowest_rank_and_targets_what_they_say() -> None:
     case = sized(TP_TO_PP, 4)
-    bytes_per_s = float(least_port_bytes(case.plan(4)))  # the bound is a second
+    bytes_per_s = float(least_port_bytes(case.plan(4).route))  # the bound is a second
     parts = _parts({OURS: 0.6, ONE_BY_ONE: 1.0, DCP: 2.0})
     parts[2]["ways"] = parts[2]["ways"] | {OURS: parts[2]["ways"][OURS] | {"seconds": [1.0, 1.3, 0.5]}}
     probe = {"bytes_per_s": bytes_per_s, "gather_s": 0.0, "box_s": 0.0, "copied_byte_s": 0.0, "start_s": 0.25}
