@@ -6,21 +6,23 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.kernel_objects import Quotas
 from benchmarks.cluster.profiles import ProfileError, uniform
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
-from benchmarks.common import environment, write_json
+from benchmarks.common import chosen, environment, write_json
 from benchmarks.pipeline import beside, moves, partitions
 from benchmarks.pipeline.alone import record, simulate_policy
 from benchmarks.pipeline.cases import Case, cases
 from benchmarks.pipeline.picture import REPACKING, draw
 from benchmarks.pipeline.policies import DEFAULT_POLICIES, POLICIES, PolicyError, check_policies
-from benchmarks.pipeline.rows import costs_from, summarise, table
+from benchmarks.pipeline.rows import summarise, table
 from benchmarks.pipeline.worker import CORPUS_BYTES
+from pipeline_balance.spec import LayerCost
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,22 +63,14 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
 
 def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one case, measured."""
-    job = {
-        "case": case.name,
-        "policies": list(policies),
-        "replicas": args.replicas,
-        "steps": args.steps,
-        "warm_up": args.warm_up,
-        "slowdown": args.slowdown,
-        "budget_bytes": args.budget_bytes,
-        "timeout_s": args.timeout_s,
-    }
+    job = chosen(args, "replicas", "steps", "warm_up", "slowdown", "budget_bytes", "timeout_s")
+    job |= {"case": case.name, "policies": list(policies)}
     results = bed.run("benchmarks.pipeline.worker:run_case", job, timeout_s=args.limit_s)
     first = results[0]
     rows = summarise(
         case,
         [r["policies"] for r in results],
-        costs_from(first["costs"]),
+        [[LayerCost(**cost) for cost in costs] for costs in first["costs"]],
         ranks=args.hosts // args.replicas,
         replicas=args.replicas,
         transfer_s=first["transfer_s"],
@@ -90,15 +84,19 @@ def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.N
     return rows
 
 
-def prefer(bed: Testbed) -> None:
-    """Let the hosts go before whatever else runs on the machine. They pace themselves: a quota would stop a host's
+@contextmanager
+def preferred(name: str, hosts: int, args: argparse.Namespace) -> Iterator[Testbed]:
+    """Hosts that go before whatever else runs on the machine. They pace themselves: a quota would stop a host's
     threads for its messages, too, once an action has used it up.
     """
-    quotas = Quotas.find()
-    for host in range(bed.profile.hosts):
-        bed.set_share(host, float(os.cpu_count() or 1))
-        name, most = ("cpu.shares", 1 << 18) if quotas.version == 1 else ("cpu.weight", 10_000)
-        (quotas.folder(bed.prefix, host) / name).write_text(str(most))
+    cores = os.cpu_count() or 1
+    with Testbed(uniform(name, hosts=hosts, link_mbit_per_s=args.link_mbit_per_s, share=cores / hosts)) as bed:
+        quotas = Quotas.find()
+        file, most = ("cpu.shares", 1 << 18) if quotas.version == 1 else ("cpu.weight", 10_000)
+        for host in range(hosts):
+            bed.set_share(host, float(cores))
+            (quotas.folder(bed.prefix, host) / file).write_text(str(most))
+        yield bed
 
 
 def by_simulator(case: Case, policies: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -108,17 +106,9 @@ def by_simulator(case: Case, policies: Sequence[str], args: argparse.Namespace) 
     bytes_per_s = args.link_mbit_per_s * 1e6 / 8
     transfer_s = max(b.numel() for b in case.boundaries()[1:-1]) * 4 / bytes_per_s
     recording = record(case, load_corpus(max_bytes=CORPUS_BYTES), args.warm_up + args.steps, slowdown=args.slowdown)
+    links = {"transfer_s": transfer_s, "bytes_per_s": bytes_per_s}
     figures = {
-        p: simulate_policy(
-            p,
-            case,
-            recording,
-            ranks=args.hosts,
-            warm_up=args.warm_up,
-            transfer_s=transfer_s,
-            bytes_per_s=bytes_per_s,
-        )
-        for p in policies
+        p: simulate_policy(p, case, recording, ranks=args.hosts, warm_up=args.warm_up, **links) for p in policies
     }
     return summarise(
         case,
@@ -140,11 +130,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     reason = "asked for with --simulate" if args.simulate else ""
     if not reason:
-        share = (os.cpu_count() or 1) / args.hosts
-        profile = uniform("pipeline", hosts=args.hosts, link_mbit_per_s=args.link_mbit_per_s, share=share)
         try:
-            with Testbed(profile) as bed:
-                prefer(bed)
+            with preferred("pipeline", args.hosts, args) as bed:
                 for case in todo:
                     rows += shown(on_hosts(bed, case, policies, args))
         except TestbedUnavailable as error:
@@ -158,12 +145,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "measured": not reason,
         "simulator_only_because": reason or None,
-        "hosts": args.hosts,
-        "replicas": args.replicas,
-        "slowdown": args.slowdown,
-        "link_mbit_per_s": args.link_mbit_per_s,
-        "steps": args.steps,
-        "warm_up": args.warm_up,
+        **chosen(args, "hosts", "replicas", "slowdown", "link_mbit_per_s", "steps", "warm_up"),
         "environment": environment(),
         "wall_s": time.monotonic() - began,
         "rows": rows,
@@ -172,10 +154,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 def only_moves(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of state on its way against its bytes over the bandwidth."""
-    share = (os.cpu_count() or 1) / moves.RANKS
-    profile = uniform("moves", hosts=moves.RANKS, link_mbit_per_s=args.link_mbit_per_s, share=share)
-    with Testbed(profile) as bed:
-        prefer(bed)
+    with preferred("moves", moves.RANKS, args) as bed:
         found = moves.compare(bed, timeout_s=args.timeout_s, limit_s=args.limit_s)
     return {"link_mbit_per_s": args.link_mbit_per_s, "environment": environment(), **found}
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.testbed import Testbed
+from benchmarks.measure import meet, slowest
 from benchmarks.pacing import wake_promptly
+from benchmarks.tables import words
 from pipeline_balance.pipeline.move.state import by_layer
 from pipeline_balance.spec import StageMap
 from prophet.machine.memory import keep_memory
@@ -84,12 +87,8 @@ def run_moves(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     with host.process_group(timeout_s=float(args["timeout_s"])):
         collective = ProcessGroupCollective(timeout_s=float(args["timeout_s"]))
         bandwidth = _bandwidth(host.rank, collective)
-        rows = [
-            _move(host.rank, collective, name, int(layer_bytes), int(budget))
-            for name in MOVES
-            for layer_bytes in args["layer_bytes"]
-            for budget in args["budgets"]
-        ]
+        asked = product(MOVES, args["layer_bytes"], args["budgets"])
+        rows = [_move(host.rank, collective, name, layer_bytes, budget) for name, layer_bytes, budget in asked]
         return {"bytes_per_s": bandwidth, "rows": rows}
 
 
@@ -97,16 +96,12 @@ def _bandwidth(rank: int, collective: Collective) -> float:
     """Bytes per second of one long message between ranks 0 and 1; the median of a few."""
     message, taken = torch.zeros(16 << 20, dtype=torch.uint8), []
     for _ in range(5):
-        _meet(collective)
+        meet(collective)
         began = time.perf_counter()
         sends, recvs = ([(1, message)] if rank == 0 else []), ([(0, message)] if rank == 1 else [])
         collective.exchange(sends, recvs, op=Operation("measuring the bandwidth")).wait()
         taken.append(time.perf_counter() - began)
     return message.numel() / statistics.median(taken)
-
-
-def _meet(collective: Collective) -> None:
-    collective.all_gather(torch.zeros(1), op=Operation("meeting before a move"))
 
 
 def _move(rank: int, collective: Collective, name: str, layer_bytes: int, budget_bytes: int) -> dict[str, Any]:
@@ -117,7 +112,7 @@ def _move(rank: int, collective: Collective, name: str, layer_bytes: int, budget
     }
     taken, sent, messages = [], 0, 0
     for _ in range(REPETITIONS):
-        _meet(collective)
+        meet(collective)
         began = time.perf_counter()
         moved = transition(way, state, collective, budget_bytes=budget_bytes)
         taken.append(time.perf_counter() - began)
@@ -143,17 +138,12 @@ def compare(
     bandwidth = results[0]["bytes_per_s"]
     print(f"one long message: {bandwidth / 1e6:.1f} MB/s", flush=True)
     rows = []
-    number = 0
-    for name in MOVES:
-        for size in layer_bytes:
-            for budget in BUDGETS:
-                parts = [r["rows"][number] for r in results]
-                number += 1
-                # a move is over when its slowest rank is
-                seconds = statistics.median(max(at) for at in zip(*(p["seconds"] for p in parts), strict=True))
-                rows.append(row_of(name, size, budget, sum(p["sent_bytes"] for p in parts), seconds, bandwidth))
-                rows[-1]["messages"] = sum(p["messages"] for p in parts)
-                print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
+    asked = product(MOVES, layer_bytes, BUDGETS)
+    for (name, size, budget), parts in zip(asked, zip(*(r["rows"] for r in results), strict=True), strict=True):
+        seconds = statistics.median(slowest(p["seconds"] for p in parts))
+        rows.append(row_of(name, size, budget, sum(p["sent_bytes"] for p in parts), seconds, bandwidth))
+        rows[-1]["messages"] = sum(p["messages"] for p in parts)
+        print(words(rows[-1], 4))
     return {"bytes_per_s": bandwidth, "moves": rows}
 
 

@@ -30,14 +30,10 @@ class Pace:
         """Run what only computes: it ends when the host would have ended it."""
         began, worked = time.perf_counter(), time.thread_time()
         result = call()
-        self._sleep_until(began + (time.thread_time() - worked) * self.slowdown)
-        return result
-
-    @staticmethod
-    def _sleep_until(moment: float) -> None:
-        left = moment - time.perf_counter()
+        left = began + (time.thread_time() - worked) * self.slowdown - time.perf_counter()
         if left > 0:
             time.sleep(left)
+        return result
 
 
 class PacedMeter(Meter):
@@ -67,9 +63,4 @@ class PacedAdam(torch.optim.Adam):
 
 def paced_loss(pace: Pace, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """`loss_fn` on a slower host."""
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        result: Tensor = pace.work(lambda: loss_fn(output, target))
-        return result
-
-    return loss
+    return lambda output, target: pace.work(lambda: loss_fn(output, target))

@@ -6,7 +6,6 @@ Shape legend: L layers, P stages.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.measure import seconds_of
+from benchmarks.tables import words
 from pipeline_balance.maps.partition import partition_by_time
 from pipeline_balance.spec import LayerCost, RankLimits
 
@@ -55,7 +56,7 @@ def compare() -> dict[str, Any]:
             row["deepspeed_bottleneck_over_ours"] = _bottleneck(theirs, times_s) / _bottleneck(ours, times_s)
             row["deepspeed_empty_stages"] = sum(int(b <= a) for a, b in pairwise(theirs))
         rows.append(row)
-        print("  ".join(f"{k} {v:.5g}" for k, v in row.items()), flush=True)
+        print(words(row, 5), flush=True)
     return {"deepspeed": version, "partition": rows}
 
 
@@ -65,13 +66,7 @@ def _ours(costs: Sequence[LayerCost], limits: Sequence[RankLimits]) -> Sequence[
 
 def _timed(run: Callable[[], Sequence[int]], repetitions: int = REPETITIONS) -> tuple[Sequence[int], float]:
     """(result, median seconds), after one run that is not counted."""
-    found = run()
-    taken = []
-    for _ in range(repetitions):
-        began = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - began)
-    return found, statistics.median(taken)
+    return run(), statistics.median(seconds_of(run) for _ in range(repetitions))
 
 
 def _bottleneck(boundaries: Sequence[int], times_s: np.ndarray[Any, np.dtype[np.float64]]) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.pipeline.cases import Case
 from benchmarks.pipeline.policies import simulated_step_s, smoothed
+from benchmarks.tables import cell, columns
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, StageMap, rank_loads_s
 
 COLUMNS = (
@@ -31,25 +32,6 @@ COLUMNS = (
     "simulated_step_s",
     "loss_final",
 )
-
-
-def costs_from(table: Sequence[Sequence[Sequence[float]]]) -> list[list[LayerCost]]:
-    """[steps][L] from what the workers write."""
-    return [
-        [
-            LayerCost(
-                forward_s=c[0],
-                backward_input_s=c[1],
-                backward_weight_s=c[2],
-                activation_bytes=int(c[3]),
-                parameter_bytes=int(c[4]),
-                gradient_bytes=int(c[5]),
-                optimizer_bytes=int(c[6]),
-            )
-            for c in row
-        ]
-        for row in table
-    ]
 
 
 def summarise(
@@ -152,10 +134,10 @@ def _row(
             [step, list(m.boundaries), list(m.ranks)] for step, m in enumerate(maps) if step == 0 or m != maps[step - 1]
         ],
         "measured": measured,
+        "step_s": [round(float(x), 5) for x in step_s],
+        "simulated_s": [round(float(x), 5) for x in simulated],
+        "simulated_step_s": float(np.median(simulated)),
     }
-    row["step_s"] = [round(float(x), 5) for x in step_s]
-    row["simulated_s"] = [round(float(x), 5) for x in simulated]
-    row["simulated_step_s"] = float(np.median(simulated))
     row["simulated_error"] = float(np.median(simulated) / np.median(plain_s) - 1) if measured else None
     row["simulated_error_by_step"] = float(np.mean(np.abs(np.asarray(simulated) / plain_s - 1))) if measured else None
     return row
@@ -163,11 +145,4 @@ def _row(
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as text."""
-    lines = ["  ".join(f"{c:>17}" for c in COLUMNS)]
-    for row in rows:
-        cells = []
-        for column in COLUMNS:
-            value = row.get(column)
-            cells.append(f"{value:>17.4g}" if isinstance(value, float) else f"{value if value is not None else '':>17}")
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    return columns(COLUMNS, [[cell(row.get(name), 4) for name in COLUMNS] for row in rows])

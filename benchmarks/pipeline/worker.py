@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.host import Host
+from benchmarks.measure import rotated
 from benchmarks.pacing import PacedOperators, wake_promptly
 from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
@@ -157,8 +158,7 @@ class Bench:
             between_s.append(recorder.pipeline.times().between_s)
             losses.append(loss)
             counted = step >= warm_up
-            turn = step % len(runners)
-            for runner in runners[turn:] + runners[:turn]:
+            for runner in rotated(runners, step):
                 self._change(runner, step, frozen)
                 if counted and runner.policy == ORACLE:
                     self._follow(runner, smoothed(history))
@@ -172,7 +172,7 @@ class Bench:
         dist.all_reduce(every)
         return {
             "policies": {r.policy: self._result(r) for r in runners},
-            "costs": [[list(dataclasses.astuple(c))[:7] for c in costs] for costs in history[warm_up:]],
+            "costs": [[dataclasses.asdict(c) for c in costs] for costs in history[warm_up:]],
             "optimizer_s_per_byte": optimizer_rate(history, every.tolist()),
             "transfer_s": self.transfer_s,
             "bytes_per_s": self.bytes_per_s,
