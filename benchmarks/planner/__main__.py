@@ -19,6 +19,7 @@ from benchmarks.planner.scale import scale_rows, skewed_load
 from benchmarks.planner.splits import split_rows
 from benchmarks.planner.uneven import behind, by_workload, workload_rows
 from benchmarks.planner.workloads import WORKLOADS
+from benchmarks.tables import cell, columns
 from prophet.errors import SpecError, TraceError
 from prophet.machine.presets import PRESET_NAMES
 from prophet.planner import PLANNER_NAMES
@@ -104,11 +105,7 @@ def print_table(table: Rows) -> None:
     """Print rows with their keys as columns."""
     if not table:
         return
-    columns = list(table[0])
-    text = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in table]
-    widths = [max(len(c), *(len(line[i]) for line in text)) for i, c in enumerate(columns)]
-    for line in (columns, *text):
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print(columns(list(table[0]), [[cell(v, 4) for v in row.values()] for row in table], left=0))
 
 
 def _count(text: str) -> int:

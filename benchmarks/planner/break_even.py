@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.walks import geomean, predicted_s
 from prophet.machine.presets import get_preset
 from prophet.planner import get_planner
-from prophet.planner.model.cost import step_cost
 from prophet.spec import IntArray, Link, PlanContext
 
 TOKENS = (64, 256, 1024, 4096, 16384, 65536)  # routed tokens per rank
@@ -36,13 +36,9 @@ def scaled(load: IntArray, tokens_per_rank: int, skew: float) -> IntArray:
 def context_at(preset: str, ranks: int, experts: int, tokens: int, rate: float, slots: int) -> PlanContext:
     """The preset's layer on ranks whose links all have this rate (and the preset's latency)."""
     context = get_preset(preset).context(ranks, experts, routed_per_rank=tokens, slots_per_rank=slots)
-    intra, inter = context.topology.intra, context.topology.inter
-    topology = dataclasses.replace(
-        context.topology,
-        intra=Link(bytes_per_s=rate, latency_s=intra.latency_s),
-        inter=Link(bytes_per_s=rate, latency_s=inter.latency_s),
-    )
-    return dataclasses.replace(context, topology=topology)
+    given = context.topology
+    intra, inter = (Link(bytes_per_s=rate, latency_s=link.latency_s) for link in (given.intra, given.inter))
+    return dataclasses.replace(context, topology=dataclasses.replace(given, intra=intra, inter=inter))
 
 
 def points() -> list[tuple[int, float, float]]:
@@ -60,18 +56,12 @@ def break_even_rows(
             cases = [scaled(load, tokens, skew) for load in loads]
             ranks, experts = cases[0].shape
             context = context_at(preset, ranks, experts, tokens, rate, slots)
-            static = get_planner("static")
-            homes = context.homes_only()
-            static_s = np.array([step_cost(static.split(c, homes, context), homes, context).total_s for c in cases])
+            static, homes = get_planner("static"), context.homes_only()
+            static_s = np.array([predicted_s(static, case, homes, context) for case in cases])
             for policy in policies:
                 planner = get_planner(policy)
-                seconds, copies = [], []
-                for case in cases:
-                    placement = planner.place(case, context)
-                    split = planner.split(case, placement, context)
-                    seconds.append(step_cost(split, placement, context).total_s)
-                    copies.append(float(placement.copies_per_rank().mean()))
-                gain = static_s / np.array(seconds)
+                placed = [(case, planner.place(case, context)) for case in cases]
+                gain = static_s / np.array([predicted_s(planner, case, at, context) for case, at in placed])
                 yield {
                     "preset": preset,
                     "policy": policy,
@@ -79,9 +69,9 @@ def break_even_rows(
                     "gb_per_s": rate / 1e9,
                     "skew": skew,
                     "cases": len(cases),
-                    "gain": float(np.exp(np.log(gain).mean())),
+                    "gain": geomean(gain),
                     "gain_least": float(gain.min()),
-                    "copies_per_rank": float(np.mean(copies)),
+                    "copies_per_rank": float(np.mean([at.copies_per_rank().mean() for _, at in placed])),
                 }
 
 

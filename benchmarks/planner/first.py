@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.cores import Edit, build, edited, in_place, load
-from benchmarks.planner.walks import Walked, alike, calls_of, contexts, walk
-from prophet.planner.model.cost import step_cost
+from benchmarks.planner.walks import Walked, alike, calls_of, contexts, predicted_s, walk
 from prophet.planner.search.prophet import ProphetPlanner
 from prophet.spec import FloatArray, IntArray, Placement, PlanContext
 from prophet.traces.npz import read_trace
@@ -52,10 +51,6 @@ def searched(load: IntArray, placement: Placement, context: PlanContext, failed:
     return placement
 
 
-def predicted_s(load: IntArray, placement: Placement, context: PlanContext) -> float:
-    return step_cost(ProphetPlanner().split(load, placement, context), placement, context).total_s
-
-
 def first_rows(
     paths: Sequence[Path],
     presets: Sequence[str],
@@ -83,26 +78,31 @@ def first_rows(
                     walks[burst] = walk(ProphetPlanner(), context, calls)
             with in_place(search):
                 searches = [searched(calls[i].planned, walks[TODAY][1][i], context, failed) for i in firsts]
-            least = [predicted_s(calls[i].planned, best, context) for i, best in zip(firsts, searches, strict=True)]
+            planned = [calls[i].planned for i in firsts]
+            least = _seconds(planned, searches, context)
             for burst, (walked, placements) in walks.items():
-                own = [predicted_s(calls[i].planned, placements[i], context) for i in firsts]
-                step = np.array(own) / np.array(least)
+                step = _seconds(planned, [placements[i] for i in firsts], context) / least
                 for kind, part in (("first", slice(0, 1)), ("after layers are swapped", slice(1, None))):
                     for name in names:
                         about = {"trace": path.name, "preset": name, "burst": burst, "call": kind}
                         yield about | _figures(walked, np.array(firsts)[part], step[part])
 
 
+def _seconds(loads: Sequence[IntArray], placements: Sequence[Placement], context: PlanContext) -> FloatArray:
+    planner = ProphetPlanner()
+    return np.array([predicted_s(planner, load, at, context) for load, at in zip(loads, placements, strict=True)])
+
+
 def _figures(walked: Walked, firsts: IntArray, step: FloatArray) -> dict[str, Any]:
-    others_us = walked.plan_us[~walked.jumped]
+    own_us, others_us = float(np.mean(walked.plan_us[firsts])), float(walked.plan_us[~walked.jumped].mean())
     return {
         "cases": len(firsts),
         "step_median": float(np.median(step)),
         "step_worst": float(step.max()),
         "steps": step.tolist(),
-        "plan_us": float(np.mean(walked.plan_us[firsts])),
-        "plan_us_mean_other": float(others_us.mean()),
-        "time": float(np.mean(walked.plan_us[firsts]) / others_us.mean()),
+        "plan_us": own_us,
+        "plan_us_mean_other": others_us,
+        "time": own_us / others_us,
     }
 
 

@@ -163,17 +163,19 @@ def main(argv: list[str] | None = None) -> int:
             row = attach_and_train(options.planner, int(options.rank), str(Path(options.here, "meet")))
         print(json.dumps(row))
         return 0
+    from benchmarks.common import write_json  # not in a fresh process: it imports torch and prophet
+    from benchmarks.tables import columns
+
     rows = compare("attach", options.repeats, processes=RANKS)
     for size in options.size or ():
         rows += compare(size, options.repeats, "--alone", size)
-    print(f"{'case':>10} {'figure':>12} {'static':>9} {'prophet':>9} {'more':>9}   least to most of {options.repeats}")
-    for r in rows:
-        print(
-            f"{r['case']:>10} {r['figure']:>12} {r['static']:9.3f} {r['prophet']:9.3f} {r['more']:9.3f}   "
-            f"{r['low']:.3f} to {r['high']:.3f}"
-        )
+    lines = [
+        (r["case"], r["figure"], *(f"{r[k]:.3f}" for k in (*PLANNERS, "more")), f"{r['low']:.3f} to {r['high']:.3f}")
+        for r in rows
+    ]
+    print(columns(("case", "figure", *PLANNERS, "more", f"least to most of {options.repeats}"), lines))
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, rows)
     return 0
 
 

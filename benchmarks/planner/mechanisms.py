@@ -150,16 +150,13 @@ def parts_of(paths: Sequence[Path], presets: Sequence[str], slots: int, iteratio
     return parts
 
 
-def walked(mechanism: Mechanism, folder: Path, parts: Sequence[Part], draw: int = 0) -> list[Walked]:
-    """Every part's walk without this mechanism."""
+def walked(task: tuple[Mechanism, Path, Sequence[Part], int]) -> list[Walked]:
+    """Every part's walk without a mechanism, by cores in a folder, in a draw."""
+    mechanism, folder, parts, draw = task
     planner = ProphetPlanner() if mechanism.descends else ProphetPlanner(split_effort=0.0)
     edits = (*mechanism.edits, Edit("plan.cpp", "Int seed_ = 1;", f"Int seed_ = {1 + draw};"))
     with in_place(load(build(edited(edits), folder))):
         return [walk(planner, p.context, p.calls, withdraw=mechanism.withdraw)[0] for p in parts]
-
-
-def _task(task: tuple[Mechanism, Path, Sequence[Part], int]) -> list[Walked]:
-    return walked(*task)
 
 
 def study_rows(
@@ -179,7 +176,7 @@ def study_rows(
     build(edited(()), folder)  # whose objects the others share
     tasks = [(m, folder, parts[draw], draw) for m in (ALL, *mechanisms) for draw in range(draws)]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        results = pool.imap(_task, tasks)
+        results = pool.imap(walked, tasks)
         whole = [results.next(LIMIT_S) for _ in range(draws)]
         for mechanism in mechanisms:
             for draw in range(draws):
@@ -213,7 +210,7 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for name in dict.fromkeys(r["without"] for r in rows):
         own = [r for r in rows if r["without"] == name]
         by_class = {
-            m: geomean(np.array([r["step"] for r in own if machine_of(r["preset"]) == m]))
+            m: geomean([r["step"] for r in own if machine_of(r["preset"]) == m])
             for m in dict.fromkeys(machine_of(r["preset"]) for r in own)
         }
         machine = max(by_class, key=lambda m: by_class[m])
@@ -227,14 +224,14 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         table.append(
             {
                 "without": name,
-                "all": geomean(np.array([r["step"] for r in own])) - 1,
+                "all": geomean([r["step"] for r in own]) - 1,
                 "machines": machine,
                 "machines_loss": by_class[machine] - 1,
                 "preset": worst[1],
                 "preset_loss": loss,
                 "preset_error": float(logs.std(ddof=1) / len(logs) ** 0.5) if len(logs) > 1 else 0.0,
                 "trace": worst[0],
-                "after_jump": geomean(np.array([r["step_after_jump"] for r in own])) - 1,
+                "after_jump": geomean([r["step_after_jump"] for r in own]) - 1,
                 "plan_time": float(np.mean([r["plan_us"] for r in own]) / np.mean([r["plan_us_with"] for r in own])),
                 "split_time": float(np.mean([r["split_us"] for r in own]) / np.mean([r["split_us_with"] for r in own])),
                 "stays": by_class[machine] > 1.01 or loss > 0.05,

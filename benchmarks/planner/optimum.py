@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner.walks import timed
+from benchmarks.planner.walks import predicted_s, timed
 from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import Planner, get_planner
-from prophet.planner.model.cost import step_cost
 from prophet.planner.oracle.optimum import solve_exactly
 from prophet.spec import IntArray, Placement, PlanContext
 from prophet.traces.npz import RoutingTrace
@@ -77,7 +76,7 @@ def _solve(task: tuple[SmallCase, float]) -> dict[str, Any]:
     start = time.perf_counter()
     planner = get_planner("prophet")
     placement, _ = placed(case, planner, KNOWN)
-    known_s = step_cost(planner.split(case.load, placement, case.context), placement, case.context).total_s
+    known_s = predicted_s(planner, case.load, placement, case.context)
     found = solve_exactly(case.load, case.context, known_s=known_s, time_limit_s=limit_s)
     return {
         "case": case.number,
@@ -150,8 +149,7 @@ def gap_rows(
         for case, row in solved:
             placement, taken_us = placed(case, planner, calls)
             plan_us += taken_us[1:] or taken_us
-            split = planner.split(case.load, placement, case.context)
-            gaps.append(step_cost(split, placement, case.context).total_s / row["seconds"] - 1)
+            gaps.append(predicted_s(planner, case.load, placement, case.context) / row["seconds"] - 1)
         real = np.array([case.real for case, _ in solved])
         values = np.array(gaps)
         yield {

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.cases import Case, Walk, cases_of
-from benchmarks.planner.walks import geomean, machine_of, timed
-from prophet.machine.presets import get_preset
+from benchmarks.planner.walks import contexts, geomean, machine_of, plan_times, timed
 from prophet.planner import get_planner
 from prophet.planner.model.cost import step_cost
 from prophet.planner.model.withdraw import settled_cost
@@ -74,14 +73,12 @@ def row_of(
         "forced_balance_fraction_median": float(np.median(fraction)),
         "forced_balance_fraction_p05": float(np.percentile(fraction, 5)),
         "step_s_median": float(np.median(seconds)),
-        "step_s_geomean": geomean(np.array(seconds)),
+        "step_s_geomean": geomean(seconds),
         "step_s_geomean_late": geomean(np.array(seconds)[late]) if late.any() else None,
         "slowest_against_static": float(max(s / b for s, b in zip(seconds, static_s, strict=True))),
         "expert_share_median": float(np.median(experts)),
         "copies_per_rank_mean": float(np.mean(copies)),
-        "plan_us_median": float(np.median(plan_us)),
-        "plan_us_mean": float(np.mean(plan_us)),
-        "plan_us_p99": float(np.percentile(plan_us, 99)),
+        **plan_times(plan_us),
         "split_us_median": float(np.median(split_us)) if split_us else 0.0,
     }
 
@@ -93,13 +90,7 @@ def traced(arguments: argparse.Namespace) -> Iterator[tuple[str, str, PlanContex
         cases = cases_of(trace, exact=arguments.exact, count=arguments.cases)
         if not cases:
             raise SystemExit(f"{path}: one iteration only; nothing came before it to plan from (try --exact)")
-        _, _, ranks, experts = trace.counts.shape
-        routed = float(trace.counts.sum(axis=(2, 3)).mean()) / ranks
-        top_k = trace.meta.get("top_k", arguments.top_k) if trace.meta else arguments.top_k
-        for name in arguments.preset:
-            context = get_preset(name).context(
-                ranks, experts, routed_per_rank=routed, top_k=int(top_k), slots_per_rank=arguments.slots
-            )
+        for name, context in contexts(trace, arguments.preset, arguments.slots, arguments.top_k).items():
             yield Path(path).name, name, context, cases
 
 
@@ -125,9 +116,8 @@ def summary(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             own = [r for r in ours if r["trace"] == trace and machine in ("all", machine_of(r["preset"]))]
             line: dict[str, Any] = {"trace": trace, "machines": machine, "presets": len(own)}
             for name, key in (("pro-prophet", "step_s_geomean"), ("pro-prophet_late", "step_s_geomean_late")):
-                theirs = [found[trace, r["preset"], "pro-prophet"] for r in own]
-                pairs = [(t[key], r[key]) for t, r in zip(theirs, own, strict=True) if r[key] is not None]
-                line[name] = geomean(np.array([t / r for t, r in pairs])) if pairs else None
+                pairs = [(found[trace, r["preset"], "pro-prophet"][key], r[key]) for r in own if r[key] is not None]
+                line[name] = geomean([t / r for t, r in pairs]) if pairs else None
             behind = [
                 (r["step_s_geomean"] / other["step_s_geomean"], r["preset"], other["policy"])
                 for r in own

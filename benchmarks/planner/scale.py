@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner.walks import timed
+from benchmarks.planner.walks import plan_times, timed
 from prophet.machine.presets import get_preset
 from prophet.planner import Planner, get_planner
 from prophet.planner.search.prophet import ProphetPlanner
@@ -49,9 +49,7 @@ def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "experts": experts,
                 "policy": policy,
                 "cases": len(plan_us),
-                "plan_us_median": float(np.median(plan_us)),
-                "plan_us_mean": float(np.mean(plan_us)),
-                "plan_us_p99": float(np.percentile(plan_us, 99)),
+                **plan_times(plan_us),
                 "split_us_median": float(np.median(split_us)) if split_us else None,
             }
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.planner.cases import Case, Walk
 from benchmarks.planner.predictions import traced
-from benchmarks.planner.walks import timed
+from benchmarks.planner.walks import geomean, timed
 from prophet.planner import get_planner
 from prophet.planner.model.cost import step_cost
 from prophet.planner.search.prophet import ProphetPlanner
@@ -35,9 +35,9 @@ def split_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "split_effort": effort,
                     "cases": len(placed),
                     "split_us_mean": 1e6 * float(split_s.mean()),
-                    "step_s_geomean": float(np.exp(np.log(step_s).mean())),
-                    "above_least": float(np.exp(np.log(step_s / found[-1][0]).mean())) - 1,
-                    "with_split_above_least": float(np.exp(np.log((step_s + split_s) / found[-1][0]).mean())) - 1,
+                    "step_s_geomean": geomean(step_s),
+                    "above_least": geomean(step_s / found[-1][0]) - 1,
+                    "with_split_above_least": geomean((step_s + split_s) / found[-1][0]) - 1,
                 }
 
 

@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from benchmarks.planner.cases import Case
 from benchmarks.planner.predictions import bounds, row_of
 from benchmarks.planner.walks import alike, contexts, geomean
@@ -90,11 +88,11 @@ def by_workload(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             {
                 **dict(zip(KEYS, key, strict=False)),
                 "cases": len(own),
-                "over_best": geomean(np.array([line["over_best"] for line in own])),
+                "over_best": geomean([line["over_best"] for line in own]),
                 "worst": worst["over_best"],
                 "on": f"{worst['preset']}, seed {worst['seed']}",
                 "policy": worst["policy"],
-                "over_static": geomean(np.array([line["over_static"] for line in own])),
+                "over_static": geomean([line["over_static"] for line in own]),
                 "worst_over_static": max(line["over_static"] for line in own),
                 "slowest_step_over_static": max(line["slowest"] for line in own),
             }

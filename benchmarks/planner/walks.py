@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from prophet.machine.presets import get_preset
+from prophet.planner import Planner
 from prophet.planner.model.cost import step_cost
 from prophet.planner.model.withdraw import settled_cost
 from prophet.planner.search.prophet import ProphetPlanner
@@ -51,9 +53,9 @@ def calls_of(trace: RoutingTrace, layers: Sequence[int], iterations: int) -> lis
     return calls
 
 
-def contexts(trace: RoutingTrace, presets: Sequence[str], slots: int) -> dict[str, PlanContext]:
-    """Every preset's context for this trace's ranks, experts and tokens."""
-    top_k = trace.meta.get("top_k", 2)
+def contexts(trace: RoutingTrace, presets: Sequence[str], slots: int, top_k: int = 2) -> dict[str, PlanContext]:
+    """Every preset's context for this trace's ranks, experts and tokens; `top_k` where the trace does not say."""
+    top_k = trace.meta.get("top_k", top_k)
     return {
         name: get_preset(name).context(
             trace.ranks, trace.experts, routed_per_rank=routed_per_rank(trace), top_k=int(top_k), slots_per_rank=slots
@@ -116,5 +118,19 @@ def timed(function: Callable[[], T]) -> tuple[T, float]:
     return result, (time.thread_time_ns() - start) * 1e-3
 
 
-def geomean(values: FloatArray) -> float:
+def predicted_s(planner: Planner, load: IntArray, placement: Placement, context: PlanContext) -> float:
+    """The step's seconds, by the performance model, where `planner` splits this load."""
+    return step_cost(planner.split(load, placement, context), placement, context).total_s
+
+
+def geomean(values: ArrayLike) -> float:
     return float(np.exp(np.log(values).mean()))
+
+
+def plan_times(plan_us: Sequence[float]) -> dict[str, float]:
+    """Columns of a row: what planning takes in the middle, on average and at most nearly always."""
+    return {
+        "plan_us_median": float(np.median(plan_us)),
+        "plan_us_mean": float(np.mean(plan_us)),
+        "plan_us_p99": float(np.percentile(plan_us, 99)),
+    }

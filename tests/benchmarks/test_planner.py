@@ -160,12 +160,9 @@ def test_what_a_splits_effort_buys(tmp_path: Path) -> None:
     assert [(r["policy"], r["split_effort"]) for r in rows] == list(itertools.product(["prophet"], EFFORTS))
     assert all(r["cases"] == 5 and r["split_us_mean"] > 0 for r in rows)
     assert all(r["with_split_above_least"] > r["above_least"] for r in rows)
-    for of_one in (rows,):
-        assert of_one[0]["above_least"] > 0.03  # the lowest bottleneck alone
-        assert of_one[-1]["above_least"] == 0.0
-        assert of_one[0]["step_s_geomean"] == pytest.approx(
-            of_one[-1]["step_s_geomean"] * (1 + of_one[0]["above_least"])
-        )
+    assert rows[0]["above_least"] > 0.03  # the lowest bottleneck alone
+    assert rows[-1]["above_least"] == 0.0
+    assert rows[0]["step_s_geomean"] == pytest.approx(rows[-1]["step_s_geomean"] * (1 + rows[0]["above_least"]))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +181,11 @@ def test_what_a_splits_effort_buys(tmp_path: Path) -> None:
         (["--trace", "nowhere.npz"], "nowhere.npz"),
         (["--break-even", "--preset", "nothing"], "nothing"),
         (["--break-even", "--policy", "nobody"], "there is no planner 'nobody'"),
+        (["--workload", "W0,W9"], "expected all, or some of W0, W1, "),
+        (["--workload", "W0", "--trace", "x.npz"], "--workload draws its routing: leave --trace out"),
+        (["--workload", "W0", "--scale"], "not allowed with argument"),
+        (["--workload", "W0", "--ranks", "4", "--top-k", "9"], "expected tokens, and top_k from 1 to 6"),
+        (["--scale", "--ranks", "4"], "--ranks goes with --workload"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

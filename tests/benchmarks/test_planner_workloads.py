@@ -133,23 +133,6 @@ def test_rows_and_tables_of_workloads(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "over_best" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--workload", "W0,W9"], "expected all, or some of W0, W1, "),
-        (["--workload", "W0", "--trace", "x.npz"], "--workload draws its routing: leave --trace out"),
-        (["--workload", "W0", "--scale"], "not allowed with argument"),
-        (["--workload", "W0", "--ranks", "4", "--top-k", "9"], "expected tokens, and top_k from 1 to 6"),
-        (["--scale", "--ranks", "4"], "--ranks goes with --workload"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert expected in capsys.readouterr().err
-
-
 def test_a_step_is_planned_from_its_own_counts_or_from_those_before() -> None:
     trace = trace_of("W6", 0, 5, SIZES)
     for late in (0, 1):
