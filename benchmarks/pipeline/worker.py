@@ -26,7 +26,7 @@ from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
 from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
 from benchmarks.pipeline.policies import DYNAMIC, ORACLE, best_map, controller_config, smoothed, start_map
-from pipeline_balance.control.controller import Controller, ControllerConfig, Decision
+from pipeline_balance.control.controller import Controller, ControllerConfig, Decision, Overhead
 from pipeline_balance.dynamics.gpt import loss as loss_fn
 from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.trainer import ElasticPipeline
@@ -65,6 +65,12 @@ class Runner:
     losses: list[float] = field(default_factory=list)
     maps: list[StageMap] = field(default_factory=list)
     measured_steps: int = 0
+
+    def overhead(self) -> Overhead:
+        """What balancing has cost it so far."""
+        if self.controller is not None:
+            return self.controller.overhead()
+        return Overhead(total_s=sum(self.step_s), measure_s=0.0, decide_s=0.0, move_s=0.0, moves=0, moved_bytes=0)
 
 
 class PacedController(Controller):
@@ -241,7 +247,7 @@ class Bench:
         return optimizer.took_s
 
     def _step(self, runner: Runner, inputs: torch.Tensor, target: torch.Tensor, counted: bool) -> None:
-        before = runner.controller.overhead() if runner.controller else None
+        before = runner.overhead()
         stage_map = runner.pipeline.stage_map
         dist.barrier()
         began = time.perf_counter()
@@ -250,34 +256,26 @@ class Bench:
         if not counted:
             return
         runner.measured_steps += int(runner.pipeline.meter.enabled)
-        spent = 0.0
-        if runner.controller is not None and before is not None:
-            after = runner.controller.overhead()
-            spent = after.measure_s + after.decide_s + after.move_s
-            spent -= before.measure_s + before.decide_s + before.move_s
+        before_s, after_s = (o.measure_s + o.decide_s + o.move_s for o in (before, runner.overhead()))
         runner.step_s.append(ended - began)
-        runner.balance_s.append(spent)
+        runner.balance_s.append(after_s - before_s)
         runner.losses.append(loss)
         runner.maps.append(stage_map)
 
     def _result(self, runner: Runner) -> dict[str, Any]:
-        overhead = runner.controller.overhead() if runner.controller else None
+        overhead = runner.overhead()
+        decisions = runner.controller.decisions if runner.controller else []
         return {
             "step_s": runner.step_s,
             "balance_s": runner.balance_s,
             "losses": runner.losses,
             "maps": [[list(m.boundaries), list(m.ranks)] for m in runner.maps],
-            "reasons": [d.reason for d in runner.controller.decisions] if runner.controller else [],
-            "overhead": {
-                "measure": overhead.measure_s if overhead else 0.0,
-                "decide": overhead.decide_s if overhead else 0.0,
-                "move": overhead.move_s if overhead else 0.0,
-                "total": overhead.total_s if overhead else sum(runner.step_s),
-            },
-            "rebalances": overhead.moves if overhead else 0,
-            "moved_bytes": overhead.moved_bytes if overhead else 0,
+            "reasons": [d.reason for d in decisions],
+            "overhead": {name: getattr(overhead, f"{name}_s") for name in ("measure", "decide", "move", "total")},
+            "rebalances": overhead.moves,
+            "moved_bytes": overhead.moved_bytes,
             "measured_steps": runner.measured_steps,
-            "looks": len(runner.controller.decisions) if runner.controller else 0,
+            "looks": len(decisions),
         }
 
     def _metering_s(self) -> float:

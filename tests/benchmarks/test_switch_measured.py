@@ -164,15 +164,16 @@ def test_a_switch_of_a_job_takes_what_its_slowest_rank_does() -> None:
 
 
 def test_what_was_hidden_is_that_of_the_rank_with_least() -> None:
-    fixed = {"groups_s": 1.0, "routes_s": 3.0, "called_s": 0.5, "before_s": 2.0, "cpu_s": 0.1, "overlapped": 2}
+    fixed = {"groups_s": 1.0, "routes_s": 3.0, "called_s": 0.5, "before_s": 2.0, "overlapped": 2}
     parts = [
-        [{"job": "whole job", "beside": [fixed | {"exposed_s": e, "meanwhile_s": m} for e in (0.0, exposed)]}]
-        for exposed, m in ((0.8, 2.2), (2.0, 2.0))
+        [{"job": "whole job", "beside": [fixed | more | {"exposed_s": e} for e in (0.0, exposed)]}]
+        for exposed, more in ((0.8, {"meanwhile_s": 2.2, "cpu_s": 0.05}), (2.0, {"meanwhile_s": 2.0, "cpu_s": 0.15}))
     ]
     (row,) = beside_rows(parts)
     assert (row["job"], row["preparations"], row["exposed_s"]) == ("whole job", 2, 1.0)
     assert row["hidden_share"] == pytest.approx(0.75)  # of four seconds each, rank 1 stood for one
     assert row["slowed_by"] == pytest.approx(0.05)  # the mean of 10 % and nothing
+    assert row["cpu_s"] == pytest.approx(0.1)  # again the mean
     assert row["cpu_slows_by"] == pytest.approx(2 * 0.1 / CORES / 4)  # two ranks, beside two steps of two seconds
     found = {t["what"]: t for t in targets([], [], [row | {"slowed_by": 0.051}])}
     assert not found[HIDDEN]["met"]

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.switch.__main__ import command, main
 from benchmarks.switch.page import page
-from benchmarks.switch.rows import CORES, HIDDEN, ONE_BY_ONE, ONE_OVER_OURS, Row, beside_rows, targets
+from benchmarks.switch.rows import HIDDEN, ONE_BY_ONE, ONE_OVER_OURS, Row, targets
 from benchmarks.switch.universal import UNIVERSAL
 from prophet.errors import SpecError
 from tests.helpers.prose import MOST_WORDS_IN_A_SENTENCE, sentences_of
@@ -112,20 +112,6 @@ def test_a_page_has_both_runs_and_names_the_cause_of_what_is_missed(tmp_path: Pa
     assert "Predicted over measured, on average: +10.0% of moves of 32 MB." in text
     for sentence in sentences_of(text):
         assert len(sentence.split()) <= MOST_WORDS_IN_A_SENTENCE, sentence
-
-
-def test_what_slows_steps_is_the_mean_of_all_hosts_and_so_much_of_it_is_the_processor() -> None:
-    row = dict.fromkeys(("groups_s", "routes_s"), 0.05) | {"called_s": 0.001, "before_s": 0.1, "overlapped": 2}
-    hosts = [
-        [row | {"exposed_s": exposed_s, "meanwhile_s": meanwhile_s, "cpu_s": cpu_s}] * 3
-        for exposed_s, meanwhile_s, cpu_s in ((0.02, 0.11, 0.01), (0.01, 0.13, 0.03))
-    ]
-    (found,) = beside_rows([[{"job": "whole job", "beside": rows}] for rows in hosts])
-    assert found["hidden_share"] == pytest.approx(0.8)  # of the worse one
-    assert found["slowed_by"] == pytest.approx(0.2)
-    assert found["cpu_s"] == pytest.approx(0.02)
-    # two hosts' 20 ms on the cores, beside two steps of 100 ms
-    assert found["cpu_slows_by"] == pytest.approx(2 * 0.02 / CORES / 0.2)
 
 
 def test_a_page_has_the_papers_rows_and_plans(tmp_path: Path) -> None:
