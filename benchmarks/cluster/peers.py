@@ -80,8 +80,8 @@ def build_peer(system: str, workload: Workload, state: Mapping[str, Tensor], *, 
     return model
 
 
-def deepspeed_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, experts: int, ranks: int) -> nn.Module:
-    """DeepSpeed's layer with the gate of `state` and its experts first .. first + experts - 1; collective."""
+def deepspeed_moe(sizes: Sizes, expert: nn.Module, ranks: int) -> nn.Module:
+    """DeepSpeed's layer with copies of `expert`, which drops nothing, over so many ranks; collective."""
     import deepspeed  # type: ignore[import-not-found]
     from deepspeed.moe.layer import MoE  # type: ignore[import-not-found]
 
@@ -89,8 +89,7 @@ def deepspeed_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, exper
         # Its kernel for all-reduces in shared memory is for ranks of one machine; these hosts have none in common.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    expert = nn.Sequential(nn.Linear(sizes.dim, sizes.hidden), nn.GELU(), nn.Linear(sizes.hidden, sizes.dim))
-    layer = MoE(
+    layer: nn.Module = MoE(
         sizes.dim,
         expert,
         num_experts=sizes.experts,
@@ -100,7 +99,14 @@ def deepspeed_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, exper
         use_rts=False,
         top2_2nd_expert_sampling=False,
     )
-    layer.set_deepspeed_parallelism()
+    layer.set_deepspeed_parallelism()  # type: ignore[operator]
+    return layer
+
+
+def deepspeed_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, experts: int, ranks: int) -> nn.Module:
+    """DeepSpeed's layer with the gate of `state` and its experts first .. first + experts - 1; collective."""
+    expert = nn.Sequential(nn.Linear(sizes.dim, sizes.hidden), nn.GELU(), nn.Linear(sizes.hidden, sizes.dim))
+    layer = deepspeed_moe(sizes, expert, ranks)
     inner: Any = layer.deepspeed_moe
     with torch.no_grad():
         inner.gate.wg.weight.copy_(state["gate.weight"])
@@ -108,7 +114,7 @@ def deepspeed_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, exper
             for index, suffix in ((0, "in"), (2, "out")):
                 own[index].weight.copy_(state[f"experts.w_{suffix}.{first + j}"])
                 own[index].bias.copy_(state[f"experts.bias_{suffix}.{first + j}"])
-    return layer  # type: ignore[no-any-return]
+    return layer
 
 
 def tutel_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, experts: int, ranks: int) -> nn.Module:
@@ -128,13 +134,10 @@ def tutel_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, experts: 
     )
     with torch.no_grad():
         layer.gates[0].wg.weight.copy_(state["gate.weight"])
+        own = layer.experts
         for j in range(experts):
-            layer.experts.batched_fc1_w[j].copy_(state[f"experts.w_in.{first + j}"])
-            layer.experts.batched_fc1_bias[j].copy_(
-                state[f"experts.bias_in.{first + j}"].view_as(layer.experts.batched_fc1_bias[j])
-            )
-            layer.experts.batched_fc2_w[j].copy_(state[f"experts.w_out.{first + j}"].t())
-            layer.experts.batched_fc2_bias[j].copy_(
-                state[f"experts.bias_out.{first + j}"].view_as(layer.experts.batched_fc2_bias[j])
-            )
+            own.batched_fc1_w[j].copy_(state[f"experts.w_in.{first + j}"])
+            own.batched_fc2_w[j].copy_(state[f"experts.w_out.{first + j}"].t())
+            for bias, name in ((own.batched_fc1_bias[j], "bias_in"), (own.batched_fc2_bias[j], "bias_out")):
+                bias.copy_(state[f"experts.{name}.{first + j}"].view_as(bias))
     return layer  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.cluster.peers import deepspeed_moe
 from benchmarks.common import Row
 from benchmarks.kernels.peers import activate
 from benchmarks.kernels.timing import beside, medians_us
@@ -96,8 +97,7 @@ def products(sizes: list[int], home: ExpertWeights) -> Callable[[], None]:
 def deepspeed_layer(shape: Shape, gate: Tensor, home: ExpertWeights) -> nn.Module | str:
     """DeepSpeed's layer, dropless, with our parameters; or why there is none."""
     try:
-        deepspeed = import_module("deepspeed")
-        moe = import_module("deepspeed.moe.layer")
+        import_module("deepspeed.moe.layer")
     except ImportError as error:
         return f"DeepSpeed cannot be imported: {error}"
     if not dist.is_initialized():
@@ -106,25 +106,11 @@ def deepspeed_layer(shape: Shape, gate: Tensor, home: ExpertWeights) -> nn.Modul
             port = free.getsockname()[1]
         address = f"tcp://localhost:{port}"
         dist.init_process_group("gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=30))
-    if not deepspeed.comm.is_initialized():
-        # one rank has nobody to share memory with: without this it compiles a C++ extension first
-        import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-        deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
-    layer: nn.Module = moe.MoE(
-        shape.dim,
-        Expert(shape),
-        num_experts=shape.experts,
-        k=shape.top_k,
-        drop_tokens=False,
-        use_rts=False,
-        top2_2nd_expert_sampling=False,
-        min_capacity=0,
-    )
-    inner: Any = layer
-    inner.set_deepspeed_parallelism()
+    layer = deepspeed_moe(shape, Expert(shape), 1)
+    inner: Any = layer.deepspeed_moe
     with torch.no_grad():
-        inner.deepspeed_moe.gate.wg.weight.copy_(gate)
-        for i, expert in enumerate(inner.deepspeed_moe.experts.deepspeed_experts):
+        inner.gate.wg.weight.copy_(gate)
+        for i, expert in enumerate(inner.experts.deepspeed_experts):
             expert.w_in.weight.copy_(home.w_in[i])
             expert.w_out.weight.copy_(home.w_out[i])
     return layer

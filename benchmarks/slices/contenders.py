@@ -6,10 +6,11 @@ Shape legend: B sequences of a microbatch, M microbatches, P ranks, S stages, T 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,28 +45,29 @@ class Counted:
     loss: float = 0.0  # of that step, on ranks that know it
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """One schedule with its copy of the model. All methods are collective."""
 
-    name: str
-    stages_per_rank: int
-    slices: int
-    order: str | None
-    balance: str
+    def __init__(self, name: str, work: Work, options: SliceOptions) -> None:
+        self.name, self.work = name, work
+        self.stages_per_rank, self.slices = options.stages_per_rank, options.slices
+        self.order, self.balance = options.order if options.slices > 1 else None, options.balance
+        self.model, self.batch = work.model(), work.batch()
 
+    def gradients(self) -> dict[str, Tensor]:
+        return gradients(self.model)
+
+    @abstractmethod
     def step(self) -> float:
         """Train once; the loss, on ranks that know it, else 0."""
-        ...
 
+    @abstractmethod
     def busy_s(self) -> float:
         """Seconds of this rank in forward and backward actions since the last call."""
-        ...
 
-    def gradients(self) -> dict[str, Tensor]: ...
-
+    @abstractmethod
     def counted(self) -> Counted:
         """Bytes of one more step."""
-        ...
 
 
 def stage_map(work: Work, ranks: int, stages_per_rank: int) -> StageMap:
@@ -79,15 +81,11 @@ def stage_map(work: Work, ranks: int, stages_per_rank: int) -> StageMap:
     )
 
 
-class Ours:
+class Ours(Contender):
     """`ElasticPipeline`, in slices or not."""
 
     def __init__(self, name: str, work: Work, options: SliceOptions, ranks: int) -> None:
-        self.name, self.work = name, work
-        self.stages_per_rank, self.slices = options.stages_per_rank, options.slices
-        self.order = options.order if options.slices > 1 else None
-        self.balance = options.balance
-        self.model, self.batch = work.model(), work.batch()
+        super().__init__(name, work, options)
         self.pipe = ElasticPipeline.from_transformers(
             self.model,
             stage_map(work, ranks, options.stages_per_rank),
@@ -104,9 +102,6 @@ class Ours:
         times = self.pipe.meter.times()
         self.pipe.meter.reset()
         return times.compute_s * times.steps
-
-    def gradients(self) -> dict[str, Tensor]:
-        return gradients(self.model)
 
     def counted(self) -> Counted:
         count = LiveBytes(self.pipe.model)  # type: ignore[arg-type]
@@ -165,15 +160,12 @@ class _Timed:
         return timed
 
 
-class Torchs:
+class Torchs(Contender):
     """A schedule of `torch.distributed.pipelining`."""
 
-    slices, order, balance = 1, None, "none"
-
     def __init__(self, name: str, work: Work, ranks: int) -> None:
-        kind, self.stages_per_rank = TORCHS[name]
-        self.name, self.work = name, work
-        self.model, self.batch = work.model(), work.batch()
+        kind, stages_per_rank = TORCHS[name]
+        super().__init__(name, work, SliceOptions(1, stages_per_rank))
         rank, total = dist.get_rank(), ranks * self.stages_per_rank
         each = work.layers // total
         second = total - 1 - rank if name == "torch-zbv" else rank + ranks
@@ -210,9 +202,6 @@ class Torchs:
     def busy_s(self) -> float:
         seconds, self.clock.seconds = self.clock.seconds, 0.0
         return seconds
-
-    def gradients(self) -> dict[str, Tensor]:
-        return gradients(self.model)
 
     def counted(self) -> Counted:
         for part in self.parts:
