@@ -18,7 +18,7 @@ from benchmarks.cluster.profiles import BUILT_IN, Profile, ProfileError, load_pr
 from benchmarks.cluster.rows import against, summarise, table
 from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.cluster.workload import Workload
-from benchmarks.common import environment, write_json
+from benchmarks.common import chosen, environment, write_json
 from prophet.errors import SpecError
 from prophet.report.picture import draw_step, middle_blocks
 from prophet.scheduler.timeline import Span, write_trace
@@ -81,22 +81,12 @@ def make_checkpoint(bed: Testbed, workload: Workload, args: argparse.Namespace, 
     hosts = bed.profile.hosts
     if all((folder / f"rank{r}.pt").exists() for r in range(hosts)):
         return
-    for host in range(hosts):
-        bed.set_rate(host, FULL_RATE_MBIT_PER_S)
-    for node in range(bed.profile.nodes if bed.profile.uplink_mbit_per_s is not None else 0):
-        bed.set_uplink_rate(node, FULL_RATE_MBIT_PER_S)
-    job = {
-        "workload": dataclasses.asdict(workload),
-        "warm_up_steps": args.warm_up_steps,
-        "folder": str(folder),
-        "timeout_s": args.timeout_s,
-    }
+    bed.set_rates([FULL_RATE_MBIT_PER_S] * hosts, FULL_RATE_MBIT_PER_S)
+    job = chosen(args, "warm_up_steps", "timeout_s")
+    job |= {"workload": dataclasses.asdict(workload), "folder": str(folder)}
     losses = bed.run("benchmarks.cluster.worker:prepare", job, timeout_s=args.limit_s)[0]
     say(f"checkpoint after {args.warm_up_steps} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    for host in range(hosts):
-        bed.set_rate(host, bed.profile.link_mbit_per_s[host])
-    for node in range(bed.profile.nodes if bed.profile.uplink_mbit_per_s is not None else 0):
-        bed.set_uplink_rate(node, float(bed.profile.uplink_mbit_per_s or 0.0))
+    bed.set_rates(bed.profile.link_mbit_per_s, bed.profile.uplink_mbit_per_s)
 
 
 def follow(running: Running) -> None:
@@ -124,16 +114,11 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
         folder = (args.checkpoints or bed.scratch).resolve() / key
         make_checkpoint(bed, workload, args, folder)
         job = {
+            **chosen(args, "repetitions", "steps", "skip", "warm_up_steps", "slots_per_rank", "timeout_s"),
             "workload": dataclasses.asdict(workload),
             "policies": names,
-            "repetitions": args.repetitions,
-            "steps": args.steps,
-            "skip": args.skip,
-            "warm_up_steps": args.warm_up_steps,
             "ranks_per_node": profile.hosts_per_node,
-            "slots_per_rank": args.slots_per_rank,
             "folder": str(folder),
-            "timeout_s": args.timeout_s,
             "trace": names if args.trace else PICTURED if args.picture else [],
         }
         results = bed.run(
@@ -191,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if getattr(args, name) < 1:
                 raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")
         profile = load_profile(args.profile)
-        workload = Workload(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Workload)})
+        workload = Workload(**chosen(args, *(f.name for f in dataclasses.fields(Workload))))
         with unwound_when_ended():
             document = benchmark(profile, workload, args)
     except (ProfileError, PolicyError, TestbedUnavailable, TestbedError) as error:

@@ -76,28 +76,25 @@ def namespace_commands(profile: Profile, prefix: str) -> list[str]:
     return [f"netns add {name}" for name in names]
 
 
+def _bridge(ports: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Lines that make a switch. ports: a port's name, and what its other end is called in which namespace."""
+    lines = ["link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up", "link set lo up"]
+    for port, end, where in ports:
+        lines.append(f"link add {port} type veth peer name {end} netns {where}")
+        lines += [f"link set {port} master br0", f"link set {port} up"]
+    return lines
+
+
 def setup_commands(profile: Profile, prefix: str) -> list[tuple[str, list[str]]]:
     """(namespace, lines for `ip -batch` inside it), in order: links, bridges, addresses. Pure."""
     commands: list[tuple[str, list[str]]] = []
     for node in range(profile.nodes):
-        lines = ["link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up", "link set lo up"]
-        for host in range(profile.hosts):
-            if profile.node_of(host) == node:
-                lines += [
-                    f"link add p{host} type veth peer name eth0 netns {namespace(prefix, host)}",
-                    f"link set p{host} master br0",
-                    f"link set p{host} up",
-                ]
-        commands.append((switch(prefix, node), lines))
+        own = [host for host in range(profile.hosts) if profile.node_of(host) == node]
+        ports = [(f"p{host}", "eth0", namespace(prefix, host)) for host in own]
+        commands.append((switch(prefix, node), _bridge(ports)))
     if profile.nodes > 1:
-        lines = ["link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up", "link set lo up"]
-        for node in range(profile.nodes):
-            lines += [
-                f"link add n{node} type veth peer name up0 netns {switch(prefix, node)}",
-                f"link set n{node} master br0",
-                f"link set n{node} up",
-            ]
-        commands.append((spine(prefix), lines))
+        ports = [(f"n{node}", "up0", switch(prefix, node)) for node in range(profile.nodes)]
+        commands.append((spine(prefix), _bridge(ports)))
         commands += [(switch(prefix, n), ["link set up0 master br0", "link set up0 up"]) for n in range(profile.nodes)]
     for host in range(profile.hosts):
         # acknowledged at once, and no slow start
@@ -151,20 +148,17 @@ def set_up_network(profile: Profile, prefix: str) -> None:
     for host in range(profile.hosts):
         for name, value in TCP_SETTINGS.items():
             run(["ip", "netns", "exec", namespace(prefix, host), "tee", f"/proc/sys/net/ipv4/{name}"], stdin=value)
-    lines_of: dict[str, list[str]] = {}
-    commands = [c for h in range(profile.hosts) for c in rate_commands(profile, prefix, h, profile.link_mbit_per_s[h])]
+    for host, rate in enumerate(profile.link_mbit_per_s):
+        set_buckets(rate_commands(profile, prefix, host, rate))
     if profile.uplink_mbit_per_s is not None:
         for node in range(profile.nodes):
-            commands += uplink_commands(profile, prefix, node, profile.uplink_mbit_per_s)
+            set_buckets(uplink_commands(profile, prefix, node, profile.uplink_mbit_per_s))
+
+
+def set_buckets(commands: Sequence[tuple[str, str]]) -> None:
+    """Apply (namespace, `tc` line) each."""
     for where, line in commands:
-        lines_of.setdefault(where, []).append(line)
-    for where, lines in lines_of.items():
-        set_buckets(where, lines)
-
-
-def set_buckets(where: str, lines: Sequence[str]) -> None:
-    """Apply `tc` lines inside a namespace."""
-    run(["tc", "-n", where, "-batch", "-"], stdin="\n".join(lines) + "\n")
+        run(["tc", "-n", where, *line.split()])
 
 
 # --- processor quotas ---

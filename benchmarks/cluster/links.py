@@ -22,6 +22,7 @@ from benchmarks.cluster.profiles import ProfileError, load_profile
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.common import write_json
 from benchmarks.pacing import compute_apart
+from benchmarks.tables import markdown
 from prophet.machine.measure import Probe, discard
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
@@ -59,18 +60,16 @@ def measure(host: Host, args: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: one line per traffic and size, the ways side by side."""
-    lines = [
-        "| traffic | bytes to the busiest rank | gloo's own, ms (p10 to p90) | receives first | ratio |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for own, ours in zip(rows[::2], rows[1::2], strict=True):
         cells = [
             f"{1e3 * r['seconds_median']:.0f} ({1e3 * r['seconds_p10']:.0f} to {1e3 * r['seconds_p90']:.0f})"
             for r in (own, ours)
         ]
         ratio = own["seconds_median"] / ours["seconds_median"]
-        lines.append(f"| {own['traffic']} | {own['bytes']} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
-    return "\n".join(lines)
+        lines.append((own["traffic"], f"{own['bytes']}", *cells, f"{ratio:.2f}"))
+    head = ("traffic", "bytes to the busiest rank", "gloo's own, ms (p10 to p90)", "receives first", "ratio")
+    return markdown(head, lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,12 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prophet.files import read_toml
-
-if TYPE_CHECKING:
-    from prophet.spec import Topology
 
 MAX_HOSTS = 64
 QUEUE_S = 0.5  # long enough that bursts of several senders are not lost
@@ -72,28 +69,6 @@ class Profile:
     def node_of(self, host: int) -> int:
         return host // self.hosts_per_node
 
-    def topology(self, flops_per_s: tuple[float, ...], *, expert_overhead_s: float = 0.0) -> Topology:
-        """What a planner is told: measured compute rates [R], and the links' own rates.
-
-        An uplink is shared by the node's hosts, so one host's part of it is what counts between nodes.
-        """
-        from prophet.spec import Link, Topology
-
-        own = min(self.link_mbit_per_s) * 1e6 / 8
-        inter = own
-        if self.uplink_mbit_per_s is not None:
-            inter = min(own, self.uplink_mbit_per_s * 1e6 / 8 / self.hosts_per_node)
-        return Topology(
-            ranks=self.hosts,
-            ranks_per_node=self.hosts_per_node,
-            intra=Link(bytes_per_s=own),
-            inter=Link(bytes_per_s=inter),
-            flops_per_s=flops_per_s,
-            free_bytes=(1 << 40,) * self.hosts,
-            expert_overhead_s=expert_overhead_s,
-            name=self.name,
-        )
-
 
 def uniform(
     name: str,
@@ -115,28 +90,25 @@ def uniform(
     )
 
 
-def built_in(name: str) -> Profile:
-    """One of `BUILT_IN` by name."""
-    if name == "four-hosts":
-        return uniform(name, hosts=4, share=0.09, link_mbit_per_s=50.0)
-    if name == "eight-hosts":
-        return uniform(name, hosts=8, share=0.045, link_mbit_per_s=40.0)
-    if name == "two-nodes":
-        return uniform(name, hosts=8, nodes=2, share=0.045, link_mbit_per_s=40.0, uplink_mbit_per_s=80.0)
-    if name == "slow-host":
-        profile = built_in("four-hosts")
-        return dataclasses.replace(profile, name=name, share=(*profile.share[:-1], profile.share[-1] / 3))
-    raise ProfileError(f"there is no built-in profile {name!r}; there are {', '.join(BUILT_IN)}")
-
-
-BUILT_IN = ("four-hosts", "eight-hosts", "two-nodes", "slow-host")
+_FOUR = uniform("four-hosts", hosts=4, share=0.09, link_mbit_per_s=50.0)
+BUILT_IN = {
+    profile.name: profile
+    for profile in (
+        _FOUR,
+        uniform("eight-hosts", hosts=8, share=0.045, link_mbit_per_s=40.0),
+        uniform("two-nodes", hosts=8, nodes=2, share=0.045, link_mbit_per_s=40.0, uplink_mbit_per_s=80.0),
+        dataclasses.replace(_FOUR, name="slow-host", share=(*_FOUR.share[:-1], _FOUR.share[-1] / 3)),
+    )
+}
 
 
 def load_profile(name_or_path: str) -> Profile:
     """A built-in profile, or the TOML file of that path (anything with a dot or a slash)."""
     if "." in name_or_path or "/" in name_or_path:
         return read_profile(Path(name_or_path))
-    return built_in(name_or_path)
+    if name_or_path not in BUILT_IN:
+        raise ProfileError(f"there is no built-in profile {name_or_path!r}; there are {', '.join(BUILT_IN)}")
+    return BUILT_IN[name_or_path]
 
 
 @dataclass(slots=True)

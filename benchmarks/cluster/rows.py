@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.policies import CEILING
+from benchmarks.tables import columns
 from prophet.report import median_interval
 
 COLUMNS = (
@@ -92,11 +93,7 @@ def _row(results: Sequence[Mapping[str, Any]], name: str, tokens_per_step: int) 
         "copies_per_rank_mean": float(np.mean([x for run in first for x in run["copies_per_rank"]])),
         "exposed_s": exposed,
         "exposed_fraction": sum(known) / median if known else None,
-        "a2a_s": _mean_seconds(per_rank, "a2a"),
-        "expert_s": _mean_seconds(per_rank, "expert"),
-        "plan_s": _mean_seconds(per_rank, "plan"),
-        "counts_s": _mean_seconds(per_rank, "counts"),
-        "split_s": _mean_seconds(per_rank, "split"),
+        **{f"{k}_s": _mean_seconds(per_rank, k) for k in ("a2a", "expert", "plan", "counts", "split")},
         "simulated_step_s": simulated_s,
         "simulated_error": None if simulated_s is None else simulated_s / median - 1.0,
         "simulated_parts_s": {p: _median([s[p] for s in simulated]) for p in (simulated[0] if simulated else {})},
@@ -127,12 +124,5 @@ def _mean_seconds(per_rank: Sequence[Sequence[Mapping[str, Any]]], name: str) ->
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as aligned text."""
-    cells = [[title for _, title, _ in COLUMNS]]
-    for row in rows:
-        cells.append(["-" if row[key] is None else shape.format(row[key]) for key, _, shape in COLUMNS])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
-    lines = []
-    for line in cells:
-        rest = [c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)]
-        lines.append("  ".join([line[0].ljust(widths[0]), *rest]).rstrip())
-    return "\n".join(lines)
+    lines = [["-" if row[key] is None else shape.format(row[key]) for key, _, shape in COLUMNS] for row in rows]
+    return columns([title for _, title, _ in COLUMNS], lines)

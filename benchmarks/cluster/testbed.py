@@ -1,6 +1,6 @@
 """Testbed: N emulated hosts on one machine, each with its own network namespace, link and processor quota or pace.
 
-    with Testbed(built_in("four-hosts")) as bed:
+    with Testbed(load_profile("four-hosts")) as bed:
         results = bed.run("benchmarks.cluster.worker:train", {"steps": 20}, timeout_s=120)
 
 `run` starts one process per host, in its namespace and under its quota, and returns what the named function returned
@@ -389,16 +389,21 @@ class Testbed:
     def set_rate(self, host: int, mbit_per_s: float) -> None:
         """Change the rate of a host's link, both ways, while programs run."""
         self._check(host, mbit_per_s)
-        for where, line in kernel.rate_commands(self.profile, self.prefix, host, mbit_per_s):
-            kernel.set_buckets(where, [line])
+        kernel.set_buckets(kernel.rate_commands(self.profile, self.prefix, host, mbit_per_s))
 
     def set_uplink_rate(self, node: int, mbit_per_s: float) -> None:
         """Change the rate between a node and the others."""
         if self.profile.nodes == 1 or not 0 <= node < self.profile.nodes:
             raise ValueError(f"profile {self.profile.name!r} has no uplink of node {node}")
         self._check(0, mbit_per_s)
-        for where, line in kernel.uplink_commands(self.profile, self.prefix, node, mbit_per_s):
-            kernel.set_buckets(where, [line])
+        kernel.set_buckets(kernel.uplink_commands(self.profile, self.prefix, node, mbit_per_s))
+
+    def set_rates(self, links: Sequence[float], uplink: float | None) -> None:
+        """Change the rates of all hosts' links and, where there are several nodes, of these."""
+        for host, rate in enumerate(links):
+            self.set_rate(host, rate)
+        for node in range(self.profile.nodes if uplink and self.profile.nodes > 1 else 0):
+            self.set_uplink_rate(node, float(uplink or 0.0))
 
     def set_share(self, host: int, share: float) -> None:
         """Change the part of a core that a host gets, while programs run."""

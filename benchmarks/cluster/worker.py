@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from benchmarks.cluster.workload import (
     train_step,
     warm_up,
 )
+from benchmarks.measure import peak_memory_bytes, reset_peak_memory, resident_bytes, rotated
 from benchmarks.pacing import compute_apart
 from prophet import Engine, EngineConfig, attach
 from prophet.demo.model import MoEGPT
@@ -49,7 +49,7 @@ from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, Recording
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.timeline import Span
-from prophet.spec import IntArray, Link, Placement, PlanContext, Split, Topology, Windows
+from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, Windows
 
 SIMULATED_PARTS = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
 
@@ -58,7 +58,7 @@ def prepare(host: Host, args: Mapping[str, Any]) -> list[float]:
     """Make the common checkpoint; see `workload.warm_up`."""
     with host.process_group(timeout_s=args["timeout_s"]):
         return warm_up(
-            Workload.from_json(args["workload"]),
+            Workload(**args["workload"]),
             steps=args["warm_up_steps"],
             rank=host.rank,
             ranks=host.hosts,
@@ -74,30 +74,12 @@ def measure(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
         calibration = bench.calibrate()
         host.say(f"calibrated: {calibration}")
         runs: list[dict[str, Any]] = []
-        names = list(args["policies"])
         for repetition in range(args["repetitions"]):
-            # another policy comes first each time, so that a drift of the machine does not favour one
-            turn = repetition % len(names)
-            for name in names[turn:] + names[:turn]:
+            for name in rotated(args["policies"], repetition):
                 run = bench.run(policy(name), repetition)
                 runs.append(run)
                 host.say(f"repetition {repetition}, {name}: {float(np.median(run['step_s'])):.3f} s per step")
-        return {"runs": runs, "calibration": describe(calibration), "spans": bench.traced}
-
-
-def describe(calibration: Calibration) -> dict[str, Any]:
-    return dataclasses.asdict(calibration)
-
-
-def from_description(table: Mapping[str, Any]) -> Calibration:
-    """What `describe` wrote."""
-    topology = dict(table["topology"])
-    for level in ("intra", "inter"):
-        topology[level] = Link(**topology[level])
-    for name in ("flops_per_s", "free_bytes"):
-        topology[name] = tuple(topology[name])
-    rest = {k: table[k] for k in ("start_s", "end_s", "update_s", "counts_s")}
-    return Calibration(topology=Topology(**topology), windows=Windows(**table["windows"]), **rest)
+        return {"runs": runs, "calibration": dataclasses.asdict(calibration), "spans": bench.traced}
 
 
 class Bench:
@@ -105,7 +87,7 @@ class Bench:
 
     def __init__(self, host: Host, args: Mapping[str, Any]) -> None:
         self.host = host
-        self.workload = Workload.from_json(args["workload"])
+        self.workload = Workload(**args["workload"])
         self.steps, self.skip = int(args["steps"]), int(args["skip"])
         self.ranks_per_node = int(args["ranks_per_node"])
         self.slots = int(args["slots_per_rank"])
@@ -117,8 +99,6 @@ class Bench:
         self.model = build(self.workload)
         self.collective = moe_layers(self.model)[0].collective
         self.calibration: Calibration | None = None
-        if "calibration" in args:
-            self.calibration = from_description(args["calibration"])
         compute_apart()
 
     def rows(self) -> Iterator[Tensor]:
@@ -137,8 +117,6 @@ class Bench:
 
     def calibrate(self) -> Calibration:
         """Measure links by probes, and compute by watching some steps without balancing; collective."""
-        if self.calibration is not None:
-            return self.calibration
         intra, inter = calibrate.probe_links(self.collective, self.ranks_per_node)
         blocks = self.workload.blocks
         reports: list[StepReport] = []
@@ -279,15 +257,13 @@ class Bench:
 
     def _run_ours(self, p: Policy) -> dict[str, Any]:
         reports: list[StepReport] = []
-        placements: list[tuple[Placement, ...]] = []
-        forms: list[tuple[Form, ...]] = []
+        planned: list[tuple[tuple[Placement, ...], tuple[Form, ...]]] = []
         step_s, losses, resident = [], [], []
         with ExitStack() as stack:
             optimizer, engine = self._attached(p, stack)
             if engine is not None:
                 engine.on_step.append(reports.append)
-                engine.on_step.append(lambda report: placements.append(report.placements))
-                engine.on_step.append(lambda report: forms.append(report.forms))
+                engine.on_step.append(lambda report: planned.append((report.placements, report.forms)))
             watches = [layer.port.stopwatch for layer in moe_layers(self.model)] if engine is None else []
             plain_seconds = []
             for rows in itertools.islice(self.rows(), self.skip + self.steps):
@@ -312,8 +288,7 @@ class Bench:
             "actions": [str(a) for a in reports[-1].actions] if reports else [],
         }
         if self.host.rank == 0 and engine is not None and self.calibration is not None:
-            after = slice(self.skip, None)
-            result["simulated_s"] = self._simulated(p, engine, reports[after], placements[after], forms[after])
+            result["simulated_s"] = self._simulated(p, engine, reports[self.skip :], planned[self.skip :])
         return result
 
     def _simulated(
@@ -321,8 +296,7 @@ class Bench:
         p: Policy,
         engine: Engine,
         reports: list[StepReport],
-        placements: list[tuple[Placement, ...]],
-        forms: list[tuple[Form, ...]],
+        planned: list[tuple[tuple[Placement, ...], tuple[Form, ...]]],
     ) -> list[dict[str, float]]:
         """Seconds by part that the simulator says of the same steps, from the calibration alone."""
         assert self.calibration is not None
@@ -335,7 +309,7 @@ class Bench:
         ]
         planner = planner_of(p)
         found = []
-        for report, placed, cut in zip(reports, placements, forms, strict=True):
+        for report, (placed, cut) in zip(reports, planned, strict=True):
             splits = [
                 split_of(planner, load, placement, context)
                 for load, placement, context in zip(report.counts, placed, contexts, strict=True)
@@ -361,18 +335,11 @@ class Bench:
         model = peers.build_peer(p.system, self.workload, self.state, rank=self.host.rank, ranks=self.host.hosts)
         optimizer = optimizer_of(model, self.workload)
         compute_apart()
-        step_s, losses = [], []
-        for rows in itertools.islice(self.rows(), self.skip + self.steps):
-            seconds, loss = train_step(model, optimizer, rows)
-            step_s.append(seconds)
-            losses.append(loss)
+        steps = [train_step(model, optimizer, rows) for rows in itertools.islice(self.rows(), self.skip + self.steps)]
+        step_s, losses = zip(*steps[self.skip :], strict=True)
         balance = self._peer_balance(model)
-        return {
-            "step_s": step_s[self.skip :],
-            "losses": losses[self.skip :],
-            "max_mean": [] if balance is None else [balance],
-            "copies_per_rank": [0.0],
-        }
+        known = {"max_mean": [] if balance is None else [balance], "copies_per_rank": [0.0]}
+        return {"step_s": step_s, "losses": losses, **known}
 
     def _peer_balance(self, model: MoEGPT) -> float | None:
         """Mean over blocks of largest rank load over mean, of the last step; None where the peer does not tell."""
@@ -406,22 +373,3 @@ def added(tables: Iterator[dict[str, float]]) -> dict[str, float]:
         for name, value in table.items():
             total[name] = total.get(name, 0.0) + value
     return total
-
-
-def reset_peak_memory() -> None:
-    """Let the kernel's high-water mark of this process start again, where it can."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in use now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak_memory_bytes() -> int:
-    """The high-water mark of this process's memory."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0

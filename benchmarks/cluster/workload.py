@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,6 @@ class Workload:
 
     def tokens_per_host(self) -> int:
         return self.sequences_per_host * self.length
-
-    @classmethod
-    def from_json(cls, table: Mapping[str, Any]) -> Workload:
-        return cls(**table)
 
 
 def build(workload: Workload) -> MoEGPT:

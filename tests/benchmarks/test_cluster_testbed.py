@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import kernel_objects as kernel
-from benchmarks.cluster.profiles import BUILT_IN, ProfileError, built_in, load_profile, uniform
+from benchmarks.cluster.profiles import BUILT_IN, ProfileError, load_profile, uniform
 from benchmarks.cluster.testbed import HostFailed, Running, Testbed, TestbedError, TestbedUnavailable
 from tests.helpers.cluster_testbed import needs_testbed
 
@@ -33,15 +33,6 @@ def test_built_in_profiles(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
     assert sum(profile.share) <= 0.75  # of the core that they share
-    topology = profile.topology((1e9,) * profile.hosts)
-    assert topology.ranks == profile.hosts
-    assert topology.intra.bytes_per_s == profile.link_mbit_per_s[0] * 1e6 / 8
-
-
-def test_two_nodes_are_slower_between_nodes() -> None:
-    topology = built_in("two-nodes").topology((1e9,) * 8)
-    assert topology.node_of(3) != topology.node_of(4)
-    assert topology.inter.bytes_per_s == topology.intra.bytes_per_s / 2
 
 
 GOOD = """
