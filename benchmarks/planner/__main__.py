@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write_json
+from benchmarks.common import chosen, write_json
 from benchmarks.planner.break_even import break_even_rows, plot
 from benchmarks.planner.cases import cases_of
 from benchmarks.planner.first import first_rows, first_summary
@@ -27,33 +27,20 @@ from prophet.traces.npz import read_trace
 
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
-FIRST_LAYERS, FIRST_ITERATIONS = 6, 40  # of a trace, with --first; the next layer's routing takes the last one's place
-STUDY_ITERATIONS = 40  # of every layer, with --mechanisms
 Rows = list[dict[str, Any]]
 
 
 def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """How far from the optimum of small cases: the default planner, as it trains and with more effort, and others."""
     trace = read_trace(arguments.trace[0]) if arguments.trace else None
-    solved = list(
-        optima(
-            trace,
-            arguments.optimum,
-            limit_s=arguments.limit,
-            path=arguments.optima,
-            processes=arguments.processes,
-            first=arguments.first_case,
-        )
-    )
+    how = {"path": arguments.optima, "processes": arguments.processes, "first": arguments.first_case}
+    solved = list(optima(trace, arguments.optimum, limit_s=arguments.limit, **how))
     yield from gap_rows(
         solved,
         {
             **{f"prophet, {n} calls": {"calls": n} for n in (1, 10, 50, 100, 200, 400)},
             "prophet, 100 calls, effort 1": {"calls": 100, "effort": 1.0},
-            "static": {},
-            "pro-prophet": {},
-            "laer": {},
-            "fine-ep": {},
+            **{name: {} for name in ("static", "pro-prophet", "laer", "fine-ep")},
         },
     )
 
@@ -69,28 +56,13 @@ def even_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def first_call_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """First calls, and first calls after a swap of layers."""
-    yield from first_rows(
-        [Path(p) for p in arguments.trace],
-        arguments.preset,
-        slots=arguments.slots,
-        folder=arguments.first,
-        layers=FIRST_LAYERS,
-        iterations=FIRST_ITERATIONS,
-    )
+    yield from first_rows(arguments.trace, arguments.preset, slots=arguments.slots, folder=arguments.first)
 
 
 def mechanism_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every mechanism, or those whose name holds what `--only` says."""
-    yield from study_rows(
-        [Path(p) for p in arguments.trace],
-        arguments.preset,
-        slots=arguments.slots,
-        folder=arguments.mechanisms,
-        iterations=STUDY_ITERATIONS,
-        processes=arguments.processes,
-        draws=arguments.draws,
-        only=arguments.only,
-    )
+    how = chosen(arguments, "slots", "processes", "draws", "only")
+    yield from study_rows(arguments.trace, arguments.preset, folder=arguments.mechanisms, **how)
 
 
 VIEWS: dict[Any, tuple[Callable[[Rows], Rows], ...]] = {  # tables of the rows, where they are not printed as they are
@@ -98,6 +70,18 @@ VIEWS: dict[Any, tuple[Callable[[Rows], Rows], ...]] = {  # tables of the rows, 
     first_call_rows: (first_summary,),
     mechanism_rows: (losses,),
     workload_rows: (by_workload, behind),
+}
+
+
+Source = Callable[[argparse.Namespace], Iterator[dict[str, Any]]]
+STUDIES: dict[str, tuple[Source, list[str]]] = {  # by the option that asks for one; with the usual policies
+    "break_even": (even_rows, ["prophet"]),
+    "optimum": (optimum_rows, ["all"]),
+    "scale": (scale_rows, ["all"]),
+    "splits": (split_rows, ["prophet"]),
+    "first": (first_call_rows, ["prophet"]),
+    "mechanisms": (mechanism_rows, ["prophet"]),
+    "workload": (workload_rows, ["all"]),
 }
 
 
@@ -124,7 +108,9 @@ def _workloads(text: str) -> list[str]:
 
 def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
-    parser.add_argument("--trace", action="append", default=[], help="a routing trace (npz); may be repeated")
+    parser.add_argument(
+        "--trace", type=Path, action="append", default=[], help="a routing trace (npz); may be repeated"
+    )
     parser.add_argument("--preset", action="append", help="cluster or cluster:model, or all; may be repeated")
     parser.add_argument("--policy", action="append", help="a planner, forced-balance, or all (default)")
     parser.add_argument("--cases", type=_count, default=200, help="layer-steps per trace, evenly spaced (default 200)")
@@ -202,22 +188,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if problem := check(arguments):
         parser.error(problem)
-    chosen = arguments.preset or (list(SCALE_PRESETS) if arguments.break_even or arguments.scale else ["all"])
-    arguments.preset = list(PRESET_NAMES) if "all" in chosen else chosen
-    source: Callable[[argparse.Namespace], Iterator[dict[str, Any]]] = rows
-    usual = ["all"]
-    for asked, other, policies in (
-        (arguments.break_even, even_rows, ["prophet"]),
-        (arguments.optimum, optimum_rows, ["all"]),
-        (arguments.scale, scale_rows, ["all"]),
-        (arguments.splits, split_rows, ["prophet"]),
-        (arguments.first, first_call_rows, ["prophet"]),
-        (arguments.mechanisms, mechanism_rows, ["prophet"]),
-        (arguments.workload, workload_rows, ["all"]),
-    ):
-        if asked:
-            source, usual = other, policies
-    policies = arguments.policy or usual
+    presets = arguments.preset or (list(SCALE_PRESETS) if arguments.break_even or arguments.scale else ["all"])
+    arguments.preset = list(PRESET_NAMES) if "all" in presets else presets
+    usual = (rows, ["all"])
+    source, policies = next((study for name, study in STUDIES.items() if getattr(arguments, name)), usual)
+    policies = arguments.policy or policies
     arguments.policy = ["forced-balance", *POLICIES] if "all" in policies else policies
     table = []
     try:

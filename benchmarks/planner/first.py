@@ -36,6 +36,7 @@ BURSTS: dict[str, tuple[Edit, ...]] = {  # by mean calls
 ALWAYS = 1e12  # effort that affords a try in every call
 FAILED = 1000  # tries in a row that bring nothing
 MOST_CALLS = 100 * FAILED
+LAYERS, ITERATIONS = 6, 40  # of a trace; the next layer's routing takes the last one's place
 
 
 def searched(load: IntArray, placement: Placement, context: PlanContext, failed: int) -> Placement:
@@ -57,8 +58,8 @@ def first_rows(
     *,
     slots: int,
     folder: Path,
-    layers: int,
-    iterations: int,
+    layers: int = LAYERS,
+    iterations: int = ITERATIONS,
     failed: int = FAILED,
 ) -> Iterator[dict[str, Any]]:
     """One row per trace, preset, length of the burst and kind of call: time over the mean other call's, predicted step

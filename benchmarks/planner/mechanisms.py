@@ -22,6 +22,7 @@ from prophet.traces.npz import read_trace
 APART = 4  # every fourth layer of a deep trace in one draw, the others in the next ones
 DEEP = 16
 LIMIT_S = 1800.0
+ITERATIONS = 40  # of every layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +166,8 @@ def study_rows(
     *,
     slots: int,
     folder: Path,
-    iterations: int,
     processes: int,
+    iterations: int = ITERATIONS,
     draws: int = 1,
     only: str = "",
 ) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,7 @@ def traced(arguments: argparse.Namespace) -> Iterator[tuple[str, str, PlanContex
         if not cases:
             raise SystemExit(f"{path}: one iteration only; nothing came before it to plan from (try --exact)")
         for name, context in contexts(trace, arguments.preset, arguments.slots, arguments.top_k).items():
-            yield Path(path).name, name, context, cases
+            yield path.name, name, context, cases
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
