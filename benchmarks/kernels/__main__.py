@@ -6,12 +6,14 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.common import Row, environment, write_json
 from benchmarks.kernels import ffn, layer, moves
+from benchmarks.kernels.timing import Timer
 from benchmarks.kernels.workload import CPU_SHAPES, GPU_SHAPES, Shape
 
 COLUMNS = (
@@ -39,10 +41,8 @@ def gpu_tokens(shape: Shape) -> list[int]:
 
 def on_gpu(limit_s: float) -> Iterator[Row]:
     began = time.perf_counter()
-    dtype = torch.bfloat16
-    yield from moves.measure(GPU_SHAPES, gpu_tokens, "cuda", dtype, repeats=15, budget_s=0.5)
-    cases = ffn.measure(GPU_SHAPES, gpu_tokens, (0, 4, 16), "cuda", dtype, repeats=11, budget_s=1.0)
-    for row in cases:
+    yield from moves.measure(GPU_SHAPES, gpu_tokens, torch.bfloat16, Timer("cuda", 15, 0.5))
+    for row in ffn.measure(GPU_SHAPES, gpu_tokens, (0, 4, 16), torch.bfloat16, Timer("cuda", 11, 1.0)):
         yield row
         torch.cuda.empty_cache()
         if time.perf_counter() - began > limit_s:
@@ -54,12 +54,11 @@ def on_cpu(tokens: int, quick: bool) -> Iterator[Row]:
     def few(shape: Shape) -> list[int]:
         return [tokens]
 
-    repeats, budget_s = (3, 0.0) if quick else (7, 6.0)
+    timer = Timer("cpu", 3, 0.0) if quick else Timer("cpu", 7, 6.0)
     shapes = CPU_SHAPES[1:] if quick else CPU_SHAPES
-    yield from layer.measure(CPU_SHAPES[0], tokens, repeats=repeats, budget_s=2 * budget_s)
-    yield from moves.measure(shapes, few, "cpu", torch.float32, repeats=repeats, budget_s=budget_s)
-    replicas = (0, 4)
-    yield from ffn.measure(shapes, few, replicas, "cpu", torch.float32, repeats=repeats, budget_s=budget_s)
+    yield from layer.measure(CPU_SHAPES[0], tokens, replace(timer, budget_s=2 * timer.budget_s))
+    yield from moves.measure(shapes, few, torch.float32, timer)
+    yield from ffn.measure(shapes, few, (0, 4), torch.float32, timer)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.common import Row
 from benchmarks.kernels import peers
-from benchmarks.kernels.timing import beside, medians_us
+from benchmarks.kernels.timing import Timer, beside
 from benchmarks.kernels.workload import SKEWS, Shape, Tensors, group_sizes, shares_of, tensors_of
 
 
@@ -72,11 +72,8 @@ def measure(
     shapes: list[Shape],
     tokens_of: Callable[[Shape], list[int]],
     replicas_of: tuple[int, ...],
-    device: str,
     dtype: torch.dtype,
-    *,
-    repeats: int,
-    budget_s: float,
+    timer: Timer,
 ) -> Iterator[Row]:
     """One row for each shape, number of tokens, skew, number of replicas, pass and peer."""
     for shape in shapes:
@@ -91,23 +88,13 @@ def measure(
                         continue  # nothing is hot
                     sizes = group_sizes(shares, tokens * shape.top_k, replicas)
                     try:
-                        yield from _case(shape, tokens, skew, sizes, device, dtype, repeats=repeats, budget_s=budget_s)
+                        yield from _case(shape, tokens, skew, sizes, dtype, timer)
                     except torch.OutOfMemoryError:
                         note = f"{tokens} tokens do not fit in memory: not measured"
                         yield {"op": "grouped_ffn", "shape": shape.name, "skew": skew, "note": note}
 
 
-def _case(
-    shape: Shape,
-    tokens: int,
-    skew: str,
-    sizes: list[int],
-    device: str,
-    dtype: torch.dtype,
-    *,
-    repeats: int,
-    budget_s: float,
-) -> Iterator[Row]:
+def _case(shape: Shape, tokens: int, skew: str, sizes: list[int], dtype: torch.dtype, timer: Timer) -> Iterator[Row]:
     base: Row = {
         "op": "grouped_ffn",
         "shape": shape.name,
@@ -116,13 +103,13 @@ def _case(
         "skew": skew,
         "replicas": len(sizes) - shape.experts,
     }
-    sets = tensors_of(shape, sizes, device, dtype, sets=2)
+    sets = tensors_of(shape, sizes, timer.device, dtype, sets=2)
     try:
         check(shape, sets[0])
     except WrongResult as wrong:
         yield {**base, "wrong": str(wrong)}
         return
-    limit = (6 << 30) if device == "cuda" else (1 << 30)
+    limit = (6 << 30) if timer.device == "cuda" else (1 << 30)
     runs, absent = {"ours": peers.ours(shape)}, {}
     for name, make in peers.PEERS.items():
         if name == "padded_bmm" and peers.padded_bytes(sets[0], shape) > limit:
@@ -135,8 +122,7 @@ def _case(
             continue
         runs[name] = make(shape)
     for kind, wrap, passes in (("forward", forward, 1), ("forward+backward", both, 3)):
-        timed = {name: [wrap(run, t) for t in sets] for name, run in runs.items()}
-        us = medians_us(timed, device, repeats=repeats, budget_s=budget_s)
+        us = timer.medians_us({name: [wrap(run, t) for t in sets] for name, run in runs.items()})
         flops = shape.flops_per_row * sum(sizes) * passes
         for peer in peers.PEERS:
             if peer not in us:

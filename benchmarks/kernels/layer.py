@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.cluster.peers import deepspeed_moe
 from benchmarks.common import Row
 from benchmarks.kernels.peers import activate
-from benchmarks.kernels.timing import beside, medians_us
+from benchmarks.kernels.timing import Timer, beside
 from benchmarks.kernels.workload import SKEWS, Shape, experts_of, shares_of
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.kernels.permute import permute, unpermute
@@ -134,7 +134,7 @@ def _peer_step(peer: nn.Module, x: Tensor, d_y: Tensor) -> Callable[[], None]:
     return run
 
 
-def measure(shape: Shape, tokens: int, *, repeats: int, budget_s: float) -> Iterator[Row]:
+def measure(shape: Shape, tokens: int, timer: Timer) -> Iterator[Row]:
     """Forward + backward of the layer, at every skew."""
     for skew in SKEWS:
         shares = shares_of(skew, shape.experts)
@@ -163,7 +163,7 @@ def measure(shape: Shape, tokens: int, *, repeats: int, budget_s: float) -> Iter
             runs["deepspeed MoE dropless"] = [_peer_step(peer, x, d_y)]
         else:
             yield {**base, "peer": "deepspeed MoE dropless", "note": peer}
-        us = medians_us(runs, "cpu", repeats=repeats, budget_s=budget_s)
+        us = timer.medians_us(runs)
         flops = 3 * shape.flops_per_row * sum(sizes)
         for name in runs:
             if name != "ours":

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.common import Row
 from benchmarks.kernels.ffn import WrongResult, compare
-from benchmarks.kernels.timing import beside, medians_us
+from benchmarks.kernels.timing import Timer, beside
 from benchmarks.kernels.workload import Shape, shares_of
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.route import route
@@ -17,15 +17,10 @@ from prophet.kernels.split_apply import send_order
 
 
 def measure(
-    shapes: list[Shape],
-    tokens_of: Callable[[Shape], list[int]],
-    device: str,
-    dtype: torch.dtype,
-    *,
-    repeats: int,
-    budget_s: float,
+    shapes: list[Shape], tokens_of: Callable[[Shape], list[int]], dtype: torch.dtype, timer: Timer
 ) -> Iterator[Row]:
     """Rows for each op, shape and number of tokens, at the trace's skew, or uniform without it."""
+    device = timer.device
     for shape in shapes:
         shares = shares_of("trace", shape.experts)
         skew = "uniform" if shares is None else "trace"
@@ -49,7 +44,7 @@ def measure(
                     "definition": [peer],
                     "copy": [partial(target.copy_, half)],
                 }
-                us = medians_us(runs, device, repeats=repeats, budget_s=budget_s)
+                us = timer.medians_us(runs)
                 yield {
                     **base,
                     "op": op,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,26 +60,32 @@ def on_gpu_us(run: Callable[[], object], flush: Flusher) -> tuple[float, bool]:
     return float(begin.elapsed_time(end)) * 1e3, launched
 
 
-def medians_us(
-    runs: Mapping[str, Sequence[Callable[[], object]]], device: str, *, repeats: int, budget_s: float
-) -> dict[str, float]:
-    """Median time of each named run over `repeats` rounds; every round visits all of them, on one input set of several.
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Where and how often runs are timed. Rounds stop early when `budget_s` is spent, after three at least."""
 
-    `runs[name]` has one callable for each input set. Rounds stop early when `budget_s` is spent, after three at least.
-    """
-    flush = Flusher(device)
-    for sets in runs.values():  # compile, allocate
-        sets[0]()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    deadline = time.perf_counter() + budget_s
-    for i in range(repeats):
-        for name, sets in runs.items():
-            found[name].append(once_us(sets[i % len(sets)], device, flush))
-        if i >= 2 and time.perf_counter() > deadline:
-            break
-    return {name: statistics.median(times) for name, times in found.items()}
+    device: str
+    repeats: int
+    budget_s: float
+
+    def medians_us(self, runs: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
+        """Median time of each named run; every round visits all of them, on one input set of several.
+
+        `runs[name]` has one callable for each input set.
+        """
+        flush = Flusher(self.device)
+        for sets in runs.values():  # compile, allocate
+            sets[0]()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        deadline = time.perf_counter() + self.budget_s
+        for i in range(self.repeats):
+            for name, sets in runs.items():
+                found[name].append(once_us(sets[i % len(sets)], self.device, flush))
+            if i >= 2 and time.perf_counter() > deadline:
+                break
+        return {name: statistics.median(times) for name, times in found.items()}
 
 
 def beside(us: Mapping[str, float], peer: str) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from torch import Tensor
 from benchmarks.common import Row
 from benchmarks.kernels import __main__ as command
 from benchmarks.kernels import ffn, peers
+from benchmarks.kernels.timing import Timer
 from benchmarks.kernels.workload import Shape, Tensors, group_sizes, shares_of
 
 TINY = Shape(name="tiny", dim=16, hidden=24, experts=4, top_k=2)
 
 
 def measured() -> list[Row]:
-    return list(ffn.measure([TINY], lambda _: [32], (0, 2), "cpu", torch.float32, repeats=1, budget_s=0.0))
+    return list(ffn.measure([TINY], lambda _: [32], (0, 2), torch.float32, Timer("cpu", 1, 0.0)))
 
 
 @pytest.mark.parametrize("replicas", [0, 1, 5])
