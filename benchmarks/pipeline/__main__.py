@@ -104,7 +104,7 @@ def by_simulator(case: Case, policies: Sequence[str], args: argparse.Namespace) 
     from prophet.demo.text import load_corpus
 
     bytes_per_s = args.link_mbit_per_s * 1e6 / 8
-    transfer_s = max(b.numel() for b in case.boundaries()[1:-1]) * 4 / bytes_per_s
+    transfer_s = case.activation_bytes / bytes_per_s
     recording = record(case, load_corpus(max_bytes=CORPUS_BYTES), args.warm_up + args.steps, slowdown=args.slowdown)
     links = {"transfer_s": transfer_s, "bytes_per_s": bytes_per_s}
     figures = {

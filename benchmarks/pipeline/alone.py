@@ -48,7 +48,7 @@ def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> 
     meter = Meter(work_clock=lambda: time.thread_time() * slowdown)
     layers = dict(enumerate(case.modules()))
     optimizer = case.optimizer([(f"{i}.{n}", p) for i, m in layers.items() for n, p in m.named_parameters()])
-    dynamism, alone, device = Dynamism(case), ThreadWorld(1).collective(0), torch.device("cpu")
+    dynamism, alone = Dynamism(case), ThreadWorld(1).collective(0)
     costs, losses, prefixes, optimizer_s = [], [], [], []
     frozen = 0
     for step in range(steps):
@@ -74,7 +74,7 @@ def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> 
         costs.append(list(local_costs(layers, {0: range(case.layers)}, meter, state).values()))
         losses.append(sum(parts) / len(parts))
         prefixes.append(frozen)
-        frozen = dynamism.decide_frozen(layers, losses[-1], alone, device)
+        frozen = dynamism.decide_frozen(layers, losses[-1], alone)
     return Recording(
         costs=costs,
         losses=losses,

@@ -172,9 +172,7 @@ class Dynamism:
         if self.case.freezing is not None:
             self.freezer = Freezer(self.case.layers, self.case.freezing)
 
-    def decide_frozen(
-        self, layers: Mapping[int, nn.Module], loss: float, collective: Collective, device: torch.device
-    ) -> int:
+    def decide_frozen(self, layers: Mapping[int, nn.Module], loss: float, collective: Collective) -> int:
         """Look at the gradients that a step left; the length of the frozen prefix from now on."""
         if self.freezer is None:
             return 0

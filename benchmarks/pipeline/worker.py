@@ -171,7 +171,7 @@ class Bench:
                 self._step(runner, inputs, target, counted)
             pipeline = recorder.pipeline
             layers = dict(enumerate(pipeline.model.units))
-            frozen = recorder.dynamism.decide_frozen(layers, loss, pipeline.collective, pipeline.config.device)
+            frozen = recorder.dynamism.decide_frozen(layers, loss, pipeline.collective)
             if self.host.rank == 0 and step % 8 == 0:
                 self.host.say(f"step {step}: loss {loss:.3f}, frozen {frozen}")
         every = torch.tensor(optimizer_s, dtype=torch.float64) / self.replicas

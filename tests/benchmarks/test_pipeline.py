@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from functools import partial
@@ -177,6 +178,17 @@ def test_what_is_asked_for_is_checked(capsys: pytest.CaptureFixture[str]) -> Non
     assert "has no replicas" in capsys.readouterr().err
     assert main(["--picture", "x.png"]) == 2
     assert "name it in --policies" in capsys.readouterr().err
+
+
+def test_where_hosts_cannot_be_made_the_simulator_runs(tmp_path: Path) -> None:
+    found = tmp_path / "rows.json"
+    policies = "uniform,partition"
+    asked = ["--simulate", "--cases", "moe", "--policies", policies, "--steps", "1", "--warm-up", "1"]
+    assert main([*asked, "--json", str(found)]) == 0
+    document = json.loads(found.read_text())
+    assert not document["measured"]
+    assert [row["policy"] for row in document["rows"]] == policies.split(",")
+    assert all(row["step_s_median"] > 0 for row in document["rows"])
 
 
 def test_the_partitioner_is_timed() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from tests.helpers.device_queues import BESIDE, DeviceDeadlock, DeviceHazard, Me
 from tests.helpers.late_operators import Late, poison
 from tests.helpers.pretend_device import OnDevice, on_pretended_device
 
-__all__ = ["DeviceCollective", "DeviceDeadlock", "DeviceHazard", "DevicePending", "DeviceWorld", "stream"]
+__all__ = ["DeviceCollective", "DeviceDeadlock", "DeviceHazard", "DevicePending", "DeviceWorld", "OwnStream", "stream"]
 T = TypeVar("T")
 _here = threading.local()
 
@@ -153,11 +153,39 @@ class CurrentStream:
     def launch(self, name: str, run: Callable[[], None] | None, *needs: Work) -> Work:
         return self.world.launch(Work(name, self.rank, self.name, list(needs), run))
 
+    def record_event(self) -> Work | None:
+        """What is at its end now, as `torch.Stream` does it."""
+        return self.world.last.get((self.rank, self.name))
+
+    def wait_event(self, event: Work | None) -> None:
+        self.launch("wait for an event", None, *([] if event is None else [event]))
+
     def synchronize(self) -> None:
         """Wait on the host for all that was launched into it."""
         last = self.world.last.get((self.rank, self.name))
         if last is not None:
             self.world.read(last)
+
+
+class OwnStream(CurrentStream):
+    """A stream of the rank whose thread makes it, as `torch.Stream`; `with` it a thread launches into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(_here.stream.world, _here.stream.rank)
+        self.name = f"stream {id(self)}"
+        self._inside = ExitStack()
+
+    def __enter__(self) -> None:
+        self._inside.enter_context(stream(self.name.removeprefix("stream ")))
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.close()
+
+    @staticmethod
+    def current(device: torch.device) -> CurrentStream:
+        """The stream of this thread, as `torch.accelerator.current_stream`."""
+        current: CurrentStream = _here.stream
+        return current
 
 
 @contextmanager
@@ -178,7 +206,8 @@ class DevicePending(Pending):
         self._work, self._used, self._result, self._keep, self._beside = work, used, result, keep, beside
 
     def ended(self) -> bool:
-        return self._work.over
+        # as with a process group, where a wait for a device returns at once
+        return not self._beside or self._work.over
 
     def wait(self) -> Tensor:
         current: CurrentStream = _here.stream

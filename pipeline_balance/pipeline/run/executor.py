@@ -108,7 +108,9 @@ class Executor:
         reuse: bool = False,
     ) -> None:
         self.model, self.stages, self.total = model, stages, total_stages
-        self.training, self.evaluation = received_ahead(training) if reuse else training, evaluation
+        # a device has one queue per communicator, in which a receive would hold up what is sent after it
+        ahead = reuse and device.type == "cpu"
+        self.training, self.evaluation = received_ahead(training) if ahead else training, evaluation
         self.collective, self.failures, self.seed, self.device = collective, failures, config_seed, device
         self.meter, self.on_stage_done = meter, on_stage_done
         self.reuse, self.received = reuse, BufferPool()

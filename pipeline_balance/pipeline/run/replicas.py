@@ -204,7 +204,7 @@ def mean_in_order(
     size = ranks.size
     shard = -(-x.numel() // size)
     # below 128, which half precisions hold exactly, too
-    head = x.new_tensor([float((op.layer or 0) % 128), *numbers])
+    head = torch.tensor([float((op.layer or 0) % 128), *numbers], dtype=x.dtype).to(x.device, non_blocking=True)
     padded = torch.cat([x, x.new_zeros(shard * size - x.numel())]).view(size, shard)
     message = torch.cat([head.expand(size, -1), padded], dim=1)
     ones = [1] * size
