@@ -14,7 +14,7 @@ from prophet.errors import CollectiveError, OutOfStep
 from prophet.ranks import process_group
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
-from prophet.ranks.works import SHORT_BYTES, abort, all_made, coming, host_too
+from prophet.ranks.works import SHORT_BYTES, abort, all_made, coming, first_calls, host_too
 from tests.helpers.launch import run_gloo
 
 
@@ -63,6 +63,25 @@ def test_all_backends_of_a_group_are_given_up(backends: str, monkeypatch: pytest
     abort(group)
     group.abort.assert_called_once_with()
     assert received == ([0, 2] if "gloo" in backends else [])
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_new_groups_are_used_once_on_the_device_in_a_stream_of_its_own(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    stream = mock.MagicMock()
+    stream.__enter__.side_effect = lambda *_: done.append("enter")
+    stream.__exit__.side_effect = lambda *_: done.append("leave")
+    stream.synchronize.side_effect = lambda: done.append("wait")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch, "Stream", lambda device: stream)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,meta:nccl" if "d" in group else "cpu:gloo")
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: done.append(f"{x.device} {group}"))
+    groups: Any = ["d1", "d2", "host", "d1"]  # both channels may be one group
+    first_calls(groups)
+    assert done == (["enter", "meta d1", "meta d2", "leave", "wait"] if there else [])
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
