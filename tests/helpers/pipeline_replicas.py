@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from pipeline_balance.spec import StageMap
 DIM, VOCABULARY, UNITS, SEED = 8, 13, 6, 7
 PARTS, ROWS = 4, 3  # microbatches of all replicas together in one call, and rows of each
 MAX_NORM = 0.5
+TOLERANCE = 1e-10
 
 
 class _Block(nn.Module):
@@ -245,3 +247,17 @@ def scaled(rank: int, size: int, replicas: int, updates: int) -> tuple[list[floa
 def largest_difference(got: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference."""
     return max(abs(a - b) / max(abs(b), 1e-300) for a, b in zip(got, expected, strict=True))
+
+
+def compare_with_one_process(results: list[Outcome], first: int, updates: int) -> None:
+    expected = one_process(updates)
+    for got in results:
+        assert largest_difference(got.losses, expected.losses[first:]) < TOLERANCE
+        assert largest_difference(got.norms, expected.norms[first:]) < TOLERANCE
+        assert got.evaluated == pytest.approx(expected.evaluated, rel=TOLERANCE)
+        assert got[:3] == results[0][:3]
+    weights = results[0].weights
+    expected_names = {*expected.weights, "5.weight"}  # a state dict has a tied weight under both names
+    assert weights.keys() == expected_names
+    for name, total in expected.weights.items():
+        assert weights[name] == pytest.approx(total, rel=1e-9, abs=1e-10)

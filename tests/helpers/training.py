@@ -247,6 +247,31 @@ class Run:
             self._engine.close()
 
 
+_SHAPES = ((3,), (0,), (2,), (5,), (1,), (2,), (4,), (3,))
+
+
+def varied_cases(ranks: int) -> list[Case]:
+    """Some of everything: threads draw it all at random, here it need only cross process boundaries."""
+    shapes = _SHAPES[:ranks]
+    nested = tuple((2, *s) for s in shapes)
+    aux: dict[str, Any] = {"aux_loss": "gshard", "aux_loss_weight": 0.3, "z_loss_weight": 0.2}
+    return [
+        Case(ranks=ranks, top_k=1, experts_per_rank=1, shapes=shapes, seed=1),
+        Case(ranks=ranks, top_k=2, experts_per_rank=2, activation="swiglu", bias=False, shapes=nested, seed=2),
+        Case(ranks=ranks, top_k=2, favourites=(0, 1), shapes=nested, gate=aux, density=1.0, slots=32, seed=3),
+        Case(
+            ranks=ranks,
+            top_k=2,
+            experts_per_rank=4,
+            schedule="blocking",
+            gate={"score": "sigmoid", "normalize": False, "aux_loss": "switch"},
+            shapes=shapes,
+            microbatches=2,
+            seed=4,
+        ),
+    ]
+
+
 def train(case: Case, group: Collective, planner: Planner | None = None, *, balanced: bool = True) -> list[Step]:
     """Train on one rank of `group` with SGD; gradients are recorded before the optimizer uses them."""
     run = Run(case, group, planner, balanced=balanced)

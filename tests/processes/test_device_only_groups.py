@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import prophet
 from pipeline_balance import elastic
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
-from tests.helpers import elastic_jobs, own_loops
+from tests.helpers import elastic_experts, elastic_jobs, own_loops
 from tests.helpers.launch import run_gloo
-from tests.helpers.pipeline_replicas import replicated
-from tests.helpers.training import compare, expected
-from tests.processes import test_elastic_experts, test_gradients, test_pipeline_replicas
+from tests.helpers.pipeline_replicas import compare_with_one_process, replicated
+from tests.helpers.support import RandomPlanner
+from tests.helpers.training import compare, expected, train_in_process, varied_cases
 
 EXACT = 1e-9
 
@@ -61,11 +62,11 @@ def test_ranks_agree_in_the_world_and_in_a_part_of_it(tmp_path: Path) -> None:
 
 
 def _layers(rank: int, size: int, todo: list[Any]) -> Any:
-    return test_gradients.several(todo)
+    return [train_in_process(case) for case in todo]
 
 
 def test_balanced_layers_have_the_gradients_of_the_oracle(tmp_path: Path) -> None:
-    todo = test_gradients.cases(2)
+    todo = varied_cases(2)
     by_rank = _run(_layers, 2, tmp_path, todo)
     for i, case in enumerate(todo):
         compare(expected(case), [results[i] for results in by_rank])
@@ -73,7 +74,7 @@ def test_balanced_layers_have_the_gradients_of_the_oracle(tmp_path: Path) -> Non
 
 def test_a_pipeline_trains_evaluates_and_moves(tmp_path: Path) -> None:
     """Not saved: torch's own writer talks on the device where a group has nothing else."""
-    test_pipeline_replicas.compare(_run(replicated, 4, tmp_path, 2, 0, 10, "", {}), 0, 10)
+    compare_with_one_process(_run(replicated, 4, tmp_path, 2, 0, 10, "", {}), 0, 10)
 
 
 def _job(rank: int, size: int) -> list[float]:
@@ -92,11 +93,21 @@ def test_a_job_prepares_and_switches(tmp_path: Path) -> None:
         assert losses == pytest.approx(elastic_jobs.plain_losses(5), abs=EXACT)
 
 
+def _balanced(rank: int, size: int) -> tuple[list[float], int]:
+    config = prophet.EngineConfig(planner=RandomPlanner(5, 0.8), slots_per_rank=4)
+    job = elastic_experts.start("dp2,ep2", balance_experts=config)
+    losses = elastic_jobs.train(job, 1)
+    job.switch(elastic.Parallelism.parse("pp2,dp2,ep2,zero1"))
+    losses += elastic_jobs.train(job, 1)
+    copies = int(job.engine.last_step.copies.sum()) if job.engine is not None else 1  # type: ignore[union-attr]
+    job.close()
+    return losses, copies
+
+
 def test_a_job_balances_its_experts(tmp_path: Path) -> None:
-    layouts = ("dp2,ep2", "pp2,dp2,ep2,zero1")
-    for losses, copies in _run(test_elastic_experts._balanced, 4, tmp_path, layouts, 1):
-        assert losses == pytest.approx(test_elastic_experts.plain_losses(2), abs=EXACT)
-        assert all(made > 0 for made in copies)
+    for losses, copies in _run(_balanced, 4, tmp_path):
+        assert losses == pytest.approx(elastic_experts.plain_losses(2), abs=EXACT)
+        assert copies > 0
 
 
 def _own_loop(rank: int, size: int) -> list[float]:
