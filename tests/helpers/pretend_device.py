@@ -10,6 +10,7 @@ Ranks that are threads work: the backward pass of a rank runs on the rank's own 
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
@@ -27,6 +29,8 @@ from torch.utils._pytree import tree_map
 
 NAME = "pretended"
 SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+# Once it is known, torch takes the device for this process's accelerator, in whatever runs there afterwards
+ALONE = {"TESTS_PRETEND_A_DEVICE": "1"}
 _ELSEWHERE = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _MASKS = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
 _TORCH = str(Path(torch.__file__).parent)
@@ -216,6 +220,14 @@ def _register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, _DeviceModule())
     _below.impl("empty_strided", _empty_strided)
     _below.impl("_copy_from", _copy_from)
+
+
+def skip_beside_others() -> None:
+    """Skip the module that calls this, unless it has a process to itself: `tests/ranks/test_devices.py` starts one."""
+    if not (SUPPORTED and ALONE.items() <= os.environ.items()):
+        pytest.skip(
+            "needs a torch that knows devices made in Python, and a process of its own", allow_module_level=True
+        )
 
 
 @contextmanager

@@ -6,10 +6,6 @@ Both need a process of their own: whether a kernel is interpreted is settled whe
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +15,10 @@ import torch
 from prophet.kernels.tuning import ARCHITECTURES, rule
 from prophet.spec import ACTIVATIONS
 from tests.helpers.oracle import LIMITED
+from tests.helpers.own_process import passed, run
 from tests.helpers.pretend_device import SUPPORTED
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 280.0
 
 
 def version(text: str) -> tuple[int, int]:
@@ -31,26 +26,8 @@ def version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def run(*arguments: str, interpreted: bool = False) -> subprocess.CompletedProcess[str]:
-    told = {"TRITON_INTERPRET": "1"} if interpreted else {}
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **told},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-
-
-def passed(*arguments: str, interpreted: bool = False) -> str:
-    """What pytest prints in a process of its own; fails unless all of its tests passed."""
-    quick = ("-p", "tests.helpers.interpreted") if interpreted else ()
-    done = run("pytest", "-q", "-x", *quick, *arguments, interpreted=interpreted)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
-    return done.stdout
+def passed_interpreted(*arguments: str) -> str:
+    return passed("-p", "tests.helpers.interpreted", *arguments, told={"TRITON_INTERPRET": "1"})
 
 
 INTERPRETER = pytest.mark.skipif(
@@ -62,18 +39,18 @@ INTERPRETER = pytest.mark.skipif(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu runs on it")
 @INTERPRETER
 def test_kernels_agree_with_their_definitions_in_the_interpreter() -> None:
-    passed("tests/gpu/test_kernels_triton.py", interpreted=True)
+    passed_interpreted("tests/gpu/test_kernels_triton.py")
 
 
 @INTERPRETER
 def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter() -> None:
-    assert "skipped" not in passed("tests/layer/test_moe.py", "-k", "triton", interpreted=True)
+    assert "skipped" not in passed_interpreted("tests/layer/test_moe.py", "-k", "triton")
 
 
 @INTERPRETER
 @pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
 def test_a_step_waits_for_its_device_once_per_layer() -> None:
-    passed("tests/engine/test_host_waits.py", interpreted=True)
+    passed_interpreted("tests/engine/test_host_waits.py")
 
 
 @pytest.mark.slow

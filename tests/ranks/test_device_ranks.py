@@ -24,11 +24,10 @@ from prophet.ranks.json_messages import gather_json
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceHazard, DeviceWorld, stream
-from tests.helpers.pretend_device import NAME, SUPPORTED, values
+from tests.helpers.pretend_device import NAME, skip_beside_others, values
 from tests.helpers.training import Case, compare, expected, train
 
-if not SUPPORTED:
-    pytest.skip("needs a torch that knows devices made in Python", allow_module_level=True)
+skip_beside_others()
 
 OP = Operation("dispatch", 0)
 MODES = pytest.mark.parametrize("one_queue", [False, True], ids=["own queues", "one queue"])

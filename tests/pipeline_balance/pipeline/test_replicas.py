@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.run.replicas import Grid, ReplicaMeans, check_units, mean_in_order, start_alike
 from prophet.errors import OutOfStep, SpecError
-from prophet.ranks import side_stream
-from prophet.ranks.collective import Collective, Pending
+from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
-from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceWorld, OwnStream
-from tests.helpers.pretend_device import NAME, SUPPORTED
 
 OP = Operation("mean", 3)
 
@@ -164,40 +160,3 @@ def test_wrapped_layers_are_refused_by_name() -> None:
         check_units([bare, wrapped])
     with pytest.raises(SpecError, match=r"layer 0 \(1\) has sparse gradients"):
         check_units([nn.Sequential(nn.ReLU(), nn.Embedding(2, 2, sparse=True))])
-
-
-@pytest.mark.skipif(not SUPPORTED, reason="needs a torch that knows devices made in Python")
-@pytest.mark.parametrize("own", [True, False])
-def test_a_mean_has_a_stream_of_its_own_on_a_device(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On replica 0 the mean comes before training's next collective, on replica 1 after it."""
-    monkeypatch.setattr(side_stream, "new_stream", OwnStream if own else lambda device: None)
-    monkeypatch.setattr(side_stream, "current_stream", OwnStream.current)
-    launched = [threading.Event(), threading.Event()]
-
-    class Late(DeviceCollective):
-        def all_to_all(self, *given: Any, **named: Any) -> Pending:
-            assert self.rank == 0 or launched[1].wait(20.0)
-            pending = super().all_to_all(*given, **named)
-            launched[self.rank].set()
-            return pending
-
-    def run(world: DeviceCollective) -> list[list[float]]:
-        means = ReplicaMeans(Late(world._world, world.rank, "column", [0, 1]))
-        p = nn.Parameter(torch.zeros(3, device=NAME))
-        p.grad = torch.full((3,), 1.0 + world.rank, device=NAME) * 2
-        mine = torch.tensor([world.rank], device=NAME)
-        means.start([p], 0)
-        assert world.rank == 1 or launched[0].wait(20.0)
-        every = world.all_gather(mine, op=Operation("training"))
-        launched[1].set()
-        means.finish()
-        found = [p.grad.tolist(), every.flatten().tolist()]
-        means.close()
-        return found
-
-    ranks = DeviceWorld(2, timeout_s=20.0)
-    if own:
-        assert ranks.run(run) == [[[3.0] * 3, [0, 1]]] * 2
-    else:
-        with pytest.raises(DeviceDeadlock, match="default stream"):
-            ranks.run(run)
