@@ -166,6 +166,14 @@ class Collective(ABC):
         """Gather messages as `all_gather` does, where ranks may be in different operations; all have one length."""
         return self.all_gather(x, op=op)
 
+    def on_host(self, x: Tensor, *, op: Operation) -> Tensor:
+        """Return `x`, which `op` has brought, on the host; waits for a device at most the time limit.
+
+        Raises:
+            CollectiveError: The device has not come to it: another rank has not.
+        """
+        return x.cpu()
+
     @abstractmethod
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         """Point-to-point: send contiguous tensors to peers while filling tensors from peers, in place.

@@ -141,6 +141,8 @@ class Messenger(Protocol):
 
     def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor: ...
 
+    def on_host(self, x: Tensor, *, op: Operation) -> Tensor: ...
+
 
 def gather_numbers(
     collective: Messenger,
@@ -225,7 +227,7 @@ def _frame(
 def _gather(collective: Messenger, frame: Tensor, op: Operation) -> IntArray:
     # Counted before the wait: this is how others see that this rank has gone on to a further message
     collective.frames.begun += 1
-    table: IntArray = collective.gather_messages(frame, op=op).cpu().numpy()
+    table: IntArray = collective.on_host(collective.gather_messages(frame, op=op), op=op).numpy()
     _check(table, collective.rank)
     return table
 

@@ -211,6 +211,11 @@ class Presence:
         """Whether the process is known to have ended; never known of a process on another machine."""
         return pulse.machine == self._machine and not _runs(pulse.process, pulse.started)
 
+    def ended(self, ranks: Sequence[int]) -> bool:
+        """Whether the process of one of `ranks` is known to have ended."""
+        pulses = [self.pulse(r) for r in ranks if r != self.rank]
+        return any(pulse is not None and self.has_ended(pulse) for pulse in pulses)
+
     def is_stopped(self, pulse: Pulse) -> bool:
         """Whether the process is known to be stopped (SIGSTOP); never known of a process on another machine."""
         return pulse.machine == self._machine and (_stat(pulse.process) or [""])[0] == "T"

@@ -45,6 +45,7 @@ from prophet.ranks.waiting import Waiter, joined
 from prophet.ranks.watch import Watch
 from prophet.ranks.works import (
     abort,
+    abort_on_device,
     all_made,
     at_once,
     beside,
@@ -55,6 +56,9 @@ from prophet.ranks.works import (
     in_turns,
     is_short,
     nothing,
+    on_device,
+    on_host_in_turns,
+    outlast,
 )
 
 T = TypeVar("T")
@@ -130,6 +134,7 @@ class ProcessGroupCollective(Collective):
         made = channels or all_made([lambda: dist.new_group(ranks, **options)] * 2)
         self.groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
         first_calls(made)
+        outlast(made, 2 * timeout_s)
         # Weak, or `_shared` below would keep alive the group that its entry hangs on
         self._base, self._ranks = weakref.ref(base), ranks
         self._presence = presence()
@@ -146,6 +151,7 @@ class ProcessGroupCollective(Collective):
         self._threads: dict[Channel, tuple[Waiter, Waiter]] = {}
         self._posted: dict[Channel, int] = dict.fromkeys(self.groups, 0)
         self._single: Waiter | None = None
+        _made.add(self)
 
     def _on_several_hosts(self) -> bool:
         """Whether the ranks are on more than one host; collective unless all places are known."""
@@ -302,24 +308,56 @@ class ProcessGroupCollective(Collective):
 
         def gather() -> None:
             work = _all_gather_single(out.view(-1), source.view(-1), group=group, async_op=True)
-            before: dict[int, Pulse] = {}
-            news = self._turn()
-
-            def turn() -> None:
-                nonlocal before
-                here = self._presence.stuck(self._ranks, group.group_name)
-                # Twice in a row, in the same call and with a new pulse: the first time it may only have passed through
-                again = [r for r, p in here.items() if r in before and before[r].blocked == p.blocked]
-                if here and len(again) == len(here) and all(p.count > before[r].count for r, p in here.items()):
-                    text = crossed({self._ranks.index(r): p for r, p in here.items()}, self.rank)
-                    raise OutOfStep(f"rank {self.rank}: {op}, {self.frames}: {text}")
-                before = here
-                news()
-
-            in_turns(work, turn, max(LOOK_S, self.size / 100))
+            in_turns(work, self._message_turn(op), self._look_s)
 
         self.guard(gather, op)
         return out
+
+    @property
+    def _look_s(self) -> float:
+        """Seconds between two looks at the other ranks' pulses."""
+        return max(LOOK_S, self.size / 100)
+
+    def _message_turn(self, op: Operation) -> Callable[[], None]:
+        """Make the function that a wait for a message calls between its turns; it raises where others cannot come."""
+        before: dict[int, Pulse] = {}
+        news = self._turn()
+
+        def turn() -> None:
+            nonlocal before
+            here = self._presence.stuck(self._ranks, self.groups["tokens"].group_name)
+            # Twice in a row, in the same call and with a new pulse: the first time it may only have passed through
+            again = [r for r, p in here.items() if r in before and before[r].blocked == p.blocked]
+            if here and len(again) == len(here) and all(p.count > before[r].count for r, p in here.items()):
+                text = crossed({self._ranks.index(r): p for r, p in here.items()}, self.rank)
+                raise OutOfStep(f"rank {self.rank}: {op}, {self.frames}: {text}")
+            before = here
+            news()
+
+        return turn
+
+    def on_host(self, x: Tensor, *, op: Operation) -> Tensor:
+        """See `Collective`. Raises soon where a rank has ended: the host sees no connection to it that is closed.
+
+        An error gives up all groups of this process on devices. What their streams waited for is undefined then.
+        """
+        if self.size == 1 or x.device.type == "cpu":
+            return x.cpu()
+        turn, gone = self._message_turn(op), False
+
+        def look() -> None:
+            nonlocal gone
+            turn()
+            # Twice in a row, so that a rank that has failed and ended had the time to say so
+            before, gone = gone, self._presence.ended(self._ranks)
+            if before and gone:
+                raise RuntimeError("a process has ended: connection closed by peer")
+
+        try:
+            return self.guard(lambda: on_host_in_turns(x, look, self._look_s, self.timeout_s), op)
+        except (CollectiveError, OutOfStep, StageFailed) as error:
+            _give_up_on_devices(error)
+            raise
 
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         group = self.groups[channel]
@@ -375,6 +413,20 @@ class ProcessGroupCollective(Collective):
         if self._single is not None:
             self._single.close()
         self.groups.clear()
+
+
+# All that this process has made: whichever of them a stream waits for, it keeps all that follow from running
+_made: weakref.WeakSet[ProcessGroupCollective] = weakref.WeakSet()
+
+
+def _give_up_on_devices(error: Exception) -> None:
+    """Make the streams of this process go on: they wait for what will never come."""
+    for collective in list(_made):
+        groups = [group for group in dict.fromkeys(collective.groups.values()) if on_device(group)]
+        if groups and collective._broken is None:
+            collective._broken = CollectiveError(collective.rank, Operation("abort"), str(error))
+        for group in groups:
+            abort_on_device(group)
 
 
 # --- who is there ---

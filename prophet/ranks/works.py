@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch import Tensor
 from prophet.errors import OutOfStep
 from prophet.ranks.collective import Coming, Pending
 from prophet.ranks.operation import Operation
+from prophet.ranks.side_stream import current_stream
 from prophet.ranks.waiting import TURN_S, Waiter, joined, stay
 
 T = TypeVar("T")
@@ -67,6 +69,38 @@ def at_once(works: Sequence[Any]) -> None:
     """Wait for works on an accelerator: its stream waits, not the host."""
     for work in works:
         work.wait()
+
+
+def on_host_in_turns(x: Tensor, turn: Callable[[], None], turn_s: float, limit_s: float) -> Tensor:
+    """Copy a tensor of a device to the host, once the device has come to it; torch's own copy waits for ever.
+
+    Args:
+        x: The tensor.
+        turn: Called between turns, and may raise.
+        turn_s: Seconds of a turn.
+        limit_s: Seconds to wait for the device.
+
+    Raises:
+        RuntimeError: The device has not come to it in time. It goes on: `abort` ends what it waits for.
+    """
+    # Pinned, or the copy itself would wait
+    found = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
+    found.copy_(x, non_blocking=True)
+    copied = current_stream(x.device).record_event()
+    began = time.monotonic()
+    turns, pause_s = 1, 0.0
+    while not copied.query():
+        # At first without a pause: mostly the device is nearly there, and the next kernels wait for this
+        time.sleep(pause_s)
+        waited_s = time.monotonic() - began
+        pause_s = min(waited_s / 20, TURN_S) if waited_s > 1e-3 else 0.0
+        if waited_s >= limit_s:
+            raise RuntimeError(f"timed out: the device has not come to it within {limit_s:g} s")
+        stay()
+        if waited_s >= turns * turn_s:
+            turns += 1
+            turn()
+    return found
 
 
 def is_short(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -171,14 +205,34 @@ def first_calls(groups: Iterable[dist.ProcessGroup]) -> None:
     stream.synchronize()
 
 
-def abort(group: dist.ProcessGroup) -> None:
-    """Make every wait for this group in this process fail at once, in any thread; peers' waits may fail, too."""
-    config = str(dist.get_backend_config(group))
+def on_device(group: dist.ProcessGroup) -> list[torch.device]:
+    """List the devices that the group's messages may lie on, but those of gloo, which are on the host."""
+    backends = [part.split(":") for part in str(dist.get_backend_config(group)).split(",")]
+    return [torch.device(device) for device, backend in backends if backend != "gloo"]
+
+
+def outlast(groups: Iterable[dist.ProcessGroup], limit_s: float) -> None:
+    """Give groups' messages on a device a limit of `limit_s`, longer than that of the waits of this library.
+
+    NCCL watches its own limit in a thread, and ends the process without a word on ranks, layers and operations.
+    """
+    for group in dict.fromkeys(groups):
+        for device in on_device(group):
+            group._get_backend(device).set_timeout(timedelta(seconds=limit_s))
+
+
+def abort_on_device(group: dist.ProcessGroup) -> None:
+    """Make a device's stream go on that waits for this group; what it waited for stays undefined."""
     # gloo's own does nothing
-    if any(not backend.endswith(":gloo") for backend in config.split(",")):
+    if on_device(group):
         with suppress(RuntimeError):
             group.abort()
-    if "cpu:gloo" not in config:
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Make every wait for this group in this process fail at once, in any thread; peers' waits may fail, too."""
+    abort_on_device(group)
+    if "cpu:gloo" not in str(dist.get_backend_config(group)):
         return
     # gloo has no way to give up a wait, but one that takes too long closes all connections that are waited for. So
     # wait for a message from every peer that nobody sends, for a millisecond.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from prophet.errors import CollectiveError, OutOfStep
 from prophet.ranks import process_group
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
-from prophet.ranks.works import SHORT_BYTES, abort, all_made, coming, first_calls, host_too
+from prophet.ranks.works import SHORT_BYTES, abort, all_made, coming, first_calls, host_too, outlast
 from tests.helpers.launch import run_gloo
 
 
@@ -82,6 +83,16 @@ def test_new_groups_are_used_once_on_the_device_in_a_stream_of_its_own(
     groups: Any = ["d1", "d2", "host", "d1"]  # both channels may be one group
     first_calls(groups)
     assert done == (["enter", "meta d1", "meta d2", "leave", "wait"] if there else [])
+
+
+def test_the_limit_of_a_backend_that_ends_processes_comes_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's ends them without a name; gloo's waits have to end at the limit itself."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl,xpu:gloo")
+    group = mock.MagicMock()
+    outlast([group, group], 40.0)
+    group._get_backend.assert_called_once_with(torch.device("cuda"))
+    group._get_backend.return_value.set_timeout.assert_called_once_with(timedelta(seconds=40))
+    assert hasattr(dist.ProcessGroupGloo, "set_timeout")
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -43,12 +43,13 @@ def gradient_norm(
     Returns:
         A scalar of the dtype that the parameters' dtypes promote to; 0 without any gradient.
     """
+    op = Operation("norm of all gradients")
     mine = torch.full((len(parameters),), _ABSENT, dtype=torch.float64)
     held = [(i, p.grad) for i, (name, p) in enumerate(parameters.items()) if name in counted and p.grad is not None]
     if held:
         norms = [torch.linalg.vector_norm(_values(grad)) for _, grad in held]
-        mine[[i for i, _ in held]] = torch.stack([n.double() for n in norms]).cpu()
-    every = world.all_gather(mine, op=Operation("norm of all gradients"))  # [R, N]
+        mine[[i for i, _ in held]] = world.on_host(torch.stack([n.double() for n in norms]), op=op)
+    every = world.all_gather(mine, op=op)  # [R, N]
     # also where the norm is not a number, which compares as false
     present = ~(every < 0)
     figures, owners = every.where(present, 0.0), present.sum(dim=0)

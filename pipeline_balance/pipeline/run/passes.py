@@ -216,7 +216,8 @@ class Passes:
         """The sum of a pass's losses on every rank."""
         reports = run.losses and self.owned.model.leads
         mine = torch.stack(run.losses).sum() if reports else torch.zeros((), dtype=torch.float64)
-        every = self.groups.world.all_gather(mine.reshape(1).cpu(), op=Operation("sharing the loss"))
+        world, op = self.groups.world, Operation("sharing the loss")
+        every = world.all_gather(world.on_host(mine.reshape(1), op=op), op=op)
         return float(every.sum())
 
     def _update(self, max_norm: float | None, scaler: PipelineScaler | None) -> None:
