@@ -1,4 +1,4 @@
-"""A stream of their own for threads that send tensors beside training.
+"""A stream of their own for tensors that are sent beside training, by a thread or between two launches of training.
 
 On a device a wait for a collective is one of the stream. All threads of a process share the default stream. If two
 ranks' threads launch their collectives between different ones of training, each rank's stream waits for what the
@@ -26,23 +26,26 @@ def current_stream(device: torch.device) -> Any:
 
 
 class SideStream:
-    """What a thread launches beside training; on the host nothing but the calls themselves.
+    """What is launched beside training; on the host nothing but the calls themselves.
 
     A tensor that the calls make belongs to this stream's memory. It may be used after `join`, and has to be let go of
     before the next `after_now`, or a call could write to it that training still reads.
 
     Args:
         device: Where the tensors are.
+
+    Attributes:
+        device: As given.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, new_stream(device)
+        self.device, self._stream = device, new_stream(device)
 
     def after_now(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Wrap `call` for the thread: what it launches starts after what this thread has launched until now."""
+        """Wrap `call`, for any thread: what it launches starts after what this thread has launched until now."""
         if self._stream is None:
             return call
-        event = current_stream(self._device).record_event()
+        event = current_stream(self.device).record_event()
 
         def run() -> T:
             with self._stream:
@@ -51,7 +54,11 @@ class SideStream:
 
         return run
 
-    def join(self) -> None:
-        """Make what this thread launches from now on start after all that the calls have launched."""
+    def mark(self) -> Any:
+        """Return an event of all that the calls have launched until now, for `join`; None on the host."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, mark: Any = None) -> None:
+        """Make what this thread launches from now on start after what the calls have launched until `mark`, or now."""
         if self._stream is not None:
-            current_stream(self._device).wait_event(self._stream.record_event())
+            current_stream(self.device).wait_event(mark or self._stream.record_event())

@@ -3,6 +3,9 @@
 `prophet.scheduler.pieces` lists what travels. A chunk that sends on what an earlier one brought waits for that first.
 All ranks launch the same chunks in the same order.
 
+On a device chunks are packed and sent in a stream of their own, and so is what a second phase does with the results of
+the first. Training's stream waits where it needs a result, and before it writes to what was packed.
+
 Shape legend: R ranks, P parameters of one expert.
 """
 
@@ -11,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +25,7 @@ from prophet.experts.bank import Bank
 from prophet.experts.replica import Replica
 from prophet.ranks.collective import Collective, Pending
 from prophet.ranks.operation import Operation
+from prophet.ranks.side_stream import SideStream
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Chunk, Exchange, Piece
 
@@ -36,6 +42,7 @@ class Transfer:
         replicas: What this rank holds of others.
         collective: The ranks that share the experts.
         block: The layer's place in the order of execution, for messages.
+        side: Where chunks are packed and sent.
 
     Attributes:
         launched: How many chunks have been launched.
@@ -45,13 +52,22 @@ class Transfer:
     name: str
 
     def __init__(
-        self, chunks: Sequence[Chunk], bank: Bank, replicas: Sequence[Replica], collective: Collective, block: int
+        self,
+        chunks: Sequence[Chunk],
+        bank: Bank,
+        replicas: Sequence[Replica],
+        collective: Collective,
+        block: int,
+        side: SideStream,
     ) -> None:
         self._chunks = chunks
         self._bank = bank
         self._replicas = {r.expert: r for r in replicas}
         self._collective = collective
         self._block = block
+        self._side = side
+        # of the last exchange that was packed
+        self._packed: Any = None
         self.launched = 0
         self.window: Window | None = None
         self._flying: deque[tuple[Exchange, Pending]] = deque()
@@ -81,18 +97,26 @@ class Transfer:
         """Launch the next chunk; waits where it sends on what is under way."""
         chunk, self.launched = self.launched, self.launched + 1
         for exchange in self._chunks[chunk]:
-            # a second phase packs what the first has brought, so that has to be in place
-            if exchange.phase in _SECOND:
-                self.finish()
             # errors and timelines name the phase and the chunk
             label = self.name if exchange.phase == "direct" else f"{self.name} {exchange.phase}"
-            self._start(exchange, Operation(f"{label} chunk {chunk}", self._block))
+            self._collect(exchange)
+            self._side.after_now(partial(self._start, exchange, Operation(f"{label} chunk {chunk}", self._block)))()
+            self._packed = self._side.mark()
 
     def abandon(self) -> None:
         """Wait for what is under way and put it nowhere."""
         while self._flying:
             # waited for all the same: the backend still reads and writes its buffers
             self._flying.popleft()[1].wait()
+
+    def release(self) -> None:
+        """Have training's stream wait until what was launched is packed: after that it may write there again.
+
+        `finish` and `abandon` do so as well, since what is packed comes before what they wait for.
+        """
+        if self._packed is not None:
+            self._side.join(self._packed)
+            self._packed = None
 
     def finish(self) -> None:
         """Wait for all that was launched and put it in place."""
@@ -104,7 +128,13 @@ class Transfer:
             with torch.no_grad():
                 self._place(exchange, arrived)
 
+    def _collect(self, exchange: Exchange) -> None:
+        """Make sure that what an exchange sends lies where it is packed from; in training's stream."""
+
     def _start(self, exchange: Exchange, op: Operation) -> None:
+        # a second phase packs what the first has brought, so that has to be in place
+        if exchange.phase in _SECOND:
+            self.finish()
         with torch.no_grad():
             parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
             # a rank that sends nothing takes part as well: an all-to-all needs all of them
@@ -166,6 +196,7 @@ class Agg(Transfer):
         replicas: What this rank holds of others.
         collective: The ranks that share the experts.
         block: The layer's place in the order of execution, for messages.
+        side: Where chunks are packed and sent.
         visited: Experts that had rows on some rank; None for all. The others' gradients stay what they are.
     """
 
@@ -178,9 +209,10 @@ class Agg(Transfer):
         replicas: Sequence[Replica],
         collective: Collective,
         block: int,
+        side: SideStream,
         visited: Collection[int] | None = None,
     ) -> None:
-        super().__init__(chunks, bank, replicas, collective, block)
+        super().__init__(chunks, bank, replicas, collective, block, side)
         self._visited = visited
         self._sums: list[tuple[Piece, Tensor]] = []
 
@@ -188,12 +220,11 @@ class Agg(Transfer):
     def _dtype(self) -> torch.dtype:
         return self._bank.grad_dtype
 
-    def _start(self, exchange: Exchange, op: Operation) -> None:
+    def _collect(self, exchange: Exchange) -> None:
         # autograd may have replaced a leaf's gradient, or keep it in another dtype
         if exchange.phase != "home":
             for replica in self._replicas.values():
                 replica.collect_grads()
-        super()._start(exchange, op)
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
         if exchange.phase != "home":

@@ -25,6 +25,7 @@ from torch import Tensor
 from prophet.experts.bank import Bank
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.ranks.collective import Collective
+from prophet.ranks.side_stream import SideStream
 from prophet.scheduler.actions import Action, Launch, TransferKind, Window, WindowKind
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
 from prophet.scheduler.replica_transfers import Agg, Trans, Transfer
@@ -56,12 +57,14 @@ class Carrier:
         pool: Memory of the replicas.
         stopwatch: Counts waiting and launching as "exposed_trans" and "exposed_agg".
         actions: Every launch is written down here, in order.
+        side: Where transfers are packed and sent.
     """
 
     collective: Collective
     pool: ReplicaPool
     stopwatch: Stopwatch
     actions: list[Action]
+    side: SideStream
 
 
 def in_backward() -> bool:
@@ -156,7 +159,7 @@ class BlockReplicas:
             # `drop` has taken the memory, and kept the tensor that leaves are views of
             if replica.params.numel() and not replica.params.untyped_storage().size():
                 self._carrier.pool.restore(replica.params)
-        self._trans = Trans(chunks, self._bank, self._made(), self._carrier.collective, self._block)
+        self._trans = Trans(chunks, self._bank, self._made(), self._carrier.collective, self._block, self._carrier.side)
         # sent again the values are the same: autograd must not take them for a change in place
         self._trans.again = self.state is State.DROPPED
         self.state = State.UNDER_WAY
@@ -215,6 +218,10 @@ class BlockReplicas:
         if self.in_use or self.state is State.HERE:
             raise ValueError(f"block {self._block}: replicas can only be withdrawn before they were used")
         self.state = State.NONE
+        if self._trans is not None:
+            # what has begun is not waited for, but their memory is about to be others', and the optimizer will write
+            # where it was packed
+            self._trans.release()
         for replica in self._replicas or ():
             replica.vanish()
             # they never ran, so their gradients are as they were lent: zero
@@ -258,6 +265,9 @@ class BlockReplicas:
         if self._agg is not None and not self._agg.complete:
             # a layer used twice: what is under way carries the gradients so far, whole, wherever it was cut
             self._launch_rest(self._agg, self._rest("AGG", "BEC"))
+        if self._agg is not None:
+            # gradients are about to be added where it was packed
+            self._agg.release()
         self._backward_runs += 1
         self.unsent = True
         # fetched parameters must be there before the first product reads them
@@ -287,7 +297,7 @@ class BlockReplicas:
             if numel == 0:
                 return
             chunks = agg_chunks(self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg)
-            self._agg = Agg(chunks, bank, self._made(), collective, self._block, self._visited)
+            self._agg = Agg(chunks, bank, self._made(), collective, self._block, self._carrier.side, self._visited)
         with self._carrier.stopwatch("exposed_agg"):
             self._advance(self._agg, action or self._agg_rest)
 

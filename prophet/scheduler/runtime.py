@@ -15,6 +15,7 @@ import torch
 from prophet.experts.bank import Bank
 from prophet.experts.replica import ReplicaPool
 from prophet.ranks.collective import Collective
+from prophet.ranks.side_stream import SideStream
 from prophet.scheduler.actions import Action, Launch, Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import Recording
@@ -75,6 +76,14 @@ class Runtime:
         # parameters that all ranks train, by which to see what was zeroed
         self.shared: Sequence[torch.Tensor] = ()
         self.step: Step | None = None
+        self._side: SideStream | None = None
+
+    def side(self) -> SideStream:
+        """Return the stream of transfers, on the device where the experts are now."""
+        device = self.blocks[0].experts.device
+        if self._side is None or self._side.device != device:
+            self._side = SideStream(device)
+        return self._side
 
     @property
     def running(self) -> bool:
@@ -131,7 +140,7 @@ class Step:
         self._runtime = runtime
         self.actions: list[Action] = []
         self.forms = tuple(forms)
-        carrier = Carrier(runtime.collective, runtime.pool, runtime.stopwatch, self.actions)
+        carrier = Carrier(runtime.collective, runtime.pool, runtime.stopwatch, self.actions, runtime.side())
         self.blocks = [
             BlockReplicas(i, block.experts, placement, form, carrier)
             for i, (block, placement, form) in enumerate(zip(runtime.blocks, placements, forms, strict=True))

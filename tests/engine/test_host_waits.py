@@ -35,7 +35,7 @@ if not (SUPPORTED and INTERPRETED and triton_available()):
     )
 
 CASE = Case(shapes=((2, 3), (4,)), steps=3, seed=7, impl="triton", device=NAME)
-COUNTS = "gather_messages(frame, op=op).cpu()"
+COUNTS = "return x.cpu()"
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,12 @@ nothing else can run. So a result that is used too early, and an input that is c
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -127,6 +128,8 @@ class Queues:
     Args:
         size: R, the number of ranks.
         timeout_s: Seconds that a host waits at most, where it waits for a host that waits beside the device.
+        side: When what lies in other streams than a rank's default one runs: as early as it can, as late, or by chance
+            with this seed.
 
     Attributes:
         changed: To be held while something is launched.
@@ -134,8 +137,9 @@ class Queues:
         threads: Those of each rank that may launch work.
     """
 
-    def __init__(self, size: int, timeout_s: float) -> None:
-        self.size, self.timeout_s = size, timeout_s
+    def __init__(self, size: int, timeout_s: float, side: Literal["early", "late"] | int = "early") -> None:
+        self.size, self.timeout_s, self.side = size, timeout_s, side
+        self._chance = random.Random(side)
         self.changed = threading.Condition(threading.RLock())
         self.last: dict[tuple[int, str], Work] = {}
         self.threads: dict[int, set[threading.Thread]] = {rank: set() for rank in range(size)}
@@ -206,7 +210,16 @@ class Queues:
 
     def _pass(self) -> bool:
         moved = False
-        for work in self._ahead:
+        # What one stream must not overtake, and has no event for, is overtaken in one of the two orders
+        beside = [work for work in self._ahead if work.queue.startswith("stream ")]
+        others = [work for work in self._ahead if not work.queue.startswith("stream ")]
+        by_chance = isinstance(self.side, int)
+        early = self._chance.random() < 0.5 if by_chance else self.side == "early"
+        first, then = (beside, others) if early else (others, beside)
+        for i, work in enumerate([*first, *then]):
+            # As soon as anything has run, those that come first may be able to
+            if moved and first and (by_chance or i >= len(first)):
+                break
             if not work.started and all(need.over for need in work.needs):
                 work.started = moved = True
                 work.needs = []

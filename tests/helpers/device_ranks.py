@@ -17,7 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,10 +62,18 @@ class DeviceWorld(Queues):
         size: R, the number of ranks.
         one_queue: Whether a rank has one queue for all its communicators, as with CUDA_DEVICE_MAX_CONNECTIONS=1.
         timeout_s: Seconds that a host waits at most, where it waits for a host that waits beside the device.
+        side: See `Queues`.
     """
 
-    def __init__(self, size: int, *, one_queue: bool = False, timeout_s: float = 60.0) -> None:
-        super().__init__(size, timeout_s)
+    def __init__(
+        self,
+        size: int,
+        *,
+        one_queue: bool = False,
+        timeout_s: float = 60.0,
+        side: Literal["early", "late"] | int = "early",
+    ) -> None:
+        super().__init__(size, timeout_s, side)
         self.one_queue = one_queue
         self.counts: dict[Hashable, int] = defaultdict(int)
         self.waits: dict[int, list[str]] = {rank: [] for rank in range(size)}
@@ -160,6 +168,10 @@ class CurrentStream:
     def wait_event(self, event: Work | None) -> None:
         self.launch("wait for an event", None, *([] if event is None else [event]))
 
+    def beside(self) -> OwnStream:
+        """Another stream of this rank."""
+        return OwnStream()
+
     def synchronize(self) -> None:
         """Wait on the host for all that was launched into it."""
         last = self.world.last.get((self.rank, self.name))
@@ -170,7 +182,7 @@ class CurrentStream:
 class OwnStream(CurrentStream):
     """A stream of the rank whose thread makes it, as `torch.Stream`; `with` it a thread launches into it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__(_here.stream.world, _here.stream.rank)
         self.name = f"stream {id(self)}"
         self._inside = ExitStack()
@@ -180,12 +192,6 @@ class OwnStream(CurrentStream):
 
     def __exit__(self, *_: object) -> None:
         self._inside.close()
-
-    @staticmethod
-    def current(device: torch.device) -> CurrentStream:
-        """The stream of this thread, as `torch.accelerator.current_stream`."""
-        current: CurrentStream = _here.stream
-        return current
 
 
 @contextmanager

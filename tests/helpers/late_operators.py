@@ -26,6 +26,8 @@ class Stream(Protocol):
 
     def synchronize(self) -> None: ...
 
+    def beside(self) -> Any: ...
+
 
 def poison(x: Tensor) -> Tensor:
     """Fill `x` with values that nobody computes by accident; returns it."""
@@ -50,6 +52,12 @@ class Late(Watch):
             if found is not NotImplemented:
                 return found
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def new_stream(self) -> Any:
+        return self.stream.beside()
+
+    def current_stream(self) -> Any:
+        return self.stream
 
     def wait(self, func: Any) -> None:
         super().wait(func)

@@ -27,6 +27,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from prophet.ranks import side_stream
+
 NAME = "pretended"
 SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 # Once it is known, torch takes the device for this process's accelerator, in whatever runs there afterwards
@@ -117,6 +119,14 @@ class Watch(TorchDispatchMode):
     def storage(self, host: Tensor) -> Any:
         """The storage of a tensor with these values."""
         return host.untyped_storage()
+
+    def new_stream(self) -> Any:
+        """A stream beside the default one; None where operators run at once."""
+        return None
+
+    def current_stream(self) -> Any:
+        """The stream of the calling thread."""
+        raise NotImplementedError
 
     def wait(self, func: Any) -> None:
         """Note that an operator would make the host wait."""
@@ -220,6 +230,11 @@ def _register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, _DeviceModule())
     _below.impl("empty_strided", _empty_strided)
     _below.impl("_copy_from", _copy_from)
+    made, current = side_stream.new_stream, side_stream.current_stream
+    side_stream.new_stream = lambda device: _watching.watch.new_stream() if device.type == NAME else made(device)
+    side_stream.current_stream = lambda device: (
+        _watching.watch.current_stream() if device.type == NAME else current(device)
+    )
 
 
 def skip_beside_others() -> None:

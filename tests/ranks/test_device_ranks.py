@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,11 +19,19 @@ from torch import Tensor
 from pipeline_balance.schedules.sliced import sliced
 from pipeline_balance.schedules.transfers import Message, Step, received_ahead, with_messages
 from prophet.errors import CollectiveError
+from prophet.experts.feed_forward import FeedForwardBank
+from prophet.experts.replica import ReplicaPool
 from prophet.kernels import choice
 from prophet.ranks.collective import Collective, Pending
 from prophet.ranks.json_messages import gather_json
 from prophet.ranks.operation import Operation
+from prophet.ranks.side_stream import SideStream
 from prophet.ranks.threads import ThreadWorld
+from prophet.scheduler.actions import Launch, Window
+from prophet.scheduler.pieces import Form
+from prophet.scheduler.replicas import BlockReplicas, Carrier
+from prophet.scheduler.windows import Stopwatch
+from prophet.spec import Placement
 from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceHazard, DeviceWorld, stream
 from tests.helpers.pretend_device import NAME, skip_beside_others, values
 from tests.helpers.training import Case, compare, expected, train
@@ -103,6 +112,55 @@ def test_an_engine_trains_as_the_oracle_does(one_queue: bool, monkeypatch: pytes
     with pytest.warns(UserWarning, match="no topology: replicas are planned for ranks of 100 FLOP per byte"):
         found = on_device(one_queue).run(lambda group: train(case, group))
     compare(expected(case), found)
+
+
+@pytest.mark.parametrize("side", ["late", 1])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(transfers="direct", density=1.0, slots=8, steps=2, seed=2),
+        Case(transfers="two-phase", density=1.0, slots=8, microbatches=2, steps=2, seed=3),
+        Case(transfers="two-phase", refetch=True, density=0.8, slots=8, blocks=3, steps=2, seed=4),
+        Case(transfers="direct", uses=2, density=1.0, slots=8, steps=2, seed=5),
+    ],
+    ids=["direct", "two-phase, two microbatches", "fetched again", "layers used twice"],
+)
+def test_transfers_in_their_own_stream_are_in_time_for_training(
+    case: Case, side: Literal["late"] | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "triton_available", lambda: False)
+    case = replace(case, device=NAME)
+    world = DeviceWorld(2, timeout_s=20.0, side=side)
+    with pytest.warns(UserWarning, match="no topology"):
+        found = world.run(lambda group: train(case, group))
+    compare(expected(case), found)
+    packed = {queue for _, queue in world.last if queue.startswith("stream ")}
+    assert len(packed) == 2, "each rank has one stream for transfers"
+
+
+def test_gradients_may_be_added_once_what_is_on_its_way_is_packed() -> None:
+    """As by the second backward pass of a layer that is used twice, while Agg brings home the first one's."""
+
+    def body(c: DeviceCollective) -> list[Any]:
+        bank = FeedForwardBank(2, 2, 1, first_expert=c.rank, total_experts=2, ep_size=2).to(NAME)
+        carrier = Carrier(c, ReplicaPool(), Stopwatch(), [], SideStream(torch.device(NAME)))
+        placement = Placement.with_replicas((0, 1), 2, ((0, 1), (1, 0)))
+        block = BlockReplicas(0, bank, placement, Form(), carrier)
+        replica = block.arrived()[0]
+        block.use(keep=True, visited=[0, 1])
+        block.backward_began()
+        replica.grads += 1
+        block.launch_gradients(Launch("AGG", 0, 1, Window("BNEC", 0)))
+        block.backward_began()
+        replica.grads += 4
+        block.finish_gradients()
+        home = [p.grad for p in bank.parameters() if p.grad is not None]
+        return [float(g.sum()) / g.numel() for g in home] + [float(replica.grads.sum())]
+
+    for seed in range(12):
+        # The mean over the ranks, as the home experts had no rows
+        for home in DeviceWorld(2, timeout_s=20.0, side=seed).run(body):
+            assert home == [2.5] * (len(home) - 1) + [0.0], seed
 
 
 # --- a thread beside training ---

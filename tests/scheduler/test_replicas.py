@@ -7,6 +7,7 @@ import torch
 
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import ReplicaPool
+from prophet.ranks.side_stream import SideStream
 from prophet.scheduler.actions import Launch, Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.replicas import BlockReplicas, Carrier, State
@@ -21,7 +22,7 @@ ALL = Launch("TRANS", 1, 1, Window("FNEC", 0))
 def made(pairs: tuple[tuple[int, int], ...] = ((0, 1),)) -> tuple[BlockReplicas, Carrier, FeedForwardBank]:
     """Replicas of block 1 on rank 1 of 2, each rank home to one expert."""
     bank = FeedForwardBank(2, 2, 1, first_expert=1, total_experts=2, ep_size=2)
-    carrier = Carrier(RecordingCollective(1, 2), ReplicaPool(), Stopwatch(), [])
+    carrier = Carrier(RecordingCollective(1, 2), ReplicaPool(), Stopwatch(), [], SideStream(torch.device("cpu")))
     placement = Placement.with_replicas((0, 1), 2, pairs)
     return BlockReplicas(1, bank, placement, Form(), carrier), carrier, bank
 

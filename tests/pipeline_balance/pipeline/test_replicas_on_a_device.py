@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from pipeline_balance.pipeline.run.replicas import ReplicaMeans
-from prophet.ranks import side_stream
 from prophet.ranks.collective import Pending
 from prophet.ranks.operation import Operation
-from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceWorld, OwnStream
+from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceWorld
+from tests.helpers.late_operators import Late
 from tests.helpers.pretend_device import NAME, skip_beside_others
 
 skip_beside_others()
@@ -22,11 +22,11 @@ skip_beside_others()
 @pytest.mark.parametrize("own", [True, False])
 def test_a_mean_has_a_stream_of_its_own_on_a_device(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On replica 0 the mean comes before training's next collective, on replica 1 after it."""
-    monkeypatch.setattr(side_stream, "new_stream", OwnStream if own else lambda device: None)
-    monkeypatch.setattr(side_stream, "current_stream", OwnStream.current)
+    if not own:
+        monkeypatch.setattr(Late, "new_stream", lambda self: None)
     launched = [threading.Event(), threading.Event()]
 
-    class Late(DeviceCollective):
+    class Later(DeviceCollective):
         def all_to_all(self, *given: Any, **named: Any) -> Pending:
             assert self.rank == 0 or launched[1].wait(20.0)
             pending = super().all_to_all(*given, **named)
@@ -42,7 +42,7 @@ def test_a_mean_has_a_stream_of_its_own_on_a_device(own: bool, monkeypatch: pyte
             return pending
 
     def run(world: DeviceCollective) -> list[list[float]]:
-        means = ReplicaMeans(Late(world._world, world.rank, "column", [0, 1]))
+        means = ReplicaMeans(Later(world._world, world.rank, "column", [0, 1]))
         p = nn.Parameter(torch.zeros(3, device=NAME))
         p.grad = torch.full((3,), 1.0 + world.rank, device=NAME) * 2
         mine = torch.tensor([world.rank], device=NAME)
