@@ -17,6 +17,7 @@ from torch import nn
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
+from prophet.ranks.stretches import sum_of_powers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +112,8 @@ def gradient_rates(layers: Mapping[int, nn.Module], count: int, collective: Coll
     for i, layer in layers.items():
         # the gradient's norm stands for the rate: with gradient descent a layer changes in proportion to it
         pairs = [(p.grad, p) for p in layer.parameters() if p.grad is not None]
-        size = sum(float(p.detach().double().pow(2).sum()) for _, p in pairs)
-        change = sum(float(g.double().pow(2).sum()) for g, _ in pairs)
+        size = sum(float(sum_of_powers(p, 2)) for _, p in pairs)
+        change = sum(float(sum_of_powers(g, 2)) for g, _ in pairs)
         mine[i] = (change / size) ** 0.5 if size > 0 else 0.0
     # each layer is on one rank, and zero on all others
     rates: list[float] = collective.all_gather(mine, op=Operation("rates of change")).sum(dim=0).tolist()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,8 @@ from prophet.layer.moe import MoE, moe_layers
 from prophet.ranks.collective import Collective
 from prophet.ranks.messages import share
 from prophet.ranks.operation import Operation
+from prophet.ranks.process_group import figures_of_parts
+from prophet.ranks.stretches import in_parts, sum_of_powers
 from prophet.spec import IntArray
 
 
@@ -72,6 +73,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; collective.
 
+    No gradient is copied as a whole: a large one is read, and scaled, in parts.
+
     Args:
         parameters: This rank's parameters, experts and others.
         max_norm: The norm that gradients are scaled down to; infinite only measures. A norm that is NaN makes all
@@ -93,7 +96,7 @@ def clip_grad_norm_(
     # Of the parameters that ranks share, and of this rank's experts
     figures = torch.zeros(2, dtype=torch.float64, device=device)
     for p, grad in held:
-        figure = _figure(grad.detach().double(), power)
+        figure = _figure(grad.detach(), power)
         # A view, written to in place: no value comes to the host
         own = figures[int(bool(getattr(p, "prophet_expert", False)))]
         own.copy_(torch.maximum(own, figure.to(device)) if power == math.inf else own + figure)
@@ -112,30 +115,17 @@ def clip_grad_norm_(
         here = factor.to(part.device, non_blocking=part.device.type != "cpu")
         # A product in sixteen bits would round the factor first
         if part.dtype in (torch.float16, torch.bfloat16) and part.device.type != "cpu":
-            part.copy_(part.float() * here)
+            for piece in in_parts(part):
+                piece.copy_(piece.float().mul_(here))
         else:
             part.mul_(here)
     return norm
 
 
 def _figure(grad: Tensor, power: float) -> Tensor:
-    """Sum the powers of a whole gradient, or take its greatest number; collective where FSDP has cut it.
-
-    Args:
-        grad: The gradient in float64.
-        power: The power of the norm; infinity for the greatest number.
-    """
-    cut: Any = grad if hasattr(grad, "full_tensor") else None
-    if power == math.inf:
-        # amax() of a part without elements is an error, so reduce the other dimensions, and gather along the cut
-        if cut is not None:
-            along = {placement.dim for placement in cut.placements if placement.is_shard()}
-            others = [d for d in range(cut.ndim) if d not in along]
-            grad = (cut.abs().amax(others) if others else cut).full_tensor()
-        return grad.abs().amax() if grad.numel() else grad.new_zeros(())
-    total: Any = grad.square().sum() if power == 2 else grad.abs().pow(power).sum()
-    whole: Tensor = total if cut is None else total.full_tensor()
-    return whole
+    """Sum the powers of a whole gradient, or take its greatest number; collective where FSDP has cut it."""
+    figures = figures_of_parts(grad, lambda part: sum_of_powers(part, power))
+    return figures.amax() if power == math.inf else figures.sum()
 
 
 def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:

@@ -558,6 +558,29 @@ def cut_like(whole: Tensor, own: Tensor) -> Tensor:
     return distribute_tensor(whole.to(own.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def figures_of_parts(x: Tensor, measure: Callable[[Tensor], Tensor]) -> Tensor:
+    """Measure a tensor where it lies; collective over the ranks of a `DTensor`.
+
+    Args:
+        x: A tensor, or a `DTensor` whose parts are measured by the ranks that hold them.
+        measure: Returns a scalar.
+
+    Returns:
+        The figures of all parts, in the order of their ranks, once each; the same on all ranks.
+    """
+    if not hasattr(x, "full_tensor"):
+        return measure(x).view(1)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    cut: Any = x
+    if any(placement.is_partial() for placement in cut.placements):
+        cut = cut.redistribute(placements=[Replicate() if p.is_partial() else p for p in cut.placements])
+    own = measure(cut.to_local()).view(1)
+    along = [placement if placement.is_replicate() else Shard(0) for placement in cut.placements]
+    every: Tensor = DTensor.from_local(own, cut.device_mesh, along, run_check=False).full_tensor()
+    return every
+
+
 # --- which collective a layer gets ---
 
 

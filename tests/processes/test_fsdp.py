@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import prophet
 from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters
+from prophet.ranks.process_group import figures_of_parts
+from prophet.ranks.stretches import sum_of_powers
 from tests.helpers.launch import on_processes
 from tests.helpers.support import RandomPlanner, dense_parameters, expert_gradients, next_id_loss
 from tests.helpers.training import SCALE, Case, Step, compare, expected
@@ -176,3 +180,28 @@ def test_norms_of_other_types(rows: int, cut: bool) -> None:
     for norm, wanted, left in by_rank[0]:
         assert norm == pytest.approx(wanted, rel=1e-12)
         assert left == pytest.approx(0.5, rel=1e-5)
+
+
+def cut_in_several_ways() -> list[tuple[float, float]]:
+    """The sum of squares and the greatest number: cut by rows, whole on all ranks, and with terms still to be added."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    whole = torch.arange(6.0).view(3, 2)
+    bad = torch.where(whole == 5.0, math.nan, whole)
+    cut = [distribute_tensor(x, mesh, [placement]) for x in (whole, bad) for placement in (Shard(0), Replicate())]
+    added = DTensor.from_local(whole / mesh.size(), mesh, [Partial()])
+    return [tuple(_figures(x)) for x in (*cut, added)]  # type: ignore[misc]
+
+
+def _figures(x: Tensor) -> list[float]:
+    return [
+        float(figures_of_parts(x, lambda part: sum_of_powers(part, 2)).sum()),
+        float(figures_of_parts(x, lambda part: sum_of_powers(part, math.inf)).amax()),
+    ]
+
+
+def test_each_part_of_a_gradient_counts_once() -> None:
+    """Of three rows over four ranks, one rank has none."""
+    for found in on_processes(4, cut_in_several_ways, timeout_s=60):
+        by_rows, everywhere, bad, bad_everywhere, added = found
+        assert by_rows == everywhere == added == (55.0, 5.0)
+        assert all(math.isnan(figure) for figure in (*bad, *bad_everywhere))

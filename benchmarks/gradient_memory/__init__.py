@@ -1,0 +1,1 @@
+"""Memory that averaging and measuring gradients takes beside them."""
