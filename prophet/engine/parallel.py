@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from prophet.layer.moe import MoE, moe_layers
 from prophet.ranks.collective import Collective
+from prophet.ranks.gradient_means import average_gradients_
 from prophet.ranks.messages import share
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import figures_of_parts
@@ -159,7 +160,11 @@ class ExpertReplicas:
     is collective.
 
     A layer that did not run in a pass contributes zeros, unless it ran on none of the processes. A process on which no
-    layer ran while another's did is an error after the collective's time limit.
+    layer ran while another's did is an error after the collective's time limit. A parameter that has a gradient on none
+    of them keeps None.
+
+    The average takes buckets of bounded size: at most 128 MiB beside the gradients, see
+    `prophet.ranks.gradient_means`.
 
     Where fewer backward passes run in a step than the engine expects, it completes gradients in `optimizer.step()`,
     after this average: call `engine.runtime.finish_gradients()` and `average()` before the step then.
@@ -223,24 +228,7 @@ class ExpertReplicas:
     def average(self) -> None:
         """Average now; collective over the replicas. A second call changes nothing."""
         params = [p for p in self._params if p.requires_grad]
-        if self.replicas.size == 1 or not params:
-            return
-        for dtype in sorted({p.dtype for p in params}, key=str):
-            self._average([p for p in params if p.dtype == dtype])
-
-    def _average(self, params: list[nn.Parameter]) -> None:
-        # Which parameters have a gradient travels with the gradients, which saves a message
-        present = torch.stack([params[0].new_tensor(0.0 if p.grad is None else 1.0) for p in params])
-        sums = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in params]
-        self.replicas.all_reduce_mean_([present, *sums], op=Operation("average of expert gradients over replicas"))
-        for p, mean, anywhere in zip(params, sums, present.tolist(), strict=True):
-            # No gradient on any of them: None stays None, or optimizers would decay unused experts
-            if anywhere == 0:
-                continue
-            if p.grad is None:
-                p.grad = mean
-            elif p.grad is not mean:
-                p.grad.copy_(mean)
+        average_gradients_(params, self.replicas, op=Operation("average of expert gradients over replicas"))
 
     def close(self) -> None:
         """Stop averaging."""

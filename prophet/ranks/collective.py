@@ -242,7 +242,11 @@ class Collective(ABC):
         return word
 
     def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
-        """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""
+        """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise.
+
+        One message takes all of them, and R + 2 times their memory: for the gradients of large models, see
+        `prophet.ranks.gradient_means`.
+        """
         if self.size == 1 or not tensors:
             return
         # One message for all tensors

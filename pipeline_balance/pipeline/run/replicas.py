@@ -7,7 +7,7 @@ grid is spare: it holds nothing, and takes part in what all processes do around 
 Once a stage has run its last backward action, the schedule starts the means of its layers' gradients. They run in that
 order in a thread, on a communicator and on a stream that nothing else uses.
 
-Shape legend: R replicas, P pipeline ranks, N elements of a bucket.
+Shape legend: R replicas, P pipeline ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model.ownership import local
-from prophet.errors import OutOfStep, SpecError
+from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
+from prophet.ranks.gradient_means import average_gradients_
 from prophet.ranks.operation import Operation
 from prophet.ranks.side_stream import SideStream
 from prophet.ranks.waiting import Waiter
@@ -149,10 +149,8 @@ class ReplicaMeans:
         if self._thread is None or not trainable:
             return
         self._side = self._side or SideStream(trainable[0].device)
-        # sorted, as all replicas must send the buckets in one order
-        for dtype in sorted({p.dtype for p in trainable}, key=str):
-            average = partial(self._average, [p for p in trainable if p.dtype == dtype], layer)
-            self._under_way.append(self._thread.submit(self._side.after_now(average)))
+        average = partial(self._average, trainable, layer)
+        self._under_way.append(self._thread.submit(self._side.after_now(average)))
 
     def finish(self) -> None:
         """Wait until all that was started is averaged. Raises what went wrong; every wait has the limit of `column`."""
@@ -168,57 +166,8 @@ class ReplicaMeans:
         if self._thread is not None:
             self._thread.close()
 
-    @torch.no_grad()
-    def _average(self, bucket: Sequence[nn.Parameter], layer: int) -> None:
-        op = Operation("mean of gradients over replicas", layer)
-        here = [p.grad is not None for p in bucket]
-        # all replicas send messages of one size, whichever gradients they have
-        grads = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        mean, anywhere = mean_in_order(flat, [float(h) for h in here], self.column, op=op)
-        for p, piece, some in zip(bucket, mean.split([g.numel() for g in grads]), anywhere, strict=True):
-            if some:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                local(p.grad).copy_(piece.view(local(p.grad).shape))
-
-
-def mean_in_order(
-    x: Tensor, numbers: Sequence[float], ranks: Collective, *, op: Operation
-) -> tuple[Tensor, list[float]]:
-    """Average all ranks' `x` [N], added in rank order; collective.
-
-    Each rank adds one of R equal shards, then all gather the shards: 2 (R - 1) / R of `x` travel each way.
-
-    Args:
-        x: This rank's elements [N].
-        numbers: Small whole numbers that travel with the shards.
-        ranks: The R ranks.
-        op: What errors call it; its layer must be the same on all ranks.
-
-    Returns:
-        The mean [N], with the same bits on all ranks, and of each number the largest of all ranks.
-
-    Raises:
-        OutOfStep: Ranks average different layers.
-    """
-    size = ranks.size
-    shard = -(-x.numel() // size)
-    # below 128, which half precisions hold exactly, too
-    head = torch.tensor([float((op.layer or 0) % 128), *numbers], dtype=x.dtype).to(x.device, non_blocking=True)
-    padded = torch.cat([x, x.new_zeros(shard * size - x.numel())]).view(size, shard)
-    message = torch.cat([head.expand(size, -1), padded], dim=1)
-    ones = [1] * size
-    came = ranks.all_to_all(message, ones, ones, op=op, channel="weights").wait()
-    layers = came[:, 0].tolist()
-    if len(set(layers)) > 1:
-        raise OutOfStep(f"rank {ranks.rank}: {op}: other replicas average another layer: {[int(n) for n in layers]}")
-    mine = came[0, len(head) :].clone()
-    # one after the other: a sum in another order would have other bits
-    for part in came[1:, len(head) :]:
-        mine += part
-    mine /= size
-    mean = ranks.all_gather(mine, op=op, channel="weights").reshape(-1)[: x.numel()]
-    return mean, came[:, 1 : len(head)].amax(dim=0).tolist()
+    def _average(self, parameters: Sequence[nn.Parameter], layer: int) -> None:
+        average_gradients_(parameters, self.column, op=Operation("mean of gradients over replicas", layer))
 
 
 def start_alike(tensors: Sequence[Tensor], column: Collective) -> None:

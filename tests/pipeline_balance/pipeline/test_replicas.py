@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.run.replicas import Grid, ReplicaMeans, check_units, mean_in_order, start_alike
+from benchmarks.gradient_memory.peak import Metered, PeakBytes
+from pipeline_balance.pipeline.run.replicas import Grid, ReplicaMeans, check_units, start_alike
 from prophet.errors import OutOfStep, SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
-
-OP = Operation("mean", 3)
 
 
 def test_processes_form_a_grid() -> None:
@@ -26,25 +25,6 @@ def test_processes_form_a_grid() -> None:
     for processes, replicas in ((6, 4), (4, 0), (2, 3)):
         with pytest.raises(SpecError, match=f"{processes} processes cannot be divided into {replicas} replicas"):
             Grid.of(processes, replicas)
-
-
-def vector(rank: int, n: int, dtype: torch.dtype) -> Tensor:
-    return (torch.randn(n, generator=torch.Generator().manual_seed(rank)) * 10.0**rank).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("ranks", "n"), [(2, 7), (3, 9), (4, 2), (5, 0)])
-def test_the_mean_adds_in_rank_order(ranks: int, n: int, dtype: torch.dtype) -> None:
-    expected = vector(0, n, dtype)
-    for r in range(1, ranks):
-        expected += vector(r, n, dtype)
-    expected /= ranks
-    results = ThreadWorld(ranks, timeout_s=20.0).run(
-        lambda world: mean_in_order(vector(world.rank, n, dtype), [0.0, float(world.rank == 1)], world, op=OP)
-    )
-    for mean, said in results:
-        assert torch.equal(mean, expected)
-        assert said == [0.0, 1.0]
 
 
 def layers() -> list[nn.Linear]:
@@ -95,6 +75,26 @@ def test_layers_are_averaged_in_the_order_they_are_started(replicas: int) -> Non
         assert weight is not None
         assert bias is None
         assert torch.equal(weight, expected(2, reference[2].weight, [r for r in everyone if r != 1]))
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_a_layers_mean_takes_less_memory_than_its_gradients(replicas: int) -> None:
+    def run(column: Collective) -> tuple[int, bool]:
+        parameters = [nn.Parameter(torch.zeros(1 << 16)) for _ in range(4)]
+        for p in parameters:
+            p.grad = torch.full_like(p, float(column.rank))
+        peak = PeakBytes()
+        means = ReplicaMeans(Metered(column, peak))
+        with peak:
+            means._average(parameters, 0)  # in this thread, whose operators are counted
+        means.close()
+        return peak.peak_bytes, all(
+            p.grad is not None and bool((p.grad == (replicas - 1) / 2).all()) for p in parameters
+        )
+
+    for found, right in ThreadWorld(replicas, timeout_s=20.0).run(run):
+        assert right
+        assert 0 < found <= 4 * 4 * (1 << 16)
 
 
 def test_starting_does_not_wait_for_the_other_replica() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeline_balance.pipeline.run.replicas import ReplicaMeans
 from prophet.ranks.collective import Pending
+from prophet.ranks.gradient_means import average_gradients_
 from prophet.ranks.operation import Operation
 from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceWorld
 from tests.helpers.late_operators import Late
@@ -61,3 +62,20 @@ def test_a_mean_has_a_stream_of_its_own_on_a_device(own: bool, monkeypatch: pyte
     else:
         with pytest.raises(DeviceDeadlock, match="default stream"):
             ranks.run(run)
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_buckets_follow_each_other_without_the_host(one_queue: bool) -> None:
+    """The host reads what comes before the first bucket, and nothing else."""
+
+    def run(world: DeviceCollective) -> list[list[float] | None]:
+        parameters = [nn.Parameter(torch.zeros(5, device=NAME)) for _ in range(3)]
+        for place, p in enumerate(parameters[:2]):
+            if place <= world.rank:
+                p.grad = torch.full((5,), 1.5 + 1.5 * world.rank, device=NAME)
+        average_gradients_(parameters, world, op=Operation("mean"), bucket_bytes=24)
+        return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+    ranks = DeviceWorld(3, one_queue=one_queue, timeout_s=20.0)
+    assert ranks.run(run) == [[[3.0] * 5, [2.5] * 5, None]] * 3
+    assert [len(waits) for waits in ranks.waits.values()] == [1 + 2] * 3, "beside the two gradients that are read above"
