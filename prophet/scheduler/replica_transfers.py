@@ -29,6 +29,8 @@ from prophet.ranks.side_stream import SideStream
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Chunk, Exchange, Piece
 
+# elements of float32 that a sum of half precisions takes beside its terms: 4 MiB
+_SUMMED_AT_ONCE = 1 << 20
 # phases that send on what the first one brought
 _SECOND = ("gather", "home")
 
@@ -190,6 +192,8 @@ class Trans(Transfer):
 class Agg(Transfer):
     """Brings the replicas' gradients home; every sum runs over the replicas in rank order, in either form.
 
+    Replicas' gradients in bfloat16 or float16 are summed in float32, and rounded once. The home adds that to its own.
+
     Args:
         chunks: What this rank sends and receives, chunk by chunk.
         bank: The layer's home experts.
@@ -265,12 +269,24 @@ def _summed(exchange: Exchange, arrived: Tensor) -> list[tuple[Piece, Tensor]]:
 
     In place: `arrived` belongs to the transfer. The order of the result is by expert, then by element.
     """
-    totals: dict[tuple[int, int], tuple[Piece, Tensor]] = {}
+    terms: dict[tuple[int, int], list[tuple[Piece, Tensor]]] = {}
     for piece, values in _received(exchange, arrived):
         # incoming pieces lie by source rank: the sum has one order in every run, so its bits are the same
-        known = totals.get((piece.expert, piece.start))
-        if known is None:
-            totals[piece.expert, piece.start] = (piece, values)
-        else:
-            known[1].add_(values)
-    return [totals[key] for key in sorted(totals)]
+        terms.setdefault((piece.expert, piece.start), []).append((piece, values))
+    for found in terms.values():
+        _add_to_first([values for _, values in found])
+    return [terms[key][0] for key in sorted(terms)]
+
+
+def _add_to_first(terms: Sequence[Tensor]) -> None:
+    """Add equally long flat tensors to the first of them, in order; in half precision with one rounding."""
+    first, *others = terms
+    if not others or first.dtype not in (torch.float16, torch.bfloat16):
+        for other in others:
+            first.add_(other)
+        return
+    for total, *parts in zip(*(term.split(_SUMMED_AT_ONCE) for term in terms), strict=True):
+        wide = total.float()
+        for part in parts:
+            wide += part
+        total.copy_(wide)

@@ -1,0 +1,74 @@
+"""How Agg adds: half precision with one rounding of the replicas' sum, other precisions term by term."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from prophet.experts.feed_forward import FeedForwardBank
+from prophet.experts.replica import ReplicaPool
+from prophet.ranks.collective import Collective
+from prophet.scheduler import replica_transfers
+from prophet.scheduler.pieces import agg_chunks
+from prophet.scheduler.replica_transfers import Agg
+from prophet.spec import Placement
+from tests.helpers.support import on_threads
+
+RANKS = 8
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def gradient(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def brought_home(group: Collective, dtype: torch.dtype, receivers: list[int], *, two_phase: bool) -> Tensor | None:
+    """Rank 0 is the home of expert 0, whose replicas' gradients come home; its gradient afterwards, on rank 0."""
+    bank = FeedForwardBank(4, 6, 1, bias=False, first_expert=group.rank, total_experts=RANKS, ep_size=RANKS).to(dtype)
+    placement = Placement.with_replicas(tuple(range(RANKS)), RANKS, [(0, r) for r in receivers])
+    replicas = [bank.replica(expert, ReplicaPool()) for expert in placement.replicas_on(group.rank)]
+    for replica in replicas:
+        replica.grads.copy_(gradient(group.rank, bank.grad_numel, dtype))
+    for p in bank.parameters():
+        p.grad = torch.zeros_like(p)
+    if group.rank == 0:
+        bank.add_flat_grad(0, 0, bank.grad_numel, gradient(0, bank.grad_numel, dtype) * RANKS)
+    agg = Agg(agg_chunks(placement, group.rank, bank.grad_numel, two_phase=two_phase), bank, replicas, group, block=0)
+    while not agg.complete:
+        agg.launch_next()
+    agg.finish()
+    return torch.cat([p.grad.flatten() for p in bank.parameters() if p.grad is not None]) if group.rank == 0 else None
+
+
+def oracle(dtype: torch.dtype, receivers: list[int], numel: int) -> Tensor:
+    """The home's gradient, and 1/R of the replicas' sum in rank order."""
+    terms = [gradient(r, numel, dtype) for r in receivers]
+    wide = torch.float32 if dtype in HALVES else dtype
+    total = terms[0].to(wide)
+    for term in terms[1:]:
+        total = total + term.to(wide)
+    home = (gradient(0, numel, dtype) * RANKS).mul(1 / RANKS)
+    return home.add(total.to(dtype), alpha=1 / RANKS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("receivers", [[3], [1, 4], [1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("two_phase", [False, True])
+@pytest.mark.parametrize("at_once", [5, 1 << 20])
+def test_a_sum_is_rounded_once(
+    dtype: torch.dtype, receivers: list[int], two_phase: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_transfers, "_SUMMED_AT_ONCE", at_once)
+    found = on_threads(RANKS, lambda group: brought_home(group, dtype, receivers, two_phase=two_phase))[0]
+    assert found is not None
+    assert torch.equal(found, oracle(dtype, receivers, found.numel()))
+
+
+def test_the_oracle_tells_one_rounding_from_several() -> None:
+    terms = [gradient(r, 1000, torch.bfloat16) for r in range(1, RANKS)]
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    once = torch.stack([t.float() for t in terms]).sum(0).bfloat16()
+    assert (total != once).float().mean() > 0.1
