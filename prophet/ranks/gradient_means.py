@@ -110,7 +110,7 @@ class _Buckets:
         came, head = pending.wait(), 0
         if first:
             head = 1 + len(self._parameters)
-            self._read_head(came[:, :head].cpu())
+            self._read_head(self._ranks.on_host(came[:, :head], op=self._op))
         # A copy, so that the memory of what came is free while means are gathered
         mean = came[0, head:].clone()
         # One after the other: a sum in another order would have other bits
