@@ -47,8 +47,11 @@ def run_ranks(
     timeout_s: float,
     what: str = "the run",
     traces: Path | None = None,
+    on_gpus: bool = False,
 ) -> None:
-    """Run `body(rank, *args)` on `ranks` processes of one gloo group, and return when all have ended well.
+    """Run `body(rank, *args)` on `ranks` processes of one group, and return when all have ended well.
+
+    The group talks by gloo.
 
     Args:
         body: An importable function.
@@ -59,6 +62,7 @@ def run_ranks(
         timeout_s: Seconds for every wait within the group.
         what: The run's name in messages.
         traces: A folder for tracebacks of ranks that fail; None for no tracebacks.
+        on_gpus: Each rank takes the GPU of its number, and the group has NCCL beside gloo.
 
     Raises:
         RankFailed: When a rank fails, dies or the time is up; no process survives.
@@ -67,7 +71,7 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # The fork server keeps the environment that it was started with, so each rank is handed the present one
-    shared = (ranks, body, tuple(args), folder, timeout_s, traces, dict(os.environ))
+    shared = (ranks, body, tuple(args), folder, timeout_s, traces, on_gpus, dict(os.environ))
     processes = [
         context.Process(target=_rank_main, args=(rank, *shared), name=f"rank {rank}", daemon=True)
         for rank in range(ranks)
@@ -216,6 +220,7 @@ def _rank_main(
     folder: Path,
     timeout_s: float,
     traces: Path | None,
+    on_gpus: bool,
     environment: dict[str, str],
 ) -> None:
     """Body of one rank's process, in its caller's environment; leaves a message where it fails."""
@@ -224,9 +229,12 @@ def _rank_main(
         os.environ.update(environment)
         # Ranks share this machine's cores: with more threads each they would wait for one another's
         torch.set_num_threads(1)
+        # NCCL takes the current device: without this all ranks would share GPU 0
+        if on_gpus:
+            torch.cuda.set_device(rank)
         # A file in a private folder is the meeting point: no port has to be free.
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
             init_method=f"file://{folder / 'meeting-point'}",
             rank=rank,
             world_size=ranks,
