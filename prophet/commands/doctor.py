@@ -24,7 +24,6 @@ _ALONE_S = 8.0
 _PAIR_S = 10.0
 # Limit from the start of this process, and the most that imports count of it: a slow disk must leave time for checks
 _ALL_S, _IMPORTS_S = 27.0, 12.0
-_MARKS = {"sound": "ok", "finding": "!!", "not checked": "--"}
 
 
 def add(commands: Any) -> None:
@@ -153,6 +152,7 @@ def _show(checks: Sequence[Check], by_rank: Sequence[Mapping[str, str]], *, as_j
         }
         print(json.dumps(answer, indent=2), flush=True)
         return
+    from prophet.doctor.check import MARKS
     from prophet.terminal import Column, console, print_table
 
     to = console()
@@ -160,10 +160,10 @@ def _show(checks: Sequence[Check], by_rank: Sequence[Mapping[str, str]], *, as_j
     to.print()
     for check in checks:
         if check.state != "finding":
-            to.print(f"{_MARKS[check.state]} {check.name}: {check.message}", markup=False, highlight=False)
+            to.print(f"{MARKS[check.state]} {check.name}: {check.message}", markup=False, highlight=False)
     # Findings come last, next to the prompt
     for check in found:
-        line = f"{_MARKS[check.state]} {check.name}: {check.message}"
+        line = f"{MARKS[check.state]} {check.name}: {check.message}"
         to.print(line, markup=False, highlight=False, style="bold red")
         # As one line, to be copied whatever the terminal's width
         to.print(f"   mend: {check.mend}", markup=False, highlight=False, soft_wrap=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 State = Literal["sound", "finding", "not checked"]
+MARKS: dict[State, str] = {"sound": "ok", "finding": "!!", "not checked": "--"}
+"""What stands before a line of a report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
