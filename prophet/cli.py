@@ -1,4 +1,4 @@
-"""The command line: `prophet demo`, `plan`, `calibrate`, `doctor`, `simulate`, `watch`, `report`, and others' commands.
+"""The command line: `prophet demo`, `plan`, `calibrate`, `doctor`, `gpu-check` and more, and others' commands.
 
 At its top this module imports the standard library only. If another distribution owns the name `prophet`, the command
 can then say so before any other import fails with a less helpful message.
@@ -20,11 +20,12 @@ _COMMANDS = {
     "plan": "what would balancing gain on my routing trace?",
     "calibrate": "measure this machine for the performance model",
     "doctor": "check the installation, this machine and the ranks of a job",
+    "gpu-check": "try this machine's GPUs, within ten minutes",
     "simulate": "how long would a step take on 8 to 4096 ranks?",
     "watch": "show a run's balance in the terminal while it trains",
     "report": "write the HTML page of a run",
 }
-"""Ours, each in its module of `prophet.commands`, which is imported when it is asked for."""
+"""Ours, each in its module of `prophet.commands` (`gpu_check` for `gpu-check`), imported when it is asked for."""
 
 _EXIT_CODES = (
     "exit codes: 0 done, 1 the run failed, 2 unusable arguments or input, 3 another distribution has overwritten "
@@ -122,7 +123,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     asked = next((word for word in argv if not word.startswith("-")), "")
     # Other packages' entry points are loaded only where none of our commands is asked for, as that takes time
     if asked in _COMMANDS:
-        importlib.import_module(f"prophet.commands.{asked}").add(commands)
+        importlib.import_module(f"prophet.commands.{asked.replace('-', '_')}").add(commands)
         return parser
     from importlib import metadata
 

@@ -60,9 +60,13 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.demo": _SHOWN
     | {"prophet.ranks", "prophet.layer", "prophet.machine", "prophet.report", "prophet.terminal"},
     "prophet.doctor": {"prophet.errors", "prophet.ranks", "prophet.kernels", "prophet.planner", "prophet.machine"},
+    # what `prophet gpu-check` tries: anything of this half may be among it
+    "prophet.gpu_check": _VALUES
+    | {"prophet.ranks", "prophet.kernels", "prophet.experts", "prophet.layer", "prophet.engine", "prophet.machine"}
+    | {"prophet.doctor", "prophet.report"},
     "prophet.commands": _SHOWN - {"prophet.engine", "prophet.scheduler"}
     | {"prophet.ranks", "prophet.machine", "prophet.report", "prophet.monitor", "prophet.demo", "prophet.terminal"}
-    | {"prophet.doctor"},
+    | {"prophet.doctor", "prophet.gpu_check"},
     "prophet.cli": {"prophet", "prophet.errors"},  # and the command that is asked for, by its name
     "prophet.__main__": {"prophet.cli"},
     "prophet": {"prophet.errors", "prophet.ranks", "prophet.engine", "prophet.machine", "prophet.state"},  # its doors
@@ -91,7 +95,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
         "pipeline_balance.pipeline",
     }
     | {"pipeline_balance.schedules", "pipeline_balance.maps", "pipeline_balance.control", "pipeline_balance.slices"}
-    | {"prophet.terminal"},
+    | {"prophet.terminal", "prophet.doctor", "prophet.gpu_check"},  # its checks of a machine with GPUs
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
     "pipeline_balance": {"pipeline_balance.control"},
@@ -198,8 +202,9 @@ _MAY_START_A_GROUP = {"prophet/ranks/launch.py"}
 # Under torchrun ranks are there already: the same file finds that out, and the environment is how it is told.
 _MAY_READ_THE_ENVIRONMENT = {
     "prophet/ranks/launch.py",
-    "prophet/commands/doctor.py",
-}  # which says what is wrong with it
+    "prophet/commands/doctor.py",  # which says what is wrong with it
+    "prophet/commands/gpu_check.py",  # the same; and what its checks' processes are started with
+}
 # torch keeps the index of its checkpoints as a pickle: one file reads it, and knows every class that may be in it.
 _READS_A_PICKLE = "prophet/state/tensor_index.py"
 # a group has started when all of its ranks are connected

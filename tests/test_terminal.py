@@ -185,6 +185,17 @@ def examined(folder: Path) -> Path:
     return folder / "examined.json"
 
 
+def gpu_checked(folder: Path) -> Path:
+    """What checks of a machine with GPUs have found."""
+    lines = [
+        {"name": "engine", "state": "sound", "message": "4 steps, 30 replicas: as on one rank", "mend": ""},
+        {"name": "kernels", "state": "finding", "message": "bfloat16 by 12.5", "mend": "please send the JSON below"},
+    ]
+    checks = [{"name": line["name"], "lines": [line]} for line in lines]
+    (folder / "gpu-checked.json").write_text(json.dumps({"device": "2 x NVIDIA H100", "checks": checks}))
+    return folder / "gpu-checked.json"
+
+
 def commands(folder: Path) -> dict[str, list[str]]:
     """The arguments of every command that prints a table, on something that it can work on at once."""
     counts = np.full((3, 2, 4, 8), 10)
@@ -197,6 +208,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "watch": ["watch", str(steps_file(folder)), "--once"],
         "calibrate": ["calibrate", str(calibrated(folder))],
         "doctor": ["doctor", str(examined(folder))],
+        "gpu-check": ["gpu-check", str(gpu_checked(folder))],
     }
     assert command_names() == found.keys() | NO_TABLE | IN_PYTHON
     return found

@@ -39,10 +39,11 @@ PLACES = {
     "pipeline_balance.schedules": (6, 5),
     "pipeline_balance.spec": (6, 6),
 }
-# small helpers that many rooms use, and the front of each package
-LEFT_OUT = {f"prophet.{name}" for name in ("errors", "files", "sharing", "terminal", "cli", "__main__")} | {*PACKAGES}
-# the options of `prophet switch`, which the room of the layouts adds to the commands
-NOT_DRAWN = {("pipeline_balance.elastic", "prophet.commands")}
+# small helpers that many rooms use, the checks of a machine with GPUs, which use all, and the front of each package
+_LEFT_OUT = ("errors", "files", "sharing", "trials", "terminal", "gpu_check", "cli", "__main__")
+LEFT_OUT = {f"prophet.{name}" for name in _LEFT_OUT} | {*PACKAGES}
+# the options of `prophet switch`, which the room of the layouts adds to the commands, and its checks of GPUs
+NOT_DRAWN = {("pipeline_balance.elastic", "prophet.commands"), ("pipeline_balance.elastic", "prophet.doctor")}
 FILLS = {"prophet": "#deebf7", "pipeline_balance": "#e5f5e0"}
 LINES = {"prophet": "#3182bd", "pipeline_balance": "#31a354"}
 COLUMN, ROW, WIDE, HIGH, TOP = 100, 62, 86, 28, 40  # pixels

@@ -21,7 +21,7 @@ def help_of(*arguments: str) -> str:
 
 def command_names() -> set[str]:
     """Those that `prophet --help` lists, other packages' too."""
-    return set(re.findall(r"^    (\w+)(?:  |$)", help_of(), re.M))
+    return set(re.findall(r"^    ([\w-]+)(?:  |$)", help_of(), re.M))
 
 
 def options_of(command: str) -> set[str]:

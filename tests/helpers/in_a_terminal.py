@@ -123,6 +123,14 @@ def _run(folder: Path) -> None:
 
             asked = json.loads(Path(arguments[1]).read_text())
             _show([Check(**check) for check in asked["checks"]], [asked["versions"]], as_json=False)
+        elif arguments[0] == "gpu-check":  # the same
+            from prophet.commands.gpu_check import show
+            from prophet.doctor.check import Check
+            from prophet.gpu_check.verdict import Verdict
+
+            asked = json.loads(Path(arguments[1]).read_text())
+            verdicts = [Verdict(name=one["name"], checks=[Check(**c) for c in one["lines"]]) for one in asked["checks"]]
+            show(verdicts, asked["device"])
         else:
             assert main(arguments) == 0, arguments
         sys.stdout.flush()

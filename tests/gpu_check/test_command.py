@@ -1,0 +1,106 @@
+"""`prophet gpu-check` as a whole: on the CPU, without a GPU, and with checks that hang, die, or fill what there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prophet.cli import BAD_INPUT, FAILED, OK, main
+from prophet.gpu_check import checks
+from tests.helpers.gpu_check_bodies import BLOWS
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def checked(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Exit code, the whole answer, and its checks by name."""
+    code = main(["gpu-check", "--device", "cpu", "--json", *options])
+    found = json.loads(capsys.readouterr().out)
+    return code, found, {one["name"]: one for one in found["checks"]}
+
+
+@pytest.mark.timeout(280)
+def test_what_hangs_or_dies_is_a_line_and_the_rest_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checks, "TASKS", BLOWS)
+    code, found, by_name = checked(capsys, "--out", str(tmp_path / "page.md"))
+    assert code == FAILED
+    assert not found["sound"]
+    said = {
+        "hangs": "no end within 8 s, and was ended",
+        "one-hangs": "and was ended",  # on a busy machine before its ranks were there, whose names are told otherwise
+        "dies": "ended by SIGSEGV",
+        "memory": "MemoryError",
+        "finds": "wrong at 18 s",
+    }
+    assert {name for name, one in by_name.items() if one["state"] == "finding"} == said.keys()
+    for name, text in said.items():
+        assert text in by_name[name]["lines"][0]["message"], by_name[name]
+    assert by_name["garbage"]["lines"] == [{"name": "garbage", "state": "sound", "message": "went on", "mend": ""}]
+    assert by_name["last"]["lines"][0]["message"] == "1 rank on cpu"
+    assert found["paste"] == ["unset IT"]
+    assert all(c.isprintable() or c == "\n" for c in (tmp_path / "page.md").read_text())
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    "names",
+    [
+        "kernels,engine",
+        pytest.param("channels,pipeline,switch", marks=pytest.mark.slow),
+        pytest.param("lost-rank,calibration,layer", marks=pytest.mark.slow),
+    ],
+)
+def test_all_checks_pass_on_the_cpu(names: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine = tmp_path / "topology.toml"
+    code, found, by_name = checked(capsys, "--checks", names, "--machine", str(machine))
+    assert by_name.keys() == {"environment", *names.split(",")}
+    assert code == OK, [line for one in found["checks"] for line in one["lines"]]
+    allowed = {"sound", "not checked"} if "calibration" in names else {"sound"}  # a busy machine has no rate of a link
+    assert {one["state"] for one in by_name.values()} <= allowed
+    assert machine.exists() == (found["topology"] == str(machine))
+    if "engine" in names:
+        assert by_name["engine"]["figures"]["copies"] > 0
+    assert not any(one["output"] for one in by_name.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_without_a_gpu_it_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["gpu-check", "--checks", "environment", "--machine", str(tmp_path / "topology.toml")]) == BAD_INPUT
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert "no GPU that torch can use" in shown.err
+    assert "`prophet gpu-check --device cpu`" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--checks", "kernel"], "there is no check 'kernel'; did you mean 'kernels'"),
+        (["--out", "page.txt"], "--out: expected a file that ends in .md or .html, got page.txt"),
+        (["--machine", "/proc/x/y.toml"], "--machine: expected a file that can be written"),
+    ],
+)
+def test_mistakes_are_refused_before_the_work(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gpu-check", "--device", "cpu", *options]) == BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
+def test_under_a_launcher_it_says_how_to_start_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert main(["gpu-check", "--device", "cpu"]) == BAD_INPUT
+    assert "run it without torchrun" in capsys.readouterr().err
