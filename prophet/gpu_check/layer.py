@@ -53,7 +53,7 @@ def layer(place: Place) -> Answer:
     for number in range(_WARM_UP + _ROUNDS):
         # Another one goes first each round
         for which in ((0, 1), (1, 0))[number % 2]:
-            took_s = _step(engines[which], x.to(place.device, sizes.dtype), place)
+            took_s = _step(engines[which], x.to(place.device, sizes.dtype, copy=True), place)
             rows = collective.all_gather(torch.tensor([took_s], dtype=torch.float64), op=Operation("end of a sample"))
             if number >= _WARM_UP:
                 # A step takes as long as on the slowest rank
