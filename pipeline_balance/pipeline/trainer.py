@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.measure.meter import Meter, RankTimes, gather_costs, local_costs
+from pipeline_balance.pipeline.measure.meter import Meter, RankTimes, clock_on, gather_costs, local_costs
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import (
     Batch,
@@ -105,8 +105,9 @@ class ElasticPipeline:
         schedule: str | MakeSchedule | None = None,
     ) -> None:
         self.groups, self.in_job = PipelineGroups(group, timeout_s), rank_assignment is not None
-        self.meter = meter if meter is not None else Meter()
         at = device if device is not None else torch.device("cpu")
+        # A controller measures the steps that it needs. On a device others would wait for its clock, too.
+        self.meter = meter if meter is not None else Meter(clock=clock_on(at), enabled=at.type == "cpu")
 
         # a list, as `check` and `make` below fill it in
         built: list[Stages] = []

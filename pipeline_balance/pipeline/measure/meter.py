@@ -31,9 +31,26 @@ from pipeline_balance.pipeline.measure.slice_costs import OfSlice, SliceFit
 from pipeline_balance.spec import LayerCost
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
+from prophet.ranks.side_stream import current_stream
 
 _FIGURES = tuple(f.name for f in fields(LayerCost) if f.name != "name")
 MAX_SAMPLES = 256
+
+
+def clock_on(device: torch.device) -> Callable[[], float]:
+    """Return a clock of what runs on `device`, in seconds.
+
+    Work on an accelerator is launched without waiting for it. There a reading waits until this thread's stream has done
+    all that was launched, receives included.
+    """
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def after_the_device() -> float:
+        current_stream(device).synchronize()
+        return time.perf_counter()
+
+    return after_the_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +83,7 @@ class Meter:
 
     Attributes:
         enabled: Whether anything is read; off between measured steps.
-        clock: Times waits and steps, in seconds.
+        clock: Times waits and steps, in seconds; see `clock_on`.
         work_clock: Times the layers' own work (None: `clock`). The processor time of the thread suits ranks that share
             cores or run under a quota, where the wall clock counts pauses as work.
         max_samples: How many samples of a kind are kept; with slices, as many of each slice.
@@ -130,7 +147,9 @@ class Meter:
 
     def begin_step(self) -> None:
         """Begin a new step, which work counts towards from here on."""
-        self._step_began = self._last_end = self.clock()
+        # the clock of a device makes the host wait
+        if self.enabled:
+            self._step_began = self._last_end = self.clock()
 
     def end_step(self) -> None:
         """End the step that began last."""
@@ -196,6 +215,9 @@ class Meter:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, a layer waits for other ranks, which is none of its work."""
+        if not self.enabled:
+            yield
+            return
         began = self.clock()
         try:
             yield

@@ -7,14 +7,13 @@ input are in memory at once, so a model that no single rank could hold can be me
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.measure.meter import Meter, local_costs
+from pipeline_balance.pipeline.measure.meter import Meter, clock_on, local_costs
 from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
 from prophet.trials import trying
@@ -63,7 +62,7 @@ def measure_alone(
         for index, made in enumerate(layers):
             # an instance is callable too, but calling it would not build it
             module = (copy.deepcopy(made) if isinstance(made, nn.Module) else made()).to(device)
-            meter = Meter(work_clock=_clock(device), max_samples=repeats)
+            meter = Meter(work_clock=clock_on(device), max_samples=repeats)
             ends = loss_fn if index == len(layers) - 1 else None
             parameters = [p for p in module.parameters() if p.requires_grad]
             optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
@@ -113,15 +112,3 @@ def _pass(
         # without a loss, any gradient of the right shape takes as long
         meter.run_action("B", 0, lambda: torch.autograd.backward(value, torch.ones_like(value)))
     return out.detach()
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def after_the_device() -> float:
-        # kernels are launched without waiting, so a reading must wait for those before it
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return after_the_device

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.measure.meter import Meter, gather_costs, local_costs
+from pipeline_balance.pipeline.measure.meter import Meter, clock_on, gather_costs, local_costs
 from pipeline_balance.spec import LayerCost
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
@@ -49,6 +51,52 @@ def test_layers_are_timed_by_the_work_clock() -> None:
     assert costs[1].backward_s == 2.0
     assert costs[0].backward_s == 1.0
     assert meter.times().compute_s > 0
+
+
+class _Stream:
+    """A device whose every piece of work takes 20 ms, and is launched at once."""
+
+    def __init__(self) -> None:
+        self.free_at = self.reads = 0.0
+
+    def launch(self) -> None:
+        self.free_at = max(self.free_at, time.perf_counter()) + 0.02
+
+    def synchronize(self) -> None:
+        self.reads += 1
+        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+
+
+def test_layers_on_a_device_are_timed_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = _Stream()
+    monkeypatch.setattr("pipeline_balance.pipeline.measure.meter.current_stream", lambda device: stream)
+    meter = Meter(clock=clock_on(torch.device("cuda")), enabled=False)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        stream.launch()
+        return x * 2
+
+    def step() -> None:
+        meter.begin_step()
+        with meter.waiting():
+            pass
+        x = torch.ones(1, requires_grad=True)
+        for i in range(2):
+            x = meter.run_unit(i, nn.Identity(), lambda x=x: (layer(x),), (x,))[0]  # type: ignore[misc]
+            # its backward is launched as the gradient passes
+            x.register_hook(lambda _: stream.launch())
+        meter.run_action("B", 0, x.backward)
+        meter.end_step()
+
+    step()
+    assert not stream.reads, "a step that is not measured waits for nothing"
+    meter.enabled = True
+    step()
+    step()
+    assert min(meter.forward[0] + meter.forward[1]) >= 0.02
+    # Layer 0's begins as the gradient of its output is there
+    assert min(meter.backward[0]) >= 0.02
+    assert meter.times().compute_s >= 0.04
 
 
 def test_old_samples_are_forgotten() -> None:
