@@ -59,8 +59,6 @@ def times(
 ) -> tuple[list[float], list[float]]:
     """Microseconds of planning and splitting, as in a run: on counts drawn anew, with a placement in force.
 
-    Ours split in sparse form.
-
     A planner that goes on from step to step is led through steps of a few routings, and the first calls of every one
     are not timed. cold: other data fills the processor's caches before every timed call.
     """
@@ -80,8 +78,6 @@ def times(
             plan_us.append(us)
             present = load.copy()
             other += 1.0
-            if isinstance(planner, ProphetPlanner):
-                split_us.append(timed(lambda p=planner, c=present, at=placement: p.flows(c, at, context))[1])
-            elif ranks <= 64:
+            if isinstance(planner, ProphetPlanner) or ranks <= 64:
                 split_us.append(timed(lambda c=present, at=placement: planner.split(c, at, context))[1])
     return plan_us, split_us

@@ -47,7 +47,7 @@ def split_times(
     """Predicted seconds of every case's step, and the seconds that its split takes here: the median of three calls."""
     step_s, split_s = [], []
     for case, placement in placed:
-        calls = [timed(functools.partial(planner.flows, case.present, placement, context)) for _ in range(3)]
-        step_s.append(step_cost(calls[0][0].dense(), placement, context).total_s)
+        calls = [timed(functools.partial(planner.split, case.present, placement, context)) for _ in range(3)]
+        step_s.append(step_cost(calls[0][0], placement, context).total_s)
         split_s.append(1e-6 * float(np.median([us for _, us in calls])))
     return np.array(step_s), np.array(split_s)

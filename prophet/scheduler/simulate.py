@@ -426,10 +426,10 @@ def predicted_durations(
         topology, shape = context.topology, context.shape
         if split.ranks != topology.ranks or placement.ranks != topology.ranks:
             raise SpecError(f"topology has {topology.ranks} ranks, split {split.ranks}, placement {placement.ranks}")
-        pairs = split.tokens.sum(axis=1).astype(np.float64) * shape.token_bytes
+        pairs = split.pairs().astype(np.float64) * shape.token_bytes
         there, back = exchange_by_rank(pairs, topology), exchange_by_rank(pairs.T, topology)
         a2a.append([there, back, there, back])
-        load_ED = split.tokens.sum(axis=0)
+        load_ED = split.by_expert()
         rate = np.asarray(topology.flops_per_s) / shape.forward_flops_per_token
         # `expert_overhead_s` is spent on every expert that has rows on the rank, however few
         groups = np.count_nonzero(load_ED, axis=0)

@@ -14,7 +14,8 @@ from prophet.spec.feed_forward import (
     has_biases,
     parts_of,
 )
-from prophet.spec.placement import Placement, Split, check_experts_per_rank, check_load
+from prophet.spec.placement import Placement, check_experts_per_rank, check_load
+from prophet.spec.split import Flows, Split
 
 __all__ = [
     "ACTIVATIONS",
@@ -24,6 +25,7 @@ __all__ = [
     "BoolArray",
     "Cover",
     "FloatArray",
+    "Flows",
     "Function",
     "IntArray",
     "LayerShape",

@@ -1,4 +1,4 @@
-"""Where experts are and where tokens go: load, placement and split.
+"""Where experts are: load and placement.
 
 Shape legend: R ranks, E experts.
 """
@@ -139,7 +139,8 @@ class Placement(OfArrays):
 
     def replicas_on(self, rank: int) -> list[int]:
         """List the experts of which `rank` holds a replica, ascending: the order of its replica slots."""
-        return [int(e) for e in np.flatnonzero(self.replica_mask()[:, rank])]
+        found: list[int] = np.flatnonzero(self.holds[:, rank] & (self.home != rank)).tolist()
+        return found
 
     def copies_per_rank(self) -> IntArray:
         """Count the replicas held by every rank, [R]."""
@@ -156,68 +157,3 @@ def check_load(load: npt.NDArray[Any]) -> IntArray:
     if array.size and array.min() < 0:
         raise SpecError("load must not be negative")
     return np.ascontiguousarray(array, dtype=np.int64)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Split(OfArrays):
-    """How many tokens go where: `tokens[r, e, d]` of rank r's tokens for expert e are computed on rank d.
-
-    Raises:
-        SpecError: For another shape, and for negative numbers.
-    """
-
-    tokens: IntArray
-
-    def __post_init__(self) -> None:
-        shape = np.shape(self.tokens)
-        if len(shape) != 3 or shape[0] != shape[2]:
-            raise SpecError(f"Split.tokens must have shape [ranks, experts, ranks], got {list(shape)}")
-        tokens = frozen(self.tokens, np.int64, (shape[0], shape[1], shape[2]), "Split.tokens")
-        if tokens.size and tokens.min() < 0:
-            raise SpecError("Split.tokens must not be negative")
-        object.__setattr__(self, "tokens", tokens)
-
-    @classmethod
-    def to_homes(cls, load: IntArray, placement: Placement) -> Split:
-        """Send every token of `load` [R, E] to its expert's home, whatever replicas there are."""
-        ranks, experts = load.shape
-        tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
-        tokens[:, np.arange(experts), placement.home] = load
-        return cls(tokens)
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return int(self.tokens.shape[0])
-
-    @property
-    def experts(self) -> int:
-        """The number of experts."""
-        return int(self.tokens.shape[1])
-
-    def check(self, load: IntArray, placement: Placement) -> None:
-        """Raise `SpecError` unless the split conserves `load` [R, E] and uses only ranks that hold the expert."""
-        if self.tokens.shape != (placement.ranks, placement.experts, placement.ranks):
-            raise SpecError(
-                f"split is for {self.ranks} ranks x {self.experts} experts, "
-                f"placement for {placement.ranks} x {placement.experts}"
-            )
-        if not np.array_equal(self.tokens.sum(axis=2), load):
-            bad = np.argwhere(self.tokens.sum(axis=2) != load)[0]
-            raise SpecError(f"split does not conserve the tokens of rank {bad[0]} for expert {bad[1]}")
-        # Tokens by expert and destination, where the destination has no copy
-        stray = self.tokens.sum(axis=0)[~placement.holds]
-        if stray.any():
-            raise SpecError("split sends tokens to a rank that does not hold their expert")
-
-    def rank_load(self) -> IntArray:
-        """Count the tokens computed by every rank, [R] (H of the paper)."""
-        load: IntArray = self.tokens.sum(axis=(0, 1), dtype=np.int64)
-        return load
-
-    def max_mean(self) -> float:
-        """Return the largest rank load over the mean; 1.0 is perfect, and the value of an empty step."""
-        load = self.rank_load()
-        # One division of exact integers: equal loads give 1.0, not something near it
-        total = int(load.sum())
-        return float(load.max()) * self.ranks / total if total else 1.0

@@ -370,7 +370,7 @@ def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: 
         forms.append(chooser.form_under(schedule, i, placement, here, weights))
         if planner.withdraws and not placement.is_static:
             trans, agg = chooser.prepare(placement, here)
-            load, ahead = splits[i].tokens.sum(axis=2), runs_ahead(schedule, i)
+            load, ahead = splits[i].load(), runs_ahead(schedule, i)
             # What has been sent of a Trans by then is not played: it ran beside compute.
             if not pays(load, splits[i], here, trans, agg, ahead=ahead, microbatches=scenario.microbatches):
                 placements[i] = context.homes_only()
@@ -422,7 +422,7 @@ def _host_seconds(planner: Planner, context: PlanContext, split: Split) -> tuple
     pairs = ranks * experts
     plan_s = _PLAN_S + _PLAN_PAIR_S * pairs
     if planner.goes_on:
-        load = split.tokens.sum(axis=2)
+        load = split.load()
         homes = context.homes_only()
         # A planner that improves its plan spends a share of a step on it
         plan_s += EFFORT * step_cost(Split.to_homes(load, homes), homes, context).total_s

@@ -65,7 +65,7 @@ class Noted:
         self.previous.append(context.previous)
         return ProphetPlanner().place(load, context)
 
-    flows = staticmethod(ProphetPlanner().flows)
+    split = staticmethod(ProphetPlanner().split)
 
 
 def test_a_walk_goes_on_from_the_placement_in_force() -> None:

@@ -188,8 +188,8 @@ def step_cost(
         raise SpecError(
             f"topology has {topology.ranks} ranks, split {split.ranks}, placement {placement.ranks}: all must agree"
         )
-    pairs = split.tokens.sum(axis=1).astype(np.float64) * shape.token_bytes
-    forward_s = compute_seconds(split.tokens.sum(axis=0), context)
+    pairs = split.pairs().astype(np.float64) * shape.token_bytes
+    forward_s = compute_seconds(split.by_expert(), context)
     trans, agg = transfers_of(placement, context) if transfers is None else transfers
     over_trans, over_agg = context.windows.over_trans(forward_s), context.windows.over_agg(forward_s)
     taken = topology.overlap_cost

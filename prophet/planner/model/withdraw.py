@@ -10,6 +10,8 @@ Shape legend: R ranks, E experts.
 
 from __future__ import annotations
 
+import numpy as np
+
 from prophet.planner.model.cost import (
     A2A_PER_STEP,
     FORWARD_AND_BACKWARD,
@@ -23,9 +25,9 @@ from prophet.spec import Cover, IntArray, Placement, PlanContext, Split, StepCos
 
 def split_seconds(split: Split, context: PlanContext) -> float:
     """Return the seconds of the exchanges and products of one layer and microbatch under `split` (Eq. 1 to 3)."""
-    pairs = split.tokens.sum(axis=1) * float(context.shape.token_bytes)
+    pairs = split.pairs().astype(np.float64) * context.shape.token_bytes
     exchange_s = exchange_seconds(pairs, context.topology)
-    return A2A_PER_STEP * exchange_s + FORWARD_AND_BACKWARD * compute_seconds(split.tokens.sum(axis=0), context)
+    return A2A_PER_STEP * exchange_s + FORWARD_AND_BACKWARD * compute_seconds(split.by_expert(), context)
 
 
 def unhidden_seconds(
@@ -44,7 +46,7 @@ def unhidden_seconds(
     if not ahead:
         return trans.exposed_seconds(Cover(), 0.0) + agg.exposed_seconds(Cover(), 0.0)
     windows, taken = context.windows, context.topology.overlap_cost
-    forward_s = compute_seconds(split.tokens.sum(axis=0), context)
+    forward_s = compute_seconds(split.by_expert(), context)
     over_trans = windows.over_trans(forward_s)
     exposed_s = trans.exposed(over_trans, trans.two_phase(over_trans, taken))
     return exposed_s + agg.exposed_seconds(windows.over_agg(forward_s), taken)

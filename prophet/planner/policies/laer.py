@@ -31,7 +31,7 @@ class LaerPlanner(Planner):
         for copies in (np.minimum(spread, context.ranks - 1), heap_copies(total, slots, context.ranks - 1)):
             placement = pack(copies, total, context, by_node=True)
             split = self.split(load, placement, context)
-            pairs: FloatArray = split.tokens.sum(axis=1) * float(context.shape.token_bytes)
+            pairs: FloatArray = split.pairs().astype(np.float64) * context.shape.token_bytes
             # Its score: four all-to-alls, one forward and two backward products, and no transfers of replicas
             seconds_per_token = context.shape.forward_flops_per_token / np.asarray(context.topology.flops_per_s)
             score = 4 * exchange_seconds(pairs, context.topology)

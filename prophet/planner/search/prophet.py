@@ -13,8 +13,8 @@ from prophet.errors import SpecError
 from prophet.planner import core
 from prophet.planner.base import EFFORT, Planner
 from prophet.planner.model.machine import Machine
-from prophet.planner.split.exact import NOT_DENSE, Flows
-from prophet.spec import BoolArray, FloatArray, IntArray, Placement, PlanContext, Split, check_load
+from prophet.planner.split.exact import NOT_DENSE
+from prophet.spec import BoolArray, FloatArray, Flows, IntArray, Placement, PlanContext, check_load
 
 # Contexts whose arrays are kept; a model has two, that of its first layer and that of the others
 REMEMBERED = 4
@@ -94,21 +94,8 @@ class ProphetPlanner(Planner):
         )
         return Placement.trusted(machine.home, holds)
 
-    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
         """Split a step's tokens for the shortest step.
-
-        Args:
-            load: The exact load, [R, E].
-            placement: Which ranks hold which experts.
-            context: The machine and the layer.
-        """
-        # Not zeroed: the core writes every element
-        tokens = np.empty((context.ranks, context.experts, context.ranks), dtype=np.int64)
-        core.native.split(*self._to_split(load, placement, context), self.split_effort, tokens)
-        return Split.trusted(tokens)
-
-    def flows(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
-        """Return the result of `split` in sparse form, for large groups.
 
         Args:
             load: The exact load, [R, E].

@@ -1,6 +1,6 @@
 """The exact split: this step's counts, in integers, over the ranks that hold each expert.
 
-Shape legend: R ranks, E experts, D destination ranks (equal to R), F flows.
+Shape legend: R ranks, E experts.
 
 `exact_split` minimises the speed-weighted bottleneck, then tokens between nodes, then tokens between ranks.
 Equal arguments give equal results on every machine: all decisions compare integers, and ties go to the lower
@@ -9,55 +9,16 @@ index.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from prophet.errors import SpecError
 from prophet.planner import core
-from prophet.spec import FloatArray, IntArray, Placement, Split, Topology, check_load
+from prophet.spec import FloatArray, Flows, IntArray, Placement, Topology, check_load
 
 # In the place of the dense result: the core writes none where the array has no rows
 NOT_DENSE = np.empty((0, 0, 0), dtype=np.int64)
 # As many as the core's `Figures`
 _ANY_MACHINE = np.ones(12)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Flows:
-    """A split in sparse form, for groups so large that [R, E, D] integers would be too many.
-
-    Attributes:
-        load: The counts [R, E].
-        home: The homes [E].
-        shared: The experts [M] whose tokens follow `rows`; all tokens of any other expert go to its home.
-        rows: Source rank, expert, destination rank and tokens, [F, 4].
-        rank_load: Tokens [R] that every rank computes.
-        bottleneck: The lowest bottleneck of any split: tokens over relative speed.
-    """
-
-    load: IntArray
-    home: IntArray
-    shared: IntArray
-    rows: IntArray
-    rank_load: IntArray
-    bottleneck: float
-
-    def dense(self) -> Split:
-        """Return the split as [R, E, D] integers."""
-        ranks, experts = self.load.shape
-        tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
-        alone = np.ones(experts, dtype=np.bool_)
-        alone[self.shared] = False
-        tokens[:, alone, self.home[alone]] = self.load[:, alone]
-        source, expert, rank, amount = self.rows.T
-        tokens[source, expert, rank] = amount
-        return Split.trusted(tokens)
-
-    def max_mean(self) -> float:
-        """Return the largest rank load over the mean; 1.0 when there are no tokens."""
-        total = int(self.rank_load.sum())
-        return float(self.rank_load.max()) * self.rank_load.size / total if total else 1.0
 
 
 def _check(load: IntArray, placement: Placement, topology: Topology) -> IntArray:
@@ -73,7 +34,7 @@ def _check(load: IntArray, placement: Placement, topology: Topology) -> IntArray
 def exact_flows(
     load: IntArray, placement: Placement, *, node: IntArray, speed: FloatArray, check: bool = True
 ) -> Flows:
-    """Return the exact split in sparse form.
+    """Return the exact split of a load whose sizes are known to fit.
 
     Args:
         load: The exact load, [R, E].
@@ -90,7 +51,7 @@ def exact_flows(
     return Flows(load, placement.home, shared, rows, rank_load, level)
 
 
-def exact_split(load: IntArray, placement: Placement, topology: Topology) -> Split:
+def exact_split(load: IntArray, placement: Placement, topology: Topology) -> Flows:
     """Return the exact split of a load.
 
     Args:
@@ -102,5 +63,4 @@ def exact_split(load: IntArray, placement: Placement, topology: Topology) -> Spl
         SpecError: Where sizes disagree.
     """
     load = _check(load, placement, topology)
-    flows = exact_flows(load, placement, node=topology.node_ids(), speed=topology.relative_speed(), check=False)
-    return flows.dense()
+    return exact_flows(load, placement, node=topology.node_ids(), speed=topology.relative_speed(), check=False)
