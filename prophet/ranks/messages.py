@@ -1,11 +1,15 @@
 """Integers that all ranks exchange, in messages that are safe even where ranks are in different operations.
 
 A backend that receives more than was announced may end the process, and one that receives as much reports nothing.
-So all messages of a communicator have one length, whatever they are about, and begin with where their rank is: a rank
+So the next message of a communicator has one length, whatever it is about, and begins with where its rank is: a rank
 that has skipped or repeated something is named, on all ranks, before anything acts on the numbers.
 
-A message that is longer than that is announced by one that is not. Once all ranks have it, they know the new length,
-and keep it: the layer with the longest message costs a second one in its first pass, and never again.
+Ranks foresee that length alike, since they go by messages that all of them have seen and agreed on. Most messages are
+layers' counts, and what follows one layer's counts in one kind of pass is mostly another's, the same in every step. So
+the next message is as long as the counts that last followed there. Other messages travel in that length, too.
+
+A message that is longer than foreseen is announced by one that is not. A layer's counts are then foreseen the next
+time. A single long message, such as the comparison of experts, makes no other one longer.
 
 Shape legend: R ranks, N numbers.
 """
@@ -30,10 +34,14 @@ IntArray = npt.NDArray[np.int64]
 _NAME_NUMBERS = 6
 # The first numbers of a message: where its rank is
 HEAD = 4 + _NAME_NUMBERS
-# Numbers, head and padding included: two kilobytes
-_LEAST_WIDTH = 256
-# A longer message is announced every time: one of them must not make all that follow as long
-_MOST_WIDTH = 1 << 16
+# Numbers of the first message, head and padding included: two kilobytes
+_FIRST_WIDTH = 256
+# No message is shorter: whatever `share` sends has room in any
+_LEAST_WIDTH = 32
+# Lengths are multiples of it: passes that differ a little have one length
+_STEP = 8
+# So many lengths are remembered of what followed a layer, the longest counts: another message costs more than padding
+_REMEMBERED = 8
 # What a forward pass is for; messages carry the index
 PASSES = ("", "training", "recomputed", "evaluation")
 
@@ -88,16 +96,20 @@ class Frames:
     """What the messages of one communicator have in common on this rank.
 
     Attributes:
-        width: Their present length in numbers.
+        width: Numbers of the next message.
         forward: The forward pass that the communicator's layers have reached.
         kind: What that pass is for, an index of `PASSES`.
         begun: How many messages this rank has begun.
     """
 
     def __init__(self) -> None:
-        self.width = _LEAST_WIDTH
+        self.width = _FIRST_WIDTH
         self.forward = self.kind = self.begun = 0
         self._layers = 0
+        # By layer and kind of pass: the lengths of the counts that followed theirs
+        self._followed: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._last: tuple[int, int] | None = None
+        self._first = 0
         self._padding: dict[tuple[int, torch.device], Tensor] = {}
 
     def __str__(self) -> str:
@@ -122,6 +134,24 @@ class Frames:
         where = place if place is not None else -1 if op.layer is None else op.layer
         return [numbers, where, self.forward, self.kind, *_encoded_name(op.name)]
 
+    def foresee(self, place: int, numbers: int) -> None:
+        """Foresee the length of the next message, once all ranks have exchanged a layer's counts.
+
+        It follows from what all ranks have in common, so they come to the same one without a message.
+
+        Args:
+            place: The layer.
+            numbers: How many numbers followed the head.
+        """
+        width, here = width_of(numbers), (place, self.kind)
+        if self._last is not None:
+            before = self._followed.get(self._last, ())
+            self._followed[self._last] = (*before, width)[-_REMEMBERED:]
+        self._last = here
+        # The first counts of all stand for those that nobody has seen: their layer has most to say
+        self._first = self._first or width
+        self.width = max(self._followed.get(here, (self._first,)))
+
     def padding(self, numbers: int, device: torch.device) -> Tensor:
         """Zeros [numbers] that fill a message up, made once."""
         key = (numbers, device)
@@ -130,6 +160,11 @@ class Frames:
             with torch.inference_mode(False):
                 self._padding[key] = torch.zeros(numbers, dtype=torch.int64, device=device)
         return self._padding[key]
+
+
+def width_of(numbers: int) -> int:
+    """Return the length of a message with so many numbers after its head."""
+    return max(_LEAST_WIDTH, -(-(HEAD + numbers) // _STEP) * _STEP)
 
 
 class Messenger(Protocol):
@@ -173,14 +208,20 @@ def gather_numbers(
     device = tensors[0].device if tensors else torch.device("cpu")
     width = frames.width
     if HEAD + extent > width:
-        # Powers of two: a few layers that differ a little in length do not each announce a new one
-        width = 1 << (HEAD + extent - 1).bit_length()
-        # A head alone, in the old length: it is checked, so a rank that is elsewhere is named before lengths differ
+        # A head alone, in the length that was foreseen: a rank that is elsewhere is named before lengths differ
         if collective.size > 1:
-            _gather(collective, _frame(frames, head, (), frames.width, device), op)
-        if width <= _MOST_WIDTH:
-            frames.width = width
-    table = _gather(collective, _frame(frames, [*head, *numbers], tensors, width, device), op)
+            _gather(collective, _frame(frames, head, (), width, device), op)
+        width = width_of(extent)
+    foreseen = op.name == COUNTS
+    try:
+        table = _gather(collective, _frame(frames, [*head, *numbers], tensors, width, device), op)
+    except OutOfStep:
+        foreseen = False
+        raise
+    finally:
+        # Also where this rank's wait was interrupted: the others have its message, and go by it
+        if foreseen:
+            frames.foresee(head[1], extent)
     return table[:, HEAD : HEAD + extent]
 
 
@@ -198,7 +239,11 @@ def share(collective: Messenger, x: Tensor, *, op: Operation) -> Tensor:
     Raises:
         OutOfStep: As `gather_numbers` does, for numbers on the host. On an accelerator, numbers that a rank sent in
             another operation count as NaN, and the next `gather_numbers` raises.
+        ValueError: For more numbers than every message has room for.
     """
+    # A longer one would have to be announced, and the host to wait for what the others say
+    if HEAD + x.numel() > _LEAST_WIDTH:
+        raise ValueError(f"{op}: expected at most {_LEAST_WIDTH - HEAD} numbers, got {x.numel()}")
     if collective.size == 1:
         return x.unsqueeze(0)
     frames = collective.frames

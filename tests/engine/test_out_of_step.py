@@ -170,17 +170,25 @@ def test_one_rank_attaches_anew_while_the_others_train() -> None:
 
 
 @pytest.mark.parametrize("balanced", [True, False])
-def test_the_counts_of_all_layers_have_one_length(balanced: bool) -> None:
-    """And so have the comparisons of a step."""
+def test_the_counts_of_every_layer_have_a_length_of_their_own(balanced: bool) -> None:
+    """From the second step on; whatever travels before the next counts is as long as these."""
     fake = RecordingCollective(1, RANKS)
     trained = Trained(fake, balanced=balanced)
-    for s in range(4):
+    trained.step(0)
+    begun = len(fake.calls)
+    for s in range(1, 4):
         trained.step(s)
-    gathered = [c for c in fake.calls if c.kind == "all_gather"]
-    assert {c.op.name for c in gathered} >= {"exchange of counts"}
-    assert len({c.sent_bytes for c in gathered}) == 1
-    counts = sum(c.op.name == "exchange of counts" for c in gathered)
-    assert counts == 3 * 4, "one for each layer and pass"
+    gathered = [(c.op.name, c.sent_bytes[0]) for c in fake.calls[begun:] if c.kind == "all_gather"]
+    of_counts = [length for name, length in gathered if name == "exchange of counts"]
+    assert len(of_counts) == 3 * 3, "one for each layer and pass"
+    assert of_counts == of_counts[:3] * 3
+    assert len(set(of_counts[:3])) > 1
+    # The last step's are followed by those of another one
+    coming = of_counts[0]
+    for name, length in reversed(gathered):
+        if name == "exchange of counts":
+            coming = length
+        assert length == coming, name
 
 
 @pytest.mark.parametrize("balanced", [True, False])

@@ -1,4 +1,4 @@
-"""Messages of integers: one length whatever they are about, and a rank that is elsewhere is named on all ranks."""
+"""Messages of integers: a length that all ranks foresee, and a rank that is elsewhere is named on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from prophet.errors import OutOfStep
 from prophet.ranks.collective import Collective
-from prophet.ranks.messages import gather_numbers, share
+from prophet.ranks.messages import COUNTS, gather_numbers, share, width_of
 from prophet.ranks.operation import Operation
 from tests.helpers.recorder import RecordingCollective
 from tests.helpers.support import on_threads
@@ -56,28 +56,115 @@ def test_floats_arrive_bit_by_bit() -> None:
         assert torch.equal(table.view(torch.int64), wanted.view(torch.int64))
 
 
-def test_whatever_is_told_has_one_length() -> None:
-    fake = RecordingCollective(0, 4)
-    gather_numbers(fake, [], op=Operation("nothing"))
-    gather_numbers(fake, [1, 2], [torch.arange(64), torch.arange(128)], op=Operation("counts", 3))
-    share(fake, torch.zeros(1, dtype=torch.float64), op=Operation("norm"))
-    assert len(set(sizes(fake))) == 1
+def counts(group: Collective, layer: int, numbers: int, kind: int = 1) -> None:
+    """A layer's counts; the frame's kind of pass is set as the layer sets it."""
+    group.frames.kind = kind
+    gather_numbers(group, [], [torch.arange(numbers)], op=Operation(COUNTS, layer))
 
 
-def test_a_longer_message_is_announced_once_and_makes_all_as_long() -> None:
+def test_whatever_is_told_has_the_length_that_was_foreseen() -> None:
     fake = RecordingCollective(0, 4)
     for _ in range(2):
-        gather_numbers(fake, [], [torch.arange(500)], op=Operation("counts"))
-    gather_numbers(fake, [], op=Operation("nothing"))
-    short, *others = sizes(fake)
-    assert len(others) == 3
-    assert set(others) == {512 * 8}
-    assert short < 512 * 8
-    share(fake, torch.zeros(1, dtype=torch.float64), op=Operation("norm"))
-    assert fake.frames.begun == len(fake.calls) == 5, "others see from it who has gone on"
-    gather_numbers(fake, [], [torch.arange(1 << 16)], op=Operation("counts"))
-    gather_numbers(fake, [], op=Operation("nothing"))
-    assert sizes(fake)[5:] == [512 * 8, (1 << 17) * 8, 512 * 8]
+        gather_numbers(fake, [], op=Operation("nothing"))
+        counts(fake, 3, 194)
+        share(fake, torch.zeros(1, dtype=torch.float64), op=Operation("norm"))
+    assert sizes(fake) == [256 * 8] * 2 + [208 * 8] * 4
+    assert fake.frames.begun == len(fake.calls) == 6, "others see from it who has gone on"
+
+
+def test_a_long_message_is_announced_and_makes_no_other_longer() -> None:
+    fake = RecordingCollective(0, 4)
+    for _ in range(2):
+        gather_numbers(fake, [], [torch.arange(500)], op=Operation("comparison"))
+    counts(fake, 0, 100)
+    gather_numbers(fake, [], [torch.arange(500)], op=Operation("comparison"))
+    counts(fake, 0, 100)
+    assert sizes(fake) == [n * 8 for n in (256, 512, 256, 512, 256, 112, 512, 112)]
+
+
+@pytest.mark.parametrize("sizes_of_layers", [(100, 60, 60), (40, 300, 8), (1000, 1000)])
+def test_every_layer_has_its_own_length_from_the_second_step_on(sizes_of_layers: tuple[int, ...]) -> None:
+    fake = RecordingCollective(0, 4)
+    for step in range(4):
+        begun = len(fake.calls)
+        for layer, numbers in enumerate(sizes_of_layers):
+            counts(fake, layer, numbers)
+        if step:
+            assert sizes(fake)[begun:] == [8 * width_of(n) for n in sizes_of_layers]
+
+
+def test_evaluation_between_steps_costs_no_long_message_and_no_announcement() -> None:
+    """Its counts are shorter: it has no gradients to compare."""
+    fake = RecordingCollective(0, 4)
+    for step in range(6):
+        begun = len(fake.calls)
+        for layer, numbers in enumerate((120, 80)):
+            counts(fake, layer, numbers)
+        for layer, numbers in enumerate((100, 60)):
+            counts(fake, layer, numbers, kind=3)
+        if step > 1:
+            assert sizes(fake)[begun:] == [8 * width_of(n) for n in (120, 80, 100, 60)]
+
+
+def test_a_layer_that_is_followed_by_two_others_is_not_announced() -> None:
+    """As where forward and backward passes with recomputed layers take turns."""
+    fake = RecordingCollective(0, 4)
+    order = [(0, 1), (1, 1), (1, 2), (0, 2), (0, 1), (1, 1), (0, 1), (1, 1)]
+    for step in range(6):
+        begun = len(fake.calls)
+        for layer, kind in order:
+            counts(fake, layer, (200, 30)[layer], kind)
+        if step > 1:
+            assert len(fake.calls) - begun == len(order)
+
+
+def test_share_has_room_in_every_message() -> None:
+    fake = RecordingCollective(0, 4)
+    counts(fake, 0, 1)
+    share(fake, torch.zeros(22, dtype=torch.float64), op=Operation("norm"))
+    with pytest.raises(ValueError, match="norm: expected at most 22 numbers, got 23"):
+        share(fake, torch.zeros(23, dtype=torch.float64), op=Operation("norm"))
+
+
+def test_lengths_stay_the_same_on_all_ranks_after_a_rank_was_out_of_step() -> None:
+    """It sends a shorter or longer message, which none foresees: the others name it, and all go on alike."""
+
+    def body(group: Collective) -> list[int]:
+        for _ in range(2):
+            counts(group, 0, 300)
+            counts(group, 1, 20)
+        odd = group.rank == 1
+        for many in (0, 900):
+            with pytest.raises(OutOfStep, match=r"rank\(s\) \[1\] at MoE layer 1"):
+                counts(group, int(odd), 20 if odd else 300)
+            with pytest.raises(OutOfStep, match=r"rank\(s\) \[1\] at comparison"):
+                gather_numbers(group, [0] * many if odd else [], op=Operation("comparison" if odd else "nothing"))
+        counts(group, 0, 300)
+        return gather_numbers(group, [group.rank], op=Operation("test"))[:, 0].tolist()
+
+    assert on_threads(RANKS, body, timeout_s=LIMIT_S) == [[0, 1, 2]] * RANKS
+
+
+def test_a_rank_whose_wait_was_interrupted_foresees_what_the_others_do() -> None:
+    def body(group: Collective) -> list[int]:
+        counts(group, 0, 300)
+        counts(group, 1, 20)
+        inner = group.gather_messages
+
+        def interrupted(x: torch.Tensor, *, op: Operation) -> torch.Tensor:
+            inner(x, op=op)
+            raise KeyboardInterrupt
+
+        if group.rank == 1:
+            group.gather_messages = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                counts(group, 0, 300)
+            group.gather_messages = inner  # type: ignore[method-assign]
+        else:
+            counts(group, 0, 300)
+        return gather_numbers(group, [group.rank], op=Operation("test"))[:, 0].tolist()
+
+    assert on_threads(RANKS, body, timeout_s=LIMIT_S) == [[0, 1, 2]] * RANKS
 
 
 def test_another_operation_another_layer_another_pass() -> None:
