@@ -158,20 +158,25 @@ class BalancedLayer:
 
     def split(self, counts: Counts) -> tuple[Placement, Split]:
         with self.stopwatch("split"):
-            placement, split = self._split(counts.load)
-        if self._pass is Pass.TRAINING:
-            self.counts.add(counts, split)
-            # Before the plan: from here on, what ranks said of the first layer's next placement is out of date
-            if self.index == 0:
-                self._engine.first_counts()
-            # With every microbatch: the last one's plan, from the whole step's counts, is the one that is used
-            self._plan_next()
-        return placement, split
+            return self._split(counts.load)
+
+    def remember(self, counts: Counts, split: Split) -> None:
+        if self._pass is not Pass.TRAINING:
+            return
+        self.counts.add(counts, split)
+        # Before the plan: from here on, what ranks said of the first layer's next placement is out of date
+        if self.index == 0:
+            self._engine.first_counts()
+        # With every microbatch: the last one's plan, from the whole step's counts, is the one that is used
+        self._plan_next()
 
     def replicas(self) -> list[Replica]:
         return [] if self._replicas is None else self._replicas.arrived()
 
     def window(self, kind: LayerWindow) -> None:
+        if kind == "FNEC":
+            # The layer's work is under way on a device: to hash its split now keeps nothing waiting
+            _ = self._engine.split_digest
         step = self._engine.runtime.step
         if step is None or (kind in ("FEC", "FNEC") and self._pass is not Pass.TRAINING):
             return
@@ -201,7 +206,7 @@ class BalancedLayer:
             self.counts.withdrawn = True
             placement = self.homes
             split = Split.to_homes(load, placement)
-        engine.split_digest = split.digest()
+        engine.last_split(split)
         if engine.checks:
             compare_splits(engine.split_digest, self.index, engine.step, engine.collective)
             split.check(load, placement)

@@ -43,7 +43,7 @@ from prophet.scheduler.recording import ObservedCollective, Recording
 from prophet.scheduler.runtime import Runtime, Step
 from prophet.scheduler.schedules import Schedule, depth_within, schedule_named
 from prophet.scheduler.windows import Stopwatch, predicted_window_us
-from prophet.spec import IntArray, PlanContext, Topology, Windows
+from prophet.spec import IntArray, PlanContext, Split, Topology, Windows
 
 _log = logging.getLogger(__name__)
 # Shared parameters whose gradients show whether the user has zeroed them; the smallest cost the least to read
@@ -65,7 +65,6 @@ class Engine:
         on_step: Functions that are called with every report.
         updates: How often the optimizer has run, also where no step was under way.
         compared: Whether ranks compare placements.
-        split_digest: Digest of the last split that had a choice.
 
     Raises:
         ValueError: For a topology of another number of ranks.
@@ -90,7 +89,8 @@ class Engine:
         self.on_step: list[Callable[[StepReport], None]] = []
         self.watch: GradientWatch | None = None
         self.stopwatch = Stopwatch()
-        self.split_digest = 0
+        self._split_digest = 0
+        self._unhashed: Split | None = None
         # 3. The machinery of a step, bottom up: memory, then the schedule over it, then the runtime that follows the
         # schedule. The depth comes before the schedule, since the budget limits it.
         self.pool = ReplicaPool(config.replica_memory_bytes)
@@ -289,6 +289,17 @@ class Engine:
         )
 
     # --- asked by the layers ---
+
+    def last_split(self, split: Split) -> None:
+        """Keep a split that had a choice, for ranks to compare: its digest travels with the next counts."""
+        self._unhashed = split
+
+    @property
+    def split_digest(self) -> int:
+        """Digest of the last split that had a choice; made when it is first asked for, once the step can wait."""
+        if self._unhashed is not None:
+            self._split_digest, self._unhashed = self._unhashed.digest(), None
+        return self._split_digest
 
     @property
     def checks(self) -> bool:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from prophet.kernels.split_apply import regroup
 from prophet.spec import Placement, Split
 
 # moves rows, given how many go to and come from each rank, under a name for messages
@@ -150,25 +150,29 @@ class Route:
             homes: How many home experts it has, all in a row.
         """
         experts = [*range(first_home, first_home + homes), *placement.replicas_on(rank)]
-        send_ED = split.tokens[rank]
+        send_ED = split.sent_by(rank)
+        # in numpy, whose calls take the host less time than those of torch
+        recv_RE = split.received_by(rank)
         # rows arrive by source rank, then by expert ascending, while they are computed homes first
-        recv_RE = split.tokens[:, :, rank]
-        arrival = sorted(experts)
-        # copied since a split's arrays are read-only, and torch would write to them
-        lengths = torch.from_numpy(recv_RE[:, arrival].copy())
-        by_expert = regroup(lengths)
-        totals = lengths.sum(dim=0).tolist()
-        pieces = dict(zip(arrival, by_expert.split(totals), strict=True))
-        order = torch.cat([pieces[e] for e in experts])
-        # an order that rises is the identity: reordering rows would only copy them
-        grouped = bool((order[1:] > order[:-1]).all())
-        sizes = [totals[arrival.index(e)] for e in experts]
+        arrival = np.sort(experts)
+        lengths = recv_RE[:, arrival]
+        starts = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)
+        computed = np.searchsorted(arrival, experts)
+        # runs of rows from one source for one expert, in the order in which they are computed
+        runs, begins = lengths[:, computed].T.reshape(-1), starts[:, computed].T.reshape(-1)
+        used = begins[runs > 0]
+        # runs that rise are in place: reordering rows would only copy them
+        grouped = bool((used[1:] > used[:-1]).all())
+        order = None
+        if not grouped:
+            ahead = np.cumsum(runs) - runs
+            order = torch.from_numpy(np.repeat(begins - ahead, runs) + np.arange(runs.sum()))
         return cls(
-            send_ED=torch.from_numpy(send_ED.copy()),
+            send_ED=torch.from_numpy(send_ED),
             send_rows=send_ED.sum(axis=0).tolist(),
             recv_rows=recv_RE.sum(axis=1).tolist(),
-            sizes=sizes,
-            to_groups=None if grouped else order,
+            sizes=lengths.sum(axis=0)[computed].tolist(),
+            to_groups=order,
         )
 
     def to(self, device: torch.device) -> Route:

@@ -292,8 +292,6 @@ class MoE(nn.Module):
             rank, bank = self.collective.rank, self.experts
             # on the host: buffers of the all-to-alls are sized by these counts
             route = Route.build(split, placement, rank, bank.first_expert, bank.experts)
-        # `chosen` and not the part: the loss is about all tokens that this rank's router has seen
-        self._account(chosen, counts, split, forward)
         route = route.to(x.device)
 
         order_A, position_NK = send_order(
@@ -302,6 +300,10 @@ class MoE(nn.Module):
         # `rows` keeps one name through its shapes, so that each buffer is free once the next is there
         # [A, D]: one row per choice that is sent, by destination
         rows = permute(tokens_ND.to(dtype), order_A, position_NK, impl=self.impl)
+        # what nothing waits for comes only now, when a device has work
+        port.remember(counts, split)
+        # `chosen` and not the part: the loss is about all tokens that this rank's router has seen
+        self._account(chosen, counts, split, forward)
         # [B, D]: rows that this rank computes, by source
         rows = all_to_all(rows, route.send_rows, route.recv_rows, "dispatch", self._move)
         groups = None

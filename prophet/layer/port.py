@@ -1,12 +1,13 @@
 """How a layer talks to whoever balances it, and the port of a layer that nobody balances.
 
-In one forward and backward pass a layer makes at most nine calls:
+In one forward and backward pass a layer makes at most ten calls:
 
 | call | when |
 |---|---|
 | `begin` | a forward pass has reached the layer |
 | `header`, `agreed` | before and after the exchange of counts |
 | `split` | the counts are known |
+| `remember` | the rows are being put in order for dispatch |
 | `replicas` | the experts are about to run |
 | `window` | four times: FEC, FNEC in the forward pass, BEC, BNEC in the backward pass |
 
@@ -99,7 +100,10 @@ class Port(Protocol):
         """Take in what all ranks have sent with their counts; that they agree is checked already."""
 
     def split(self, counts: Counts) -> tuple[Placement, Split]:
-        """Return the placement in force and the exact split of the load over it; remembers training counts."""
+        """Return the placement in force and the exact split of the load over it."""
+
+    def remember(self, counts: Counts, split: Split) -> None:
+        """Take in the counts of a pass and their split, which the next placement is planned from."""
 
     def replicas(self) -> list[Replica]:
         """Return this rank's replicas, their parameters in place; may wait for them."""
@@ -151,6 +155,8 @@ class PlainPort:
     def split(self, counts: Counts) -> tuple[Placement, Split]:
         with self.stopwatch("split"):
             return self._placement, Split.to_homes(counts.load, self._placement)
+
+    def remember(self, counts: Counts, split: Split) -> None: ...
 
     def replicas(self) -> list[Replica]:
         return []

@@ -38,6 +38,9 @@ class Listening(PlainPort):
         self.calls.append("split")
         return super().split(counts)
 
+    def remember(self, counts: Counts, split: Split) -> None:
+        self.calls.append("remember")
+
     def replicas(self) -> list[Replica]:
         self.calls.append("replicas")
         return []
@@ -53,14 +56,14 @@ def listening() -> tuple[prophet.MoE, Listening]:
 
 
 def forward(what: Pass) -> list[str]:
-    return [f"begin {what.value}", "header", "agreed", "split", "replicas", "FEC", "FNEC"]
+    return [f"begin {what.value}", "header", "agreed", "split", "remember", "replicas", "FEC", "FNEC"]
 
 
-def test_a_training_step_makes_nine_calls() -> None:
+def test_a_training_step_makes_ten_calls() -> None:
     layer, port = listening()
     layer(torch.randn(6, DIM, requires_grad=True)).sum().backward()
     assert port.calls == [*forward(Pass.TRAINING), "BEC", "BNEC"]
-    assert len(port.calls) == 9
+    assert len(port.calls) == 10
 
 
 def test_evaluation_says_so() -> None:
@@ -77,8 +80,8 @@ def test_a_recomputed_pass_says_so(use_reentrant: bool) -> None:
     out: Any = checkpoint(layer, torch.randn(6, DIM, requires_grad=True), use_reentrant=use_reentrant)
     assert port.calls == forward(Pass.TRAINING)
     out.sum().backward()
-    again = port.calls[7:]
-    assert again[:6] == forward(Pass.AGAIN)[:6]
+    again = port.calls[8:]
+    assert again[:7] == forward(Pass.AGAIN)[:7]
     assert again[-2:] == ["BEC", "BNEC"]
 
 
