@@ -12,6 +12,7 @@ from benchmarks.common import chosen, write_json
 from benchmarks.planner.break_even import break_even_rows, plot
 from benchmarks.planner.cases import cases_of
 from benchmarks.planner.first import first_rows, first_summary
+from benchmarks.planner.host import host_rows
 from benchmarks.planner.mechanisms import losses, study_rows
 from benchmarks.planner.optimum import gap_rows, optima
 from benchmarks.planner.predictions import rows, summary
@@ -59,6 +60,11 @@ def first_call_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from first_rows(arguments.trace, arguments.preset, slots=arguments.slots, folder=arguments.first)
 
 
+def beside_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What a layer's host does, in turns with another checkout's code."""
+    yield from host_rows(arguments.former, arguments.turns)
+
+
 def mechanism_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every mechanism, or those whose name holds what `--only` says."""
     how = chosen(arguments, "slots", "processes", "draws", "only")
@@ -80,9 +86,13 @@ STUDIES: dict[str, tuple[Source, list[str]]] = {  # by the option that asks for 
     "scale": (scale_rows, ["all"]),
     "splits": (split_rows, ["prophet"]),
     "first": (first_call_rows, ["prophet"]),
+    "former": (beside_rows, ["prophet"]),
     "mechanisms": (mechanism_rows, ["prophet"]),
     "workload": (workload_rows, ["all"]),
 }
+
+
+_COMPLETE = ("trace", "workload", "scale", "optimum", "break_even", "former")  # each says what to do by itself
 
 
 def print_table(table: Rows) -> None:
@@ -147,6 +157,10 @@ def parser_of() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="what every mechanism of ours is worth, with --trace; as --first",
     )
+    instead.add_argument(
+        "--former", type=Path, metavar="FOLDER", help="host time of a layer, in turns with that checkout's code instead"
+    )
+    parser.add_argument("--turns", type=_count, default=5, help="processes of either code (--former, default 5)")
     parser.add_argument("--only", default="", metavar="TEXT", help="mechanisms with this in their names (--mechanisms)")
     parser.add_argument("--draws", type=_count, default=1, help="of layers and tries (--mechanisms, default 1)")
     parser.add_argument("--plot", type=Path, help="write the picture of --break-even here (PNG)")
@@ -161,12 +175,16 @@ def check(arguments: argparse.Namespace) -> str:
         (arguments.first and not arguments.trace, "--first goes with --trace FILE"),
         (arguments.mechanisms and not arguments.trace, "--mechanisms goes with --trace FILE"),
         (
-            not (arguments.scale or arguments.trace or arguments.optimum or arguments.break_even or arguments.workload),
-            "give --trace FILE, --workload NAME, --scale, --optimum N or --break-even",
+            not any(getattr(arguments, name) for name in _COMPLETE),
+            "give --trace FILE, --workload NAME, --scale, --optimum N, --break-even or --former FOLDER",
         ),
         (arguments.workload and arguments.trace, "--workload draws its routing: leave --trace out"),
         (arguments.ranks and not arguments.workload, "--ranks goes with --workload"),
         (arguments.plot and not arguments.break_even, "--plot goes with --break-even"),
+        (
+            arguments.former and not (arguments.former / "prophet").is_dir(),
+            f"--former: expected a checkout of this project, got {arguments.former}",
+        ),
         (arguments.cold and not arguments.scale, "--cold goes with --scale"),
         (arguments.draws > 1 and not arguments.mechanisms, "--draws goes with --mechanisms"),
         (arguments.only and not arguments.mechanisms, "--only goes with --mechanisms"),

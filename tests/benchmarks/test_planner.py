@@ -168,7 +168,7 @@ def test_what_a_splits_effort_buys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "give --trace FILE, --workload NAME, --scale, --optimum N or --break-even"),
+        ([], "give --trace FILE, --workload NAME, --scale, --optimum N, --break-even or --former FOLDER"),
         (["--optimum", "0"], "expected a positive integer, got 0"),
         (["--optimum", "3", "--processes", "-1"], "expected a positive integer, got -1"),
         (["--optimum", "3", "--limit", "0"], "expected a positive number of seconds"),
