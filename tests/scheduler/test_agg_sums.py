@@ -9,6 +9,7 @@ from torch import Tensor
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import ReplicaPool
 from prophet.ranks.collective import Collective
+from prophet.ranks.side_stream import SideStream
 from prophet.scheduler import replica_transfers
 from prophet.scheduler.pieces import agg_chunks
 from prophet.scheduler.replica_transfers import Agg
@@ -34,7 +35,8 @@ def brought_home(group: Collective, dtype: torch.dtype, receivers: list[int], *,
         p.grad = torch.zeros_like(p)
     if group.rank == 0:
         bank.add_flat_grad(0, 0, bank.grad_numel, gradient(0, bank.grad_numel, dtype) * RANKS)
-    agg = Agg(agg_chunks(placement, group.rank, bank.grad_numel, two_phase=two_phase), bank, replicas, group, block=0)
+    chunks = agg_chunks(placement, group.rank, bank.grad_numel, two_phase=two_phase)
+    agg = Agg(chunks, bank, replicas, group, block=0, side=SideStream(bank.device))
     while not agg.complete:
         agg.launch_next()
     agg.finish()
