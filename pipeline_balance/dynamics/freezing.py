@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
+from prophet.ranks.process_group import figures_of_parts
 from prophet.ranks.stretches import sum_of_powers
 
 
@@ -112,12 +114,16 @@ def gradient_rates(layers: Mapping[int, nn.Module], count: int, collective: Coll
     for i, layer in layers.items():
         # the gradient's norm stands for the rate: with gradient descent a layer changes in proportion to it
         pairs = [(p.grad, p) for p in layer.parameters() if p.grad is not None]
-        size = sum(float(sum_of_powers(p, 2)) for _, p in pairs)
-        change = sum(float(sum_of_powers(g, 2)) for g, _ in pairs)
+        size = sum(_square(p) for _, p in pairs)
+        change = sum(_square(g) for g, _ in pairs)
         mine[i] = (change / size) ** 0.5 if size > 0 else 0.0
     # each layer is on one rank, and zero on all others
     rates: list[float] = collective.all_gather(mine, op=Operation("rates of change")).sum(dim=0).tolist()
     return rates
+
+
+def _square(x: Tensor) -> float:
+    return float(figures_of_parts(x, partial(sum_of_powers, power=2)).sum())
 
 
 def freeze_prefix(layers: Mapping[int, nn.Module], length: int) -> None:

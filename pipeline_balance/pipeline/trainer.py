@@ -400,6 +400,9 @@ class ElasticPipeline:
     def measure(self) -> list[LayerCost]:
         """Measure all layers: costs since the last rebuild or `meter.reset()`; collective over all ranks, equal on
         all.
+
+        On a device a pipeline without a controller measures nothing, and these are zeros, until you set
+        `meter.enabled = True` for some steps.
         """
         # a shard's times and bytes are not those of the layer
         self._check_unsharded("measure layers", owners=False)

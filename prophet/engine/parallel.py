@@ -115,7 +115,7 @@ def clip_grad_norm_(
         # A copy to the host is read at once, so that one has to be waited for
         here = factor.to(part.device, non_blocking=part.device.type != "cpu")
         # A product in sixteen bits would round the factor first
-        if part.dtype in (torch.float16, torch.bfloat16) and part.device.type != "cpu":
+        if part.dtype in (torch.float16, torch.bfloat16) and part.device.type != "cpu" and not part.is_sparse:
             for piece in in_parts(part):
                 piece.copy_(piece.float().mul_(here))
         else:

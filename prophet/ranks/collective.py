@@ -166,8 +166,14 @@ class Collective(ABC):
         """Gather messages as `all_gather` does, where ranks may be in different operations; all have one length."""
         return self.all_gather(x, op=op)
 
-    def on_host(self, x: Tensor, *, op: Operation) -> Tensor:
-        """Return `x`, which `op` has brought, on the host; waits for a device at most the time limit.
+    def on_host(self, x: Tensor, *, op: Operation, limited: bool = True) -> Tensor:
+        """Return a tensor on the host; waits for a device at most the time limit.
+
+        Args:
+            x: The tensor.
+            op: What it is of, for errors.
+            limited: False where the device may have long work before it, such as a whole step of a pipeline: then the
+                limits of what that work waits for have to end it.
 
         Raises:
             CollectiveError: The device has not come to it: another rank has not.

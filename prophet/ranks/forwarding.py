@@ -86,8 +86,8 @@ class ForwardingCollective(Collective):
     def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
         return self.inner.gather_at_once(x, op=op)
 
-    def on_host(self, x: Tensor, *, op: Operation) -> Tensor:
-        return self.inner.on_host(x, op=op)
+    def on_host(self, x: Tensor, *, op: Operation, limited: bool = True) -> Tensor:
+        return self.inner.on_host(x, op=op, limited=limited)
 
     def roll_call(self, op: Operation) -> None:
         self.inner.roll_call(op)

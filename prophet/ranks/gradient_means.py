@@ -54,17 +54,30 @@ def average_gradients_(
     if ranks.size == 1:
         return
     # Sorted, as all ranks must send the buckets in one order
-    for dtype in sorted({p.dtype for p in parameters}, key=str):
-        _Buckets([p for p in parameters if p.dtype == dtype], ranks, op, bucket_bytes).average()
+    for dtype in sorted({_dtype(p) for p in parameters}, key=str):
+        _Buckets([p for p in parameters if _dtype(p) == dtype], dtype, ranks, op, bucket_bytes).average()
+
+
+def _dtype(p: nn.Parameter) -> torch.dtype:
+    """The type of a parameter's gradient, also where there is none: torch lets users set it apart from its own."""
+    return getattr(p, "grad_dtype", None) or p.dtype
 
 
 class _Buckets:
-    """The gradients of parameters of one dtype, laid end to end and cut; arguments as of `average_gradients_`."""
+    """Gradients of one dtype, laid end to end and cut; other arguments as of `average_gradients_`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: Collective, op: Operation, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        ranks: Collective,
+        op: Operation,
+        bucket_bytes: int,
+    ) -> None:
         self._parameters, self._ranks, self._op = parameters, ranks, op
         shards = [_here(p) for p in parameters]
-        self._like = shards[0]
+        # Of the dtype and on the device of all messages
+        self._like = shards[0].new_empty(0, dtype=dtype)
         self._sizes = [shard.numel() for shard in shards]
         self._ends = list(accumulate(self._sizes))
         self._total = self._ends[-1]
@@ -125,7 +138,7 @@ class _Buckets:
             raise OutOfStep(f"rank {self._ranks.rank}: {self._op}: other replicas average another layer: {layers}")
         for p, somewhere in zip(self._parameters, heads[:, 1:].amax(dim=0).tolist(), strict=True):
             if somewhere and p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=self._like.dtype)
 
     def _write(self, start: int, mean: Tensor) -> None:
         for own, beside in self._pairs(start, mean[: min(self._each, self._total - start)]):

@@ -11,13 +11,16 @@ the next message is as long as the counts that last followed there. Other messag
 A message that is longer than foreseen is announced by one that is not. A layer's counts are then foreseen the next
 time. A single long message, such as the comparison of experts, makes no other one longer.
 
+A wait may be interrupted (Ctrl-C), on one rank alone. The others have this rank's message, and go by it. So before its
+next message that rank reads the one that it has not waited for: what all have sent is the same for all.
+
 Shape legend: R ranks, N numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -100,10 +103,16 @@ class Frames:
         forward: The forward pass that the communicator's layers have reached.
         kind: What that pass is for, an index of `PASSES`.
         begun: How many messages this rank has begun.
+        unread: Waits for the message that was launched last, and returns it; set by the collective that launches it.
+        agreed: Called once that message is known to begin alike on all ranks.
+        announced: Numbers of the next message alone, where it was announced; 0 where it was not.
     """
 
     def __init__(self) -> None:
         self.width = _FIRST_WIDTH
+        self.unread: Callable[[], Tensor] | None = None
+        self.agreed: Callable[[], None] | None = None
+        self.announced = 0
         self.forward = self.kind = self.begun = 0
         self._layers = 0
         # By layer and kind of pass: the lengths of the counts that followed theirs
@@ -134,16 +143,32 @@ class Frames:
         where = place if place is not None else -1 if op.layer is None else op.layer
         return [numbers, where, self.forward, self.kind, *_encoded_name(op.name)]
 
-    def foresee(self, place: int, numbers: int) -> None:
+    def begin(self, agreed: Callable[[], None] | None) -> None:
+        """Begin a message, which nothing is known of yet; `agreed` as above."""
+        # Counted before the wait: this is how others see that this rank has gone on to a further message
+        self.begun += 1
+        self.unread, self.agreed = None, agreed
+
+    @property
+    def launched(self) -> bool:
+        """Whether the message that was begun last is on its way to the others."""
+        return self.unread is not None
+
+    def announce(self, numbers: int) -> None:
+        """Have the next message, and no other, be long enough for `numbers` after its head."""
+        self.announced = width_of(numbers)
+
+    def foresee(self, place: int, kind: int, numbers: int) -> None:
         """Foresee the length of the next message, once all ranks have exchanged a layer's counts.
 
         It follows from what all ranks have in common, so they come to the same one without a message.
 
         Args:
             place: The layer.
+            kind: Of the pass.
             numbers: How many numbers followed the head.
         """
-        width, here = width_of(numbers), (place, self.kind)
+        width, here = width_of(numbers), (place, kind)
         if self._last is not None:
             before = self._followed.get(self._last, ())
             self._followed[self._last] = (*before, width)[-_REMEMBERED:]
@@ -206,22 +231,16 @@ def gather_numbers(
     frames = collective.frames
     head = frames.head(op, extent, place)
     device = tensors[0].device if tensors else torch.device("cpu")
-    width = frames.width
+    _catch_up(collective, op)
+    width = frames.announced or frames.width
     if HEAD + extent > width:
         # A head alone, in the length that was foreseen: a rank that is elsewhere is named before lengths differ
+        announce = partial(frames.announce, extent)
         if collective.size > 1:
-            _gather(collective, _frame(frames, head, (), width, device), op)
+            _gather(collective, _frame(frames, head, (), width, device), op, announce)
         width = width_of(extent)
-    foreseen = op.name == COUNTS
-    try:
-        table = _gather(collective, _frame(frames, [*head, *numbers], tensors, width, device), op)
-    except OutOfStep:
-        foreseen = False
-        raise
-    finally:
-        # Also where this rank's wait was interrupted: the others have its message, and go by it
-        if foreseen:
-            frames.foresee(head[1], extent)
+    foresee = partial(frames.foresee, head[1], frames.kind, extent) if op.name == COUNTS else None
+    table = _gather(collective, _frame(frames, [*head, *numbers], tensors, width, device), op, foresee)
     return table[:, HEAD : HEAD + extent]
 
 
@@ -247,11 +266,11 @@ def share(collective: Messenger, x: Tensor, *, op: Operation) -> Tensor:
     if collective.size == 1:
         return x.unsqueeze(0)
     frames = collective.frames
+    _catch_up(collective, op)
     head = frames.head(op, x.numel())
     # The bits of the floats travel as integers, since all messages share one dtype
-    frame = _frame(frames, head, (x.view(torch.int64),), frames.width, x.device)
-    frames.begun += 1
-    table = collective.gather_messages(frame, op=op)
+    frame = _frame(frames, head, (x.view(torch.int64),), frames.announced or frames.width, x.device)
+    table = _launch(collective, frame, op, None)
     found = table[:, HEAD : HEAD + x.numel()].contiguous().view(torch.float64)
     if table.device.type == "cpu":
         _check(table.numpy(), collective.rank)
@@ -269,12 +288,39 @@ def _frame(
     return torch.cat([first, *tensors, frames.padding(left, device)])
 
 
-def _gather(collective: Messenger, frame: Tensor, op: Operation) -> IntArray:
-    # Counted before the wait: this is how others see that this rank has gone on to a further message
-    collective.frames.begun += 1
-    table: IntArray = collective.on_host(collective.gather_messages(frame, op=op), op=op).numpy()
+def _gather(collective: Messenger, frame: Tensor, op: Operation, agreed: Callable[[], None] | None) -> IntArray:
+    """Gather a message and check that all begin alike; then `agreed` is called."""
+    table: IntArray = collective.on_host(_launch(collective, frame, op, agreed), op=op).numpy()
+    collective.frames.agreed = None
     _check(table, collective.rank)
+    if agreed is not None:
+        agreed()
     return table
+
+
+def _launch(collective: Messenger, frame: Tensor, op: Operation, agreed: Callable[[], None] | None) -> Tensor:
+    frames = collective.frames
+    frames.begin(agreed)
+    try:
+        found = collective.gather_messages(frame, op=op)
+    except BaseException:
+        # One that was never launched is still to come, in the length that was announced
+        if frames.launched:
+            frames.announced = 0
+        raise
+    frames.announced = 0
+    return found
+
+
+def _catch_up(collective: Messenger, op: Operation) -> None:
+    """Read the last message if this rank's wait for it was interrupted, and go by it as the others do."""
+    frames = collective.frames
+    if frames.unread is None or frames.agreed is None:
+        return
+    heads = collective.on_host(frames.unread(), op=op).numpy()[:, :HEAD]
+    agreed, frames.agreed = frames.agreed, None
+    if (heads == heads[collective.rank]).all():
+        agreed()
 
 
 def _check(table: IntArray, rank: int) -> None:

@@ -301,14 +301,22 @@ class ProcessGroupCollective(Collective):
         Ranks that compute, load or write are waited for, whatever they do. On a device the host does not wait here.
         """
         if self.size == 1 or x.device.type != "cpu":
-            return super().gather_messages(x, op=op)
+            found = super().gather_messages(x, op=op)
+            self.frames.unread = lambda: found
+            return found
         source = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
         group = self.groups["tokens"]
 
         def gather() -> None:
             work = _all_gather_single(out.view(-1), source.view(-1), group=group, async_op=True)
-            in_turns(work, self._message_turn(op), self._look_s)
+
+            def read() -> Tensor:
+                in_turns(work, self._message_turn(op), self._look_s)
+                return out
+
+            self.frames.unread = lambda: self.guard(read, op)
+            read()
 
         self.guard(gather, op)
         return out
@@ -336,14 +344,19 @@ class ProcessGroupCollective(Collective):
 
         return turn
 
-    def on_host(self, x: Tensor, *, op: Operation) -> Tensor:
+    def on_host(self, x: Tensor, *, op: Operation, limited: bool = True) -> Tensor:
         """See `Collective`. Raises soon where a rank has ended: the host sees no connection to it that is closed.
 
         An error gives up all groups of this process on devices. What their streams waited for is undefined then.
+
+        Args:
+            x: The tensor.
+            op: What it is of, for errors.
+            limited: As there.
         """
         if self.size == 1 or x.device.type == "cpu":
             return x.cpu()
-        turn, gone = self._message_turn(op), False
+        turn, gone, limit_s = self._message_turn(op), False, self.timeout_s if limited else math.inf
 
         def look() -> None:
             nonlocal gone
@@ -354,7 +367,7 @@ class ProcessGroupCollective(Collective):
                 raise RuntimeError("a process has ended: connection closed by peer")
 
         try:
-            return self.guard(lambda: on_host_in_turns(x, look, self._look_s, self.timeout_s), op)
+            return self.guard(lambda: on_host_in_turns(x, look, self._look_s, limit_s), op)
         except (CollectiveError, OutOfStep, StageFailed) as error:
             _give_up_on_devices(error)
             raise

@@ -56,14 +56,17 @@ def sum_of_powers(x: Tensor, power: float) -> Tensor:
     """Sum the powers of the absolute values of `x` in float64, or take the largest; without a float64 copy of it.
 
     Args:
-        x: Any tensor of real numbers.
+        x: Any tensor of real numbers, also a sparse one.
         power: A positive number; infinity for the largest value.
 
     Returns:
         A float64 scalar on the device of `x`; 0 without elements.
     """
+    own = x.detach()
+    if own.is_sparse:
+        own = own.coalesce().values()
     # Copies in any case, since they are written to
-    found = [_figure(part.to(torch.float64, copy=True), power) for part in in_parts(x.detach())]
+    found = [_figure(part.to(torch.float64, copy=True), power) for part in in_parts(own)]
     if not found:
         return x.new_zeros((), dtype=torch.float64)
     figures = torch.stack(found)

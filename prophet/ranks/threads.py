@@ -193,7 +193,9 @@ class ThreadCollective(Collective):
         if self.size == 1:
             return x.unsqueeze(0)
         keys = self._send([x] * self.size, op, "tokens", message=True)
-        return torch.stack([self._take(key, op, message=True) for key in keys])
+        found = torch.stack([self._take(key, op, message=True) for key in keys])
+        self.frames.unread = lambda: found
+        return found
 
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         # Numbers below zero keep point-to-point messages apart from the collectives'

@@ -84,7 +84,7 @@ def on_host_in_turns(x: Tensor, turn: Callable[[], None], turn_s: float, limit_s
         RuntimeError: The device has not come to it in time. It goes on: `abort` ends what it waits for.
     """
     # Pinned, or the copy itself would wait
-    found = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
+    found = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
     found.copy_(x, non_blocking=True)
     copied = current_stream(x.device).record_event()
     began = time.monotonic()

@@ -344,6 +344,9 @@ class BlockReplicas:
         if self._trans is not None:
             self._trans.abandon()
             self._trans = None
+        if self._agg is not None:
+            # left behind by a backward pass that failed: their memory is about to be others'
+            self._agg.release()
 
     def give_back(self) -> None:
         """Return the replicas' memory."""

@@ -1,4 +1,4 @@
-"""Ctrl-C while a rank waits for another: seen at once, and no thread of the rank goes on waiting."""
+"""Ctrl-C while a rank waits for another: seen at once, no thread of the rank goes on waiting, and ranks can go on."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 
-from prophet.errors import CollectiveError
+from prophet.errors import CollectiveError, OutOfStep
+from prophet.ranks import messages, process_group
+from prophet.ranks.messages import COUNTS, gather_numbers
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from tests.helpers.launch import on_processes
@@ -70,3 +74,48 @@ def test_ctrl_c_ends_a_wait(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gather_messages", "all_to_all", "all_to_all, receives first"])
 def test_ctrl_c_ends_any_wait(kind: str) -> None:
     test_ctrl_c_ends_a_wait(kind)
+
+
+def _goes_on(how: str) -> list[str]:
+    """Rank 0 leaves layer 1's counts, which are longer than the others'; then both ranks ask for something else."""
+    collective = ProcessGroupCollective(timeout_s=LIMIT_S)
+
+    def counts(layer: int, forward: int, numbers: int) -> None:
+        collective.frames.forward, collective.frames.kind = forward, 1
+        gather_numbers(collective, [0] * numbers, op=Operation(COUNTS, layer))
+
+    def attempt(call: Callable[[], object]) -> str:
+        try:
+            return str(call())
+        except (OutOfStep, KeyboardInterrupt, torch.OutOfMemoryError) as error:
+            return type(error).__name__
+
+    def other() -> list[list[int]]:
+        return gather_numbers(collective, [collective.rank], op=Operation("evaluate")).tolist()  # type: ignore[no-any-return]
+
+    for forward in (1, 2):
+        for layer, numbers in enumerate((10, 100, 10)):
+            counts(layer, forward, numbers)
+    counts(0, 3, 10)
+    # A length that nobody has foreseen goes in two messages, and rank 0 leaves the first of them
+    left = (1, 3, 900 if how == "announced" else 100)
+    if collective.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            if how == "not sent":
+                patch.setattr(messages, "_frame", mock.Mock(side_effect=torch.OutOfMemoryError))
+            else:
+                patch.setattr(process_group, "in_turns", mock.Mock(side_effect=KeyboardInterrupt))
+            found = [attempt(lambda: counts(*left))]
+        return found + [attempt(other) for _ in range(1 if how == "sent" else 2)]
+    # The other rank was interrupted before it came there, or waits there
+    return [attempt(other if how == "sent" else lambda: counts(*left)), attempt(other)]
+
+
+@pytest.mark.parametrize("how", ["sent", "not sent", "announced"])
+def test_ranks_go_on_after_one_has_left_a_message(how: str) -> None:
+    """The length of the next message follows from those before: a rank that is wrong about it ends gloo's process."""
+    first, second = on_processes(2, _goes_on, how)
+    both = "[[0], [1]]"
+    left = "OutOfMemoryError" if how == "not sent" else "KeyboardInterrupt"
+    assert first == [left, *(["OutOfStep"] if how != "sent" else []), both]
+    assert second == ["OutOfStep", both]

@@ -135,3 +135,22 @@ def test_two_buckets_are_under_way_at_most() -> None:
 
     sent, gathered = "all-to-all on weights", "all-gather on weights"
     assert ThreadWorld(2, timeout_s=20.0).run(run) == [[sent, sent, gathered, sent, gathered, gathered]] * 2
+
+
+@pytest.mark.skipif(not hasattr(nn.Parameter(), "grad_dtype"), reason="this torch has one type for both")
+def test_gradients_of_another_type_than_their_parameters_keep_it() -> None:
+    """As master gradients in float32 beside parameters in sixteen bits; one rank has no gradient."""
+
+    def run(world: Collective) -> Tensor | None:
+        p = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        p.grad_dtype = torch.float32
+        if world.rank:
+            p.grad = gradient(world.rank, 0, (4,), torch.float32)
+        average_gradients_([p], world, op=OP)
+        return p.grad
+
+    wanted = mean_of([torch.zeros(4), gradient(1, 0, (4,), torch.float32)])
+    for found in ThreadWorld(2, timeout_s=20.0).run(run):
+        assert found is not None
+        assert found.dtype == torch.float32
+        assert torch.equal(found, wanted)

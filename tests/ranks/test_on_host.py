@@ -30,7 +30,7 @@ class _Device:
 
 def _read(monkeypatch: pytest.MonkeyPatch, queries: float, turn: Any, limit_s: float = 30.0) -> torch.Tensor:
     monkeypatch.setattr(works, "current_stream", lambda device: _Device(queries))
-    return on_host_in_turns(torch.arange(6.0).view(2, 3), turn, 0.02, limit_s)
+    return on_host_in_turns(torch.arange(6.0, device="cpu").view(2, 3), turn, 0.02, limit_s)
 
 
 def test_a_value_comes_to_the_host_once_the_device_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +38,12 @@ def test_a_value_comes_to_the_host_once_the_device_has_it(monkeypatch: pytest.Mo
     found = _read(monkeypatch, 0, lambda: turns.append(1))
     assert torch.equal(found, torch.arange(6.0).view(2, 3))
     assert not turns
+
+
+def test_it_comes_to_the_host_whatever_device_new_tensors_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        found = _read(monkeypatch, 0, lambda: None)
+    assert found.device.type == "cpu"
 
 
 def test_a_wait_that_lasts_asks_for_news_and_takes_what_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,3 +92,9 @@ def test_the_peak_counts_what_is_alive() -> None:
             torch.zeros(100)
     assert c.numel() == 2
     assert peak.peak_bytes == 8 + 16 + 16 + 16
+
+
+def test_a_sparse_gradient_counts_by_its_values() -> None:
+    values = torch.tensor([[1.0, 2.0], [3.0, 0.0], [2.0, 2.0]])
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1, 3]]), values, (5, 2), check_invariants=True)
+    assert sum_of_powers(sparse, 2).item() == sparse.to_dense().double().square().sum().item()

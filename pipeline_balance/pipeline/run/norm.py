@@ -48,7 +48,7 @@ def gradient_norm(
     held = [(i, p.grad) for i, (name, p) in enumerate(parameters.items()) if name in counted and p.grad is not None]
     if held:
         norms = [torch.linalg.vector_norm(_values(grad)) for _, grad in held]
-        mine[[i for i, _ in held]] = world.on_host(torch.stack([n.double() for n in norms]), op=op)
+        mine[[i for i, _ in held]] = world.on_host(torch.stack([n.double() for n in norms]), op=op, limited=False)
     every = world.all_gather(mine, op=op)  # [R, N]
     # also where the norm is not a number, which compares as false
     present = ~(every < 0)

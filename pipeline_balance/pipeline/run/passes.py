@@ -217,7 +217,7 @@ class Passes:
         reports = run.losses and self.owned.model.leads
         mine = torch.stack(run.losses).sum() if reports else torch.zeros((), dtype=torch.float64)
         world, op = self.groups.world, Operation("sharing the loss")
-        every = world.all_gather(world.on_host(mine.reshape(1), op=op), op=op)
+        every = world.all_gather(world.on_host(mine.reshape(1), op=op, limited=False), op=op)
         return float(every.sum())
 
     def _update(self, max_norm: float | None, scaler: PipelineScaler | None) -> None:
