@@ -408,7 +408,7 @@ class MoE(nn.Module):
         """
         again = forward is Pass.AGAIN
         if not again:
-            self.stats = LayerStats(counts.load, split.rank_load(), int(counts.dropped.sum()))
+            self.stats = LayerStats(counts.load, split.rank_load().copy(), int(counts.dropped.sum()))
         config = self.gate.config
         if forward is Pass.EVALUATION or (config.aux_loss == "none" and config.z_loss_weight == 0):
             return

@@ -151,7 +151,7 @@ class Flows(Split):
     In a group of 256 ranks with 256 experts `tokens` has 16 million integers, and a step needs few of them.
 
     Args:
-        load: The counts [R, E]; copied.
+        load: The counts [R, E]; arrays are copied, but for `home`.
         home: The homes [E].
         shared: The experts [M] whose tokens follow `rows`.
         rows: Source rank, expert, destination rank and tokens, [F, 4], each way once.
@@ -170,14 +170,16 @@ class Flows(Split):
         rank_load: IntArray | None = None,
         bottleneck: float = float("nan"),
     ) -> None:
+        # Copies, since a planner may go on writing to its own
         self._load, self.home = load.copy(), home
-        self.shared = np.empty(0, dtype=np.int64) if shared is None else shared
-        self.rows = np.empty((0, 4), dtype=np.int64) if rows is None else rows
-        self._rank_load, self.bottleneck = rank_load, bottleneck
+        self.shared = np.empty(0, dtype=np.int64) if shared is None else shared.copy()
+        self.rows = np.empty((0, 4), dtype=np.int64) if rows is None else rows.copy()
+        self._rank_load, self.bottleneck = None if rank_load is None else rank_load.copy(), bottleneck
         self._alone: BoolArray = np.ones(load.shape[1], dtype=np.bool_)
         self._alone[self.shared] = False
-        for array in (self._load, self.shared, self.rows, *(() if rank_load is None else (rank_load,))):
-            array.setflags(write=False)
+        for array in (self._load, self.shared, self.rows, self._rank_load):
+            if array is not None:
+                array.setflags(write=False)
 
     @property
     def tokens(self) -> IntArray:
@@ -240,6 +242,17 @@ class Flows(Split):
     def _counted(self) -> IntArray:
         found: IntArray = self.by_expert().sum(axis=0)
         return found
+
+    def check(self, load: IntArray, placement: Placement) -> None:
+        super().check(load, placement)
+        # `tokens` shows none of these
+        source, expert, rank, amount = self.rows.T
+        if (amount < 0).any():
+            raise SpecError(f"Flows.rows must not have negative numbers of tokens, got {amount.min()}")
+        if len(np.unique((source * self.experts + expert) * self.ranks + rank)) < len(self.rows):
+            raise SpecError("Flows.rows must have each way from a rank over an expert to a rank once")
+        if not np.array_equal(self.rank_load(), self._counted()):
+            raise SpecError("Flows.rank_load does not add up from the rows and the load")
 
 
 def _add(found: IntArray, at: IntArray, amount: IntArray) -> None:

@@ -96,6 +96,22 @@ def test_rows_that_lose_tokens_or_go_astray_are_found_out() -> None:
         Flows(LOAD, placement.home, shared, right).check(LOAD, HOMES)
     with pytest.raises(SpecError, match="split is for 2 ranks x 2 experts, placement for 2 x 4"):
         Flows(LOAD, placement.home, shared, right).check(LOAD, Placement.homes_only(4, 2))
+    back = np.array([[0, 0, 0, 4], [0, 0, 1, -1], [1, 0, 1, 2]])
+    with pytest.raises(SpecError, match="negative numbers of tokens, got -1"):
+        Flows(LOAD, placement.home, shared, back).check(LOAD, placement)
+    twice = np.array([[0, 0, 0, 1], [0, 0, 0, 2], [1, 0, 1, 2]])
+    with pytest.raises(SpecError, match="each way from a rank over an expert to a rank once"):
+        Flows(LOAD, placement.home, shared, twice).check(LOAD, placement)
+    with pytest.raises(SpecError, match="rank_load does not add up"):
+        Flows(LOAD, placement.home, shared, right, np.array([5, 5])).check(LOAD, placement)
+
+
+def test_a_planner_may_go_on_writing_to_its_arrays() -> None:
+    shared, rows, rank_load = np.array([0]), np.array([[0, 0, 0, 3], [1, 0, 1, 2]]), np.array([3, 7])
+    flows = Flows(LOAD, HOMES.home, shared, rows, rank_load)
+    rows[:], rank_load[:], shared[:] = 0, 0, 1
+    assert flows.rank_load().tolist() == [3, 7]
+    assert flows.sent_by(0).tolist() == [[3, 0], [0, 1]]
 
 
 @pytest.mark.parametrize("load", [LOAD * 1.0, -LOAD, LOAD[:, :1]])
