@@ -7,8 +7,10 @@ import json
 import os
 import platform
 import shutil
+import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--out: expected a file that ends in .md or .html, got {out}")
         check_can_write("--out", out)
     # The CPU's figures are those of an emulation, so they are kept where that was asked for only
-    kept = arguments.machine or (Path(f"topology-{platform.node() or 'host'}.toml") if on_gpus else None)
+    calibrates = any(task.name == "calibration" for task in tasks)
+    if arguments.machine is not None and not calibrates:
+        raise UsageError("--machine: keeps the calibration, which --checks leaves out: add `calibration`, or drop it")
+    default = _free(Path(f"topology-{platform.node() or 'host'}.toml")) if on_gpus and calibrates else None
+    kept = arguments.machine or default
     if kept is not None:
         check_can_write("--machine", kept)
     # Without a GPU Triton has its interpreter
     added = {} if on_gpus else {"TRITON_INTERPRET": "1"}
-    with tempfile.TemporaryDirectory(prefix="prophet-gpu-check-", ignore_cleanup_errors=True) as name:
+    folder = tempfile.TemporaryDirectory(prefix="prophet-gpu-check-", ignore_cleanup_errors=True)
+    with _ended_in_order(), folder as name:
         scratch = Path(name)
         verdicts = run_all(tasks, os.environ, added, on_gpus=on_gpus, scratch=scratch, working=working)
         measured = scratch / "shared" / checks.TOPOLOGY
@@ -73,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
             shutil.copyfile(measured, kept)
         else:
             kept = None
-    found = page.answer(verdicts, device_of(verdicts, on_gpus=on_gpus), None if kept is None else str(kept))
+    file = None if kept is None else str(kept.absolute())
+    found = page.answer(verdicts, device_of(verdicts, on_gpus=on_gpus), file)
     if out is not None:
         from prophet.report.page import write_page
 
@@ -84,6 +92,30 @@ def run(arguments: argparse.Namespace) -> int:
         show(verdicts, found["device"])
         show_lines(found)
     return int(not found["sound"])
+
+
+def _free(file: Path) -> Path:
+    """The file, or one beside it that is not there yet: a longer calibration may have its name."""
+    found, number = file, 2
+    while found.exists():
+        found, number = file.with_stem(f"{file.stem}-{number}"), number + 1
+    return found
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Inside, a signal that ends this process ends the checks' processes first, as Ctrl-C does."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.signal(number, end) for number in numbers if signal.getsignal(number) == signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def device_of(verdicts: Sequence[Verdict], *, on_gpus: bool) -> str:
@@ -101,8 +133,8 @@ def show(verdicts: Sequence[Verdict], device: str) -> None:
 
     to = console()
     to.print(f"prophet gpu-check on {device}\n", markup=False, highlight=False)
-    for name, check in page.findings(verdicts):
-        to.print(f"!! {name}: {check.message}", markup=False, highlight=False, style="bold red")
+    for line, check in zip(*page.headed(verdicts), strict=True):
+        to.print(line, markup=False, highlight=False, style="bold red")
         # As one line, to be copied whatever the terminal's width
         to.print(f"   mend: {check.mend}", markup=False, highlight=False, soft_wrap=True)
     heads = [Column(head, align="right" if head == "s" else "left", wrap=head == "found") for head in page.COLUMNS]

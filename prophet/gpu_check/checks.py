@@ -77,6 +77,8 @@ def chosen(names: str | None, tasks: tuple[Task, ...] = TASKS) -> list[Task]:
     """
     known = [task.name for task in tasks]
     asked = known if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    if not asked:
+        raise UsageError(f"--checks: expected names of checks, such as {known[1]},{known[-1]}, got {names!r}")
     for name in asked:
         if name not in known:
             raise UsageError(f"--checks: {no_such('check', name, known)}")

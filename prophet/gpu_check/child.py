@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +37,10 @@ def main(name: str) -> None:
                 on_gpus=job.on_gpu,
             )
     except BaseException as error:
+        # Into the output, whose end comes with the finding
+        traceback.print_exc()
+        for file in sorted(folder.glob("error-rank-*.txt")):
+            print(file.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
         text = " ".join(str(error).split())
         kind = "" if isinstance(error, RankFailed) else f"{type(error).__name__}: "
         (folder / FAILURE).write_text(f"{kind}{text}".removesuffix(": "), encoding="utf-8")

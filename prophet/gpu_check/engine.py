@@ -5,8 +5,10 @@ Shape legend: N tokens of a rank, R ranks, D model dim, E experts, m experts per
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +47,23 @@ def engine(place: Place) -> Answer:
     else:
         state = _state(_IMAGINED)
         world = ThreadWorld(_IMAGINED, timeout_s=place.timeout_s)
-        found = world.run(lambda collective: _compared(collective, place.device, state))[0]
+        found = of_all(world.run(lambda collective: _compared(collective, place.device, state)))
     ranks = f"{place.ranks} ranks" if place.ranks > 1 else f"{_IMAGINED} ranks imagined on one device"
     return Answer(checks=[judged(found["errors"], found["copies"], ranks)], figures=found)
+
+
+def worse(one: float, other: float) -> float:
+    """Return the larger error; one that is not a number is the largest."""
+    return one if math.isnan(one) else max(other, one)
+
+
+def of_all(by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Put together what ranks that are threads have found: each has its own experts' gradients."""
+    errors: dict[str, float] = {}
+    for found in by_rank:
+        for name, error in found["errors"].items():
+            errors[name] = worse(error, errors.get(name, 0.0))
+    return {"errors": errors, "copies": by_rank[0]["copies"]}
 
 
 def judged(errors: dict[str, float], copies: int, ranks: str) -> Check:
@@ -86,14 +102,16 @@ def lost_rank(place: Place) -> Answer:
             training.step(step)
     except CollectiveError as error:
         heard = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return Answer(checks=[told(heard, time.monotonic() - began, place.timeout_s)], figures={"heard": heard})
+    check = told(heard, collective.size - 1, time.monotonic() - began, place.timeout_s)
+    return Answer(checks=[check], figures={"heard": heard})
 
 
-def told(heard: str, seconds: float, limit_s: float) -> Check:
+def told(heard: str, lost: int, seconds: float, limit_s: float) -> Check:
     """Judge what a rank heard of a lost one.
 
     Args:
         heard: The error in words; empty where it went on.
+        lost: The rank that was lost.
         seconds: When it heard of it.
         limit_s: Its limit for a wait.
     """
@@ -102,6 +120,8 @@ def told(heard: str, seconds: float, limit_s: float) -> Check:
         return finding("lost-rank", "the others went on for three steps without the rank that ended", send)
     if seconds > limit_s + _SLACK_S:
         return finding("lost-rank", f"heard after {seconds:.0f} s, at a limit of {limit_s:.0f} s: {heard}", send)
+    if not re.search(rf"\[[\d, ]*\b{lost}\b[\d, ]*\]", heard):
+        return finding("lost-rank", f"heard after {seconds:.1f} s, but not that it was rank {lost}: {heard}", send)
     # The backend's own words follow in brackets
     return sound("lost-rank", f"heard after {seconds:.1f} s: {heard.partition(' ([')[0]}")
 
@@ -153,10 +173,10 @@ def _compared(collective: Collective, device: str, state: dict[str, Tensor]) -> 
         optimizer.zero_grad()
         exact = _loss(truth, *(torch.cat(parts).to(device) for parts in zip(*batches, strict=True)))
         exact.backward()
-        errors["loss"] = max(errors["loss"], abs(loss / exact.item() - 1))
+        errors["loss"] = worse(abs(loss / exact.item() - 1), errors["loss"])
         for name, want in _gradients(truth, collective):
             gap = (grads[name] - want).abs().max() / want.abs().max().clamp(min=1e-12)
-            errors[name] = max(errors.get(name, 0.0), float(gap))
+            errors[name] = worse(float(gap), errors.get(name, 0.0))
         optimizer.step()
     training.engine.close()
     return {"errors": errors, "copies": copies}

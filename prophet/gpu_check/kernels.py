@@ -65,7 +65,9 @@ def judged(name: str, errors: dict[str, float]) -> Check:
     wrong = [f"{dtype} by {share:.3g}" for dtype, share in errors.items() if not share <= 1]
     if wrong:
         return finding(name, f"errors times the allowed ones: {', '.join(wrong)}", _MEND)
-    return sound(name, f"as defined in {', '.join(errors)}, errors at most {max(errors.values()):.2f} of those allowed")
+    return sound(
+        name, f"in {', '.join(errors)}: as defined, errors at most {max(errors.values()):.2f} of those allowed"
+    )
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -74,8 +76,8 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """The largest difference relative to the largest value, or to 1; infinite where `got` is not finite."""
-    if got.shape != want.shape or not got.isfinite().all():
+    """The largest difference relative to the largest value, or to 1; infinite where one of them is not finite."""
+    if got.shape != want.shape or not (got.isfinite().all() and want.isfinite().all()):
         return float("inf")
     if not want.numel():
         return 0.0

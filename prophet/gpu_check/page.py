@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,14 @@ def findings(verdicts: Sequence[Verdict]) -> list[tuple[str, Check]]:
 
 def red_lines(verdicts: Sequence[Verdict]) -> list[str]:
     """The findings as lines, with what mends them."""
-    return [f"{MARKS[check.state]} {_named(name, check)}  mend: {check.mend}" for name, check in findings(verdicts)]
+    return [f"{line}  mend: {check.mend}" for line, check in zip(*headed(verdicts), strict=True)]
+
+
+def headed(verdicts: Sequence[Verdict]) -> tuple[list[str], list[Check]]:
+    """The findings as lines that begin with their check's name, and the findings."""
+    found = findings(verdicts)
+    lines = [f"{MARKS[check.state]} {name}: {_named(name, check)}" for name, check in found]
+    return lines, [check for _, check in found]
 
 
 def rows(verdicts: Sequence[Verdict]) -> list[tuple[str, str, str, str]]:
@@ -44,7 +52,9 @@ def total(verdicts: Sequence[Verdict]) -> str:
 def paste(verdicts: Sequence[Verdict], topology: str | None) -> list[str]:
     """The lines for a user's script and shell; `topology`: the file of the calibration, if it was written."""
     lines = [line for one in verdicts for line in one.paste]
-    if topology is not None:
+    ranks = [one.figures["topology"]["ranks"] for one in verdicts if "topology" in one.figures]
+    if topology is not None and ranks:
+        lines.append(f"# for expert-parallel groups of {ranks[0]}; `prophet calibrate` measures others")
         lines.append(f"config = prophet.EngineConfig(topology={json.dumps(topology)})")
         lines.append("engine = prophet.attach(model, optimizer, config=config)")
     return lines
@@ -72,12 +82,21 @@ def answer(verdicts: Sequence[Verdict], device: str, topology: str | None) -> di
                     {"name": check.name, "state": check.state, "message": check.message, "mend": check.mend}
                     for check in one.checks
                 ],
-                "figures": one.figures,
+                "figures": _of_json(one.figures),
                 "output": one.output,
             }
             for one in verdicts
         ],
     }
+
+
+def _of_json(value: Any) -> Any:
+    """The same without numbers that JSON does not have: NaN and infinities become text."""
+    if isinstance(value, dict):
+        return {key: _of_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_of_json(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def compact(found: dict[str, Any]) -> str:

@@ -83,13 +83,15 @@ def run_job(job: Job, folder: Path, environment: Mapping[str, str], limit_s: flo
         limit_s: Seconds for all of it.
     """
     job.write(folder)
-    command = [sys.executable, "-m", "prophet.gpu_check.child", str(folder)]
+    # -P and not the user's folder, whose files may have the names of modules; what this process finds is found there
+    command = [sys.executable, "-P", "-m", "prophet.gpu_check.child", str(folder)]
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
     began = time.monotonic()
     with (folder / OUTPUT).open("wb") as output:
         # A session, so that ranks and their helpers can be ended with it
         process = subprocess.Popen(
             command,
-            env=dict(environment),
+            env={**environment, "PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,7 @@ import torch
 from prophet.cli import BAD_INPUT, FAILED, OK, main
 from prophet.gpu_check import checks
 from tests.helpers.gpu_check_bodies import BLOWS
+from tests.helpers.house import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +47,13 @@ def test_what_hangs_or_dies_is_a_line_and_the_rest_goes_on(
         "one-hangs": "and was ended",  # on a busy machine before its ranks were there, whose names are told otherwise
         "dies": "ended by SIGSEGV",
         "memory": "MemoryError",
+        "raises": "KeyError: 'x'",
         "finds": "wrong at 18 s",
     }
     assert {name for name, one in by_name.items() if one["state"] == "finding"} == said.keys()
     for name, text in said.items():
         assert text in by_name[name]["lines"][0]["message"], by_name[name]
+    assert "in raises" in by_name["raises"]["output"], "the traceback comes along"
     assert by_name["garbage"]["lines"] == [{"name": "garbage", "state": "sound", "message": "went on", "mend": ""}]
     assert by_name["last"]["lines"][0]["message"] == "1 rank on cpu"
     assert found["paste"] == ["unset IT"]
@@ -62,7 +71,8 @@ def test_what_hangs_or_dies_is_a_line_and_the_rest_goes_on(
 )
 def test_all_checks_pass_on_the_cpu(names: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     machine = tmp_path / "topology.toml"
-    code, found, by_name = checked(capsys, "--checks", names, "--machine", str(machine))
+    keep = ["--machine", str(machine)] if "calibration" in names else []
+    code, found, by_name = checked(capsys, "--checks", names, *keep)
     assert by_name.keys() == {"environment", *names.split(",")}
     assert code == OK, [line for one in found["checks"] for line in one["lines"]]
     allowed = {"sound", "not checked"} if "calibration" in names else {"sound"}  # a busy machine has no rate of a link
@@ -75,7 +85,7 @@ def test_all_checks_pass_on_the_cpu(names: str, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_without_a_gpu_it_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["gpu-check", "--checks", "environment", "--machine", str(tmp_path / "topology.toml")]) == BAD_INPUT
+    assert main(["gpu-check", "--checks", "environment"]) == BAD_INPUT
     shown = capsys.readouterr()
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 1
@@ -88,6 +98,7 @@ def test_without_a_gpu_it_is_one_sentence(capsys: pytest.CaptureFixture[str], tm
     [
         (["--checks", "kernel"], "there is no check 'kernel'; did you mean 'kernels'"),
         (["--out", "page.txt"], "--out: expected a file that ends in .md or .html, got page.txt"),
+        (["--checks", "kernels", "--machine", "t.toml"], "--machine: keeps the calibration, which --checks leaves out"),
         (["--machine", "/proc/x/y.toml"], "--machine: expected a file that can be written"),
     ],
 )
@@ -104,3 +115,49 @@ def test_under_a_launcher_it_says_how_to_start_it(
     monkeypatch.setenv("RANK", "0")
     assert main(["gpu-check", "--device", "cpu"]) == BAD_INPUT
     assert "run it without torchrun" in capsys.readouterr().err
+
+
+def _program(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The command as a program in `folder`, which holds its temporary files, too."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "prophet", "gpu-check", "--device", "cpu", *options],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _processes(folder: Path) -> list[str]:
+    """Command lines of the processes that work on a check in `folder`."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(folder) in line and "gpu_check.child" in line:
+                found.append(line)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes by /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_checks_too(number: int, tmp_path: Path) -> None:
+    """As a closed terminal, `timeout` or a queue's limit sends it: the GPU must be free afterwards."""
+    with _program(tmp_path, "--checks", "kernels") as process:
+        while not _processes(tmp_path) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert not _processes(tmp_path)
+    assert not list(tmp_path.glob("prophet-gpu-check-*"))
+
+
+def test_files_of_the_folder_that_it_is_called_in_stand_for_no_modules(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('the user's file was imported')")
+    with _program(tmp_path, "--checks", "environment") as process:
+        shown, errors = process.communicate(timeout=120)
+    assert process.returncode == OK, shown + errors
+    assert "No findings" in shown

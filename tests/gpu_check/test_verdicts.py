@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,8 @@ def test_a_list_of_checks_keeps_their_order_and_the_first_of_them() -> None:
     assert chosen(None) == list(TASKS)
     with pytest.raises(UsageError, match="--checks: there is no check 'kernel'; did you mean 'kernels'"):
         chosen("kernel")
+    with pytest.raises(UsageError, match="--checks: expected names of checks"):
+        chosen(",")
 
 
 def test_ranks_follow_the_gpus() -> None:
@@ -154,13 +157,25 @@ def test_an_engine_needs_replicas_and_small_errors() -> None:
     assert judged({"loss": float("nan")}, 3, "2 ranks").state == "finding"
 
 
+def test_every_rank_and_what_is_no_number_count() -> None:
+    nan = float("nan")
+    by_rank = [{"errors": {"loss": 1e-7, "w": 0.1}, "copies": 3}, {"errors": {"loss": nan, "w": 0.5}, "copies": 3}]
+    for order in (by_rank, by_rank[::-1]):
+        errors = engine.of_all(order)["errors"]
+        assert math.isnan(errors["loss"])
+        assert errors["w"] == 0.5
+        assert engine.judged(errors, 3, "2 ranks").state == "finding"
+
+
 def test_a_lost_rank_is_heard_of_in_time() -> None:
     heard = "PeerLost: rank 0: combine of layer 1 failed: ranks [1] are gone ([gloo/x.cc] closed)"
-    assert engine.told(heard, 0.1, 20) == sound(
+    assert engine.told(heard, 1, 0.1, 20) == sound(
         "lost-rank", "heard after 0.1 s: PeerLost: rank 0: combine of layer 1 failed: ranks [1] are gone"
     )
-    assert engine.told(heard, 60, 20).state == "finding"
-    assert engine.told("", 1, 20).state == "finding"
+    assert engine.told(heard.replace("[1]", "[0, 1]"), 1, 0.1, 20).state == "sound"
+    assert engine.told(heard, 1, 60, 20).state == "finding"
+    assert engine.told("", 1, 1, 20).state == "finding"
+    assert "not that it was rank 3" in engine.told(heard, 3, 1, 20).message
 
 
 def test_losses_are_compared_step_by_step() -> None:
@@ -202,7 +217,9 @@ VERDICTS = [
 
 
 def test_what_is_wrong_comes_first() -> None:
-    assert page.red_lines(VERDICTS) == ["!! ended by SIGSEGV | a <b>  mend: run it alone"]
+    assert page.red_lines(VERDICTS) == ["!! engine: ended by SIGSEGV | a <b>  mend: run it alone"]
+    one = Verdict(name="kernels", checks=[finding("route", "errors", "send it")])
+    assert page.red_lines([one]) == ["!! kernels: route: errors  mend: send it"]
     assert [row[:3] for row in page.rows(VERDICTS)] == [
         ("engine", "!!", "7"),
         ("environment", "ok", "2"),
@@ -214,11 +231,17 @@ def test_what_is_wrong_comes_first() -> None:
 
 
 def test_the_files_hold_the_page_whole() -> None:
-    found = page.answer(VERDICTS, "2 x H100", "topology-here.toml")
+    measured = Verdict(
+        name="calibration", checks=[sound("calibration", "fast")], figures={"topology": {"ranks": 2, "s": [math.nan]}}
+    )
+    found = page.answer([*VERDICTS, measured], "2 x H100", "topology-here.toml")
     assert not found["sound"]
-    assert found["paste"][:2] == ["unset IT", 'config = prophet.EngineConfig(topology="topology-here.toml")']
+    assert found["paste"][0] == "unset IT"
+    assert "expert-parallel groups of 2;" in found["paste"][1]
+    assert found["paste"][2] == 'config = prophet.EngineConfig(topology="topology-here.toml")'
+    assert found["checks"][-1]["figures"]["topology"]["s"] == ["nan"]
     text = page.markdown(VERDICTS, found)
-    assert text.index("!! ended") < text.index("| check |") < text.index("unset IT") < text.index("```json")
+    assert text.index("!! engine: ended") < text.index("| check |") < text.index("unset IT") < text.index("```json")
     assert "SIGSEGV \\| a <b> |" in text
     assert json.loads(text.split("```json\n")[1].split("\n")[0]) == found
     html = page.html_page(VERDICTS, found)

@@ -47,6 +47,10 @@ def fills_memory(place: Place) -> Answer:
     return Answer(checks=[sound("memory", str(len(bytearray(1 << 32))))])
 
 
+def raises(place: Place) -> Answer:
+    raise KeyError("x")
+
+
 def finds(place: Place) -> Answer:
     return Answer(checks=[finding("finds", f"wrong at {place.timeout_s:.0f} s", "mend it")], paste=["unset IT"])
 
@@ -63,6 +67,7 @@ BLOWS = (
     Task(name="dies", function=f"{_HERE}:dies", limit_s=60),
     Task(name="garbage", function=f"{_HERE}:prints_garbage", limit_s=60),
     Task(name="memory", function=f"{_HERE}:fills_memory", limit_s=60),
+    Task(name="raises", function=f"{_HERE}:raises", limit_s=60, on_cpu=2),
     Task(name="finds", function=f"{_HERE}:finds", limit_s=60),
     Task(name="last", function=f"{_HERE}:last", limit_s=60),
 )
