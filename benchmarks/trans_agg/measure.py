@@ -17,6 +17,7 @@ from prophet.experts.replica import Replica, ReplicaPool
 from prophet.machine.measure import Probe
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
+from prophet.ranks.side_stream import SideStream
 from prophet.scheduler.pieces import Chunk, agg_chunks, trans_chunks
 from prophet.scheduler.replica_transfers import Agg, Trans, Transfer
 from prophet.spec import Placement
@@ -50,7 +51,7 @@ class Mover:
     def start(self) -> Transfer:
         """A transfer, nothing of it launched."""
         kind = Trans if self.operation == "trans" else Agg
-        return kind(self.chunks, self.bank, self.replicas, self.collective, 0)
+        return kind(self.chunks, self.bank, self.replicas, self.collective, 0, SideStream(self.bank.device))
 
     def alone(self) -> None:
         """All of it, and nothing else."""
