@@ -58,7 +58,8 @@ class PipelineScaler(torch.amp.GradScaler):
             mine[0] = torch.maximum(mine[0], (value != 0).to(mine))
             mine[1] = 1.0
         mine[2] = inv_scale
-        every = self._world().all_gather(mine, op=_OPERATION)
+        world = self._world()
+        every = world.all_gather(world.on_host(mine, op=_OPERATION, limited=False), op=_OPERATION)
         scales = every[:, 2].reciprocal().tolist()
         if min(scales) != max(scales):
             listed = ", ".join(f"{s:g} on rank {r}" for r, s in enumerate(scales))
@@ -66,7 +67,7 @@ class PipelineScaler(torch.amp.GradScaler):
                 f"the scaler's scale differs: {listed}; call update() and load_state_dict() on all ranks alike"
             )
         # one and no larger number: fused optimizers compare with one
-        infinite = every[:, 0].amax().float()
+        infinite = every[:, 0].amax().float().to(inv_scale.device)
         for value in found.values():
             value.copy_(infinite)
         # torch refuses an optimizer without gradients; where another rank has some, this one takes the step as well
