@@ -92,12 +92,19 @@ _MAY_IMPORT: dict[str, set[str]] = {
         "prophet.state",
         "prophet.engine",
         "prophet.convert",
+        "prophet.trials",
         "pipeline_balance.pipeline",
     }
     | {"pipeline_balance.schedules", "pipeline_balance.maps", "pipeline_balance.control", "pipeline_balance.slices"}
     | {"prophet.terminal", "prophet.doctor", "prophet.gpu_check"},  # its checks of a machine with GPUs
     # its mixture of experts is made of the other half's layer
-    "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
+    "pipeline_balance.dynamics": {
+        "prophet.errors",
+        "prophet.ranks",
+        "prophet.experts",
+        "prophet.layer",
+        "prophet.trials",
+    },
     "pipeline_balance": {"pipeline_balance.control"},
 }
 

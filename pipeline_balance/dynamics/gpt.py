@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.errors import SpecError
+from prophet.trials import trying
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,9 +150,8 @@ def builder(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: in
     """
 
     def build(index: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            # a seed for each layer, as ranks build only some of them, and in any order
-            torch.manual_seed(seed * 100_003 + index)
+        # a seed for each layer, as ranks build only some of them, and in any order
+        with trying(seed * 100_003 + index):
             if index == 0:
                 return Embed(shape)
             return Head(shape) if index == shape.layers - 1 else make_block(index - 1)

@@ -45,6 +45,7 @@ from prophet.state.route import route
 from prophet.state.route_schedule import RouteSchedule
 from prophet.state.space import Box, Space
 from prophet.state.transition import Moved, State, empty
+from prophet.trials import trying
 
 
 def reshard(
@@ -138,7 +139,7 @@ class _Own(Move):
         self.device, self.allocate = user_model.device, empty
         user_model.compare(self.before, rank)
         # building must not draw from the generators that training draws from
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with trying(None), torch.device("meta"):
             self.built = built = self.build()
         if not isinstance(built, nn.Module):
             raise SpecError(f"build() must return the whole model, got a {type(built).__name__}")

@@ -30,11 +30,11 @@ from prophet.convert.trials.module_copies import (
     state_of,
     twin_of,
 )
-from prophet.convert.trials.replay import Note, Passes, RandomState, Tape, with_stand_ins
+from prophet.convert.trials.replay import Note, Passes, Tape, with_stand_ins
 from prophet.convert.trials.verify import TOLERANCE
 from prophet.errors import ConversionError, ReplayError
 from prophet.ranks.threads import ThreadWorld
-from prophet.trials import evaluating, seed_all, trying
+from prophet.trials import RandomState, evaluating, seed_all, trying
 
 # Parameters of a block that is copied in float64: a larger one is copied in its own dtype.
 MOST_PARAMETERS = 1 << 27
@@ -204,7 +204,7 @@ def _everything(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> 
     # Some blocks write to their input, which a leaf does not allow
     given = leaf.clone()
     answer = call(given)
-    random = RandomState(x.device).states()
+    random = RandomState(x.device).states
     left = _left_on(module)
     # There is a gradient even where no answer has one
     total = leaf.sum()

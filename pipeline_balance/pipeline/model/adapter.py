@@ -25,6 +25,7 @@ from pipeline_balance.pipeline.model.layers import Activations, Inputs, Microbat
 from pipeline_balance.pipeline.model.router_losses import RouterLoss, find_router_loss
 from pipeline_balance.pipeline.model.skeleton import Readable, Skeleton, StandIn, Stop
 from prophet.errors import SpecError
+from prophet.trials import RandomState
 
 # transformers leaves these out of its losses
 IGNORED_LABEL = -100
@@ -222,7 +223,7 @@ class TransformersModel(PipelineModel):
         recorded, last = self.recorded(microbatch), len(self.layers) - 1
         sums, flowing = self._without_sums(last + 1, activations)
         readable = Readable(allowed=True)
-        random = _Random(self.device)
+        random = RandomState(self.device)
 
         def stand(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if layer < last:
@@ -231,7 +232,7 @@ class TransformersModel(PipelineModel):
             # What follows computes on real activations, so weights of other ranks may not be read from here on. The
             # front ran on stand-ins only, and its random draws would shift those of what follows.
             readable.allowed = False
-            random.restore()
+            random.put_back()
             own = list(leaves)
             for place, tensor in zip(recorded.gives[last], flowing, strict=True):
                 own[place] = tensor
@@ -310,11 +311,11 @@ class TransformersModel(PipelineModel):
             recorded.stands.append(tree_unflatten(before, output[1]))
             return recorded.stands[layer]
 
-        random = _Random(self.device)
+        random = RandomState(self.device)
         # also in evaluation: `requires_grad` of the arguments shows which of them come from parameters
         with torch.enable_grad():
             out = self.skeleton.forward(asked, note, held=frozenset(), readable=readable, fill=fill)
-        random.restore()
+        random.put_back()
         if out is not None or len(recorded.calls) != last + 1:
             raise SpecError(f"the model ran {len(recorded.calls)} of its {last + 1} layers")
         return recorded
@@ -452,20 +453,6 @@ def _refuse_reentrant_checkpointing(model: nn.Module) -> None:
                 "beside the hidden states: call model.gradient_checkpointing_enable("
                 'gradient_checkpointing_kwargs={"use_reentrant": False})'
             )
-
-
-class _Random:
-    """The generators' state at a moment, to go back to."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._host = torch.get_rng_state()
-        self._module = getattr(torch, device.type) if device.type != "cpu" else None
-        self._device = self._module.get_rng_state(device) if self._module is not None else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._host)
-        if self._module is not None:
-            self._module.set_rng_state(self._device)
 
 
 def _find_layers(model: nn.Module, named: str | None) -> nn.ModuleList | nn.Sequential:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
+from prophet.trials import RandomState, seed_host
+
 
 def unit_seed(seed: int, unit: int, update: int, microbatch: int, slice_: int | None = None) -> int:
     """Seed one unit's generators for one microbatch or one slice of it, 63 bits.
@@ -34,17 +36,14 @@ def unit_seed(seed: int, unit: int, update: int, microbatch: int, slice_: int | 
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, the default generators of the host, of Python and of `device` draw from `seed`; afterwards they go on."""
     on_device = getattr(torch, device.type, None) if device.type not in ("cpu", "meta") else None
-    host, python = torch.get_rng_state(), random.getstate()
-    other = on_device.get_rng_state(device) if on_device is not None else None
+    before, python = RandomState(device), random.getstate()
     # not `torch.manual_seed`, which seeds the generators of all devices
-    torch.default_generator.manual_seed(seed)
+    seed_host(seed)
     random.seed(seed)
     if on_device is not None:
         on_device.manual_seed(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(host)
+        before.put_back()
         random.setstate(python)
-        if on_device is not None:
-            on_device.set_rng_state(other, device)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from prophet.errors import ReplayError
 from prophet.layer.dispatch import check_plain_autograd
+from prophet.trials import RandomState
 
 
 def same(a: Tensor, b: Tensor) -> Tensor:
@@ -131,31 +132,6 @@ def with_stand_ins(experts: nn.ModuleList, tape: Tape) -> nn.ModuleList:
 
 
 # --- what a pass must find as the one before it did ---
-
-
-class RandomState:
-    """The states of torch's generators: the CPU's, and that of a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = None if device.type in ("cpu", "meta") else device
-        self._states = [torch.get_rng_state()]
-        if self._device is not None:
-            self._states.append(torch.get_device_module(self._device).get_rng_state(self._device))
-
-    def put_back(self) -> None:
-        """Set the generators to these states."""
-        torch.set_rng_state(self._states[0])
-        if self._device is not None:
-            torch.get_device_module(self._device).set_rng_state(self._states[1], self._device)
-
-    def states(self) -> list[Tensor]:
-        """The generators' states, as bytes."""
-        return self._states
-
-    def is_now(self) -> bool:
-        """Whether nothing was drawn since."""
-        now = RandomState(self._device or torch.device("cpu"))
-        return all(torch.equal(a, b) for a, b in zip(self._states, now._states, strict=True))
 
 
 class Buffers:

@@ -16,7 +16,7 @@ from prophet.convert.trials.replay import Buffers
 from prophet.errors import CollectiveError, PlanMismatch
 from prophet.experts.hooks import without_hooks
 from prophet.ranks.collective import Collective
-from prophet.trials import evaluating, seed_all
+from prophet.trials import RandomState, evaluating, seed_all
 
 # Tokens of a trial, which runs the block in its full size
 TOKENS = 16
@@ -55,18 +55,15 @@ class Trial:
 
     def _answer(self) -> list[Any]:
         block = self._block
-        devices = [self._x.device] if self._x.is_cuda else []
         # Some blocks count, or follow the load, in evaluation, too
-        buffers = Buffers(block.modules())
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=devices),
-            evaluating(self._model),
-            without_hooks(self._model),
-        ):
-            # Not by `trying`, which lets one thread in: ranks that are threads of a test run the block together
-            seed_all(0)
-            found = self._run(self._x.clone())
+        buffers, random = Buffers(block.modules()), RandomState(self._x.device)
+        # Not by `trying`, which lets one thread in: ranks that are threads of a test run the block together
+        try:
+            with torch.no_grad(), evaluating(self._model), without_hooks(self._model):
+                seed_all(0)
+                found = self._run(self._x.clone())
+        finally:
+            random.put_back()
         buffers.put_back()
         return list(found) if isinstance(found, tuple) else [found]
 

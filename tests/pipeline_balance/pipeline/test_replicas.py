@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from benchmarks.gradient_memory.peak import Metered, PeakBytes
 from pipeline_balance.pipeline.run.replicas import Grid, ReplicaMeans, check_units, start_alike
 from prophet.errors import OutOfStep, SpecError
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import Channel, Collective, Pending, Rows
+from prophet.ranks.forwarding import ForwardingCollective
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 
@@ -121,15 +122,17 @@ def test_another_order_of_layers_is_an_error_and_not_a_mixed_mean() -> None:
             ps[i].grad = torch.ones(2)
             means._average([ps[i]], 7 + i)  # in this thread: operations of threads carry names, processes' do not
 
-    class Unnamed:  # what a process group does: names of operations are not compared
-        def __init__(self, inner: Collective) -> None:
-            self.rank, self.size, self._inner = inner.rank, inner.size, inner
+    class Unnamed(ForwardingCollective):  # what a process group does: names of operations are not compared
+        def around(self, inner: Collective) -> Collective:
+            return Unnamed(inner)
 
-        def all_to_all(self, *args: object, op: Operation, **options: object) -> object:
-            return self._inner.all_to_all(*args, op=Operation("any"), **options)  # type: ignore[arg-type]
+        def all_to_all(
+            self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
+        ) -> Pending:
+            return super().all_to_all(x, send_rows, recv_rows, op=Operation("any"), channel=channel)
 
     with pytest.raises(OutOfStep, match=r"another layer: \[8, 7\]"):
-        ThreadWorld(2, timeout_s=20.0).run(lambda column: run(Unnamed(column)))  # type: ignore[arg-type]
+        ThreadWorld(2, timeout_s=20.0).run(lambda column: run(Unnamed(column)))
 
 
 def test_an_error_comes_out_of_finish() -> None:
