@@ -118,6 +118,7 @@ class Presence:
             begun more than another has left that one behind.
         find_blocked: Returns the user's call in which this process waits for others, and for which ranks. Called from
             another thread.
+        on_pulse: Called after every pulse by the thread that sends them, with whether the store is gone.
     """
 
     def __init__(self, find_store: Callable[[], Store | None], rank: int, machine: int) -> None:
@@ -126,6 +127,7 @@ class Presence:
         self.where: object = ""
         self.counters: dict[str, Counter] = {}
         self.find_blocked: Callable[[], tuple[str, list[int]]] = lambda: ("", [])
+        self.on_pulse: Callable[[bool], None] = lambda store_is_gone: None
         self._machine = machine
         self._who = (os.getpid(), _started(os.getpid()))
         self._work: list[str] = []
@@ -165,10 +167,11 @@ class Presence:
             ]
             # A thread that writes a pulse is not waiting; only the pulse thread can see the main one wait
             blocked = self.find_blocked() if threading.current_thread() is self._thread else ("", [])
-            values += [self._failed, self._begun_messages(), *blocked, self._accounted]
+            values += [self._failed, self.begun_messages(), *blocked, self._accounted]
             self.store.set(_pulse_key(self.rank), json.dumps(values))
 
-    def _begun_messages(self) -> dict[str, int]:
+    def begun_messages(self) -> dict[str, int]:
+        """How many messages this process has begun, by the name of the group that they are for."""
         # A copy of the items: the main thread may add a group while the pulse thread is here
         return {name: counter.begun for name, counter in list(self.counters.items())}
 
@@ -280,7 +283,7 @@ class Presence:
             Pulses of those of `ranks` that have not begun this process's last message of the group `name`. Empty unless
             each of them waits for this process, among others, in a call of the user's.
         """
-        mine = self._begun_messages()[name]
+        mine = self.begun_messages()[name]
         found: dict[int, Pulse] = {}
         for r in ranks:
             pulse = self.pulse(r) if r != self.rank else None
@@ -407,7 +410,7 @@ class Presence:
 
     def _is_ahead(self, pulse: Pulse) -> bool:
         """Whether a process cannot come to a meeting any more: it waits for a message that this one has not begun."""
-        mine = self._begun_messages()
+        mine = self.begun_messages()
         return any(begun > mine[name] for name, begun in pulse.begun.items() if name in mine)
 
 
@@ -526,17 +529,23 @@ def _pulse_key(rank: int) -> str:
 
 
 def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
+    gone = False
     while not stop.wait(PULSE_S):
         here = presence()
         if here is None:
             return
         try:
-            here.beat()
-            if here.rank != KEEPER:
+            if not gone:
+                here.beat()
+            if not gone and here.rank != KEEPER:
                 # Remember where the keeper is: once it is gone, so may be the store that knows
                 here.pulse(KEEPER)
+            here.on_pulse(gone)
         except Exception:  # the store is gone, and with it whoever could read this
-            return
+            # Or the group was destroyed, and there is nothing more to look at
+            if gone or here.find_store() is None:
+                return
+            gone = True
         # No strong reference while the thread sleeps, or the object would never be collected
         del here
     here = presence()

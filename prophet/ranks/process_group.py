@@ -40,6 +40,7 @@ from prophet.ranks.messages import Frames
 from prophet.ranks.operation import Operation
 from prophet.ranks.places import known_places, machine, place
 from prophet.ranks.presence import Lost, Presence, Pulse, crossed, explained
+from prophet.ranks.stuck import StuckWatch
 from prophet.ranks.threads import ThreadWorld
 from prophet.ranks.waiting import Waiter, joined
 from prophet.ranks.watch import Watch
@@ -138,6 +139,11 @@ class ProcessGroupCollective(Collective):
         # Weak, or `_shared` below would keep alive the group that its entry hangs on
         self._base, self._ranks = weakref.ref(base), ranks
         self._presence = presence()
+        # The device of this thread: another one, which may ask for its streams, starts on the first device
+        at = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+        self._devices = {torch.device(d.type, at) for group in made for d in on_device(group)}
+        if self._devices:
+            _stuck[0].renew()
         self._presence.counters[self.groups["tokens"].group_name] = self.frames
         self._broken: CollectiveError | None = None
         self._receive_first = receive_first
@@ -434,6 +440,8 @@ _made: weakref.WeakSet[ProcessGroupCollective] = weakref.WeakSet()
 
 def _give_up_on_devices(error: Exception) -> None:
     """Make the streams of this process go on: they wait for what will never come."""
+    for watch in _stuck:
+        watch.report(error)
     for collective in list(_made):
         groups = [group for group in dict.fromkeys(collective.groups.values()) if on_device(group)]
         if groups and collective._broken is None:
@@ -445,8 +453,9 @@ def _give_up_on_devices(error: Exception) -> None:
 # --- who is there ---
 
 
-# At most one: this process among those of the present process group
+# At most one: this process among those of the present process group, and what looks whether it is stuck
 _present: list[Presence] = []
+_stuck: list[StuckWatch] = []
 
 
 def presence() -> Presence:
@@ -465,7 +474,16 @@ def presence() -> Presence:
             before.close()
         _present[:] = [Presence(find_store, dist.get_rank(), machine())]
         _present[0].find_blocked = _find_blocked
+        _stuck[:] = [StuckWatch(_present[0], dist.get_world_size(), _device_is_busy)]
+        _present[0].on_pulse = _stuck[0].look
     return _present[0]
+
+
+def _device_is_busy() -> bool:
+    """Whether a device that this process has groups on has work in its default stream."""
+    devices = set().union(*(collective._devices for collective in list(_made) if collective.groups))
+    streams = [getattr(torch.get_device_module(d), "default_stream", None) for d in devices]
+    return any(make is not None and not make(d).query() for d, make in zip(devices, streams, strict=True))
 
 
 def _find_blocked() -> tuple[str, list[int]]:
