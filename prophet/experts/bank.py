@@ -10,7 +10,7 @@ dim, O output dim.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -108,13 +108,20 @@ class Bank(nn.Module):
 
     @abstractmethod
     def run(
-        self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        replicas: Sequence[Replica] = (),
+        *,
+        sizes_on_device: Tensor | None = None,
+        impl: Impl = "auto",
     ) -> Tensor:
         """Compute the experts' answers.
 
         Args:
             rows: Rows [B, D], in groups: the m home experts', then the replicas'.
             sizes: Rows of every group.
+            sizes_on_device: The same as an int64 tensor on the device of `rows`, where it is there already.
             replicas: What this rank holds of other ranks' experts.
             impl: Which kernels run, see `prophet.kernels.choice`.
 
@@ -189,15 +196,27 @@ class Bank(nn.Module):
             stop: End of the stretch.
         """
 
+    @torch.no_grad()
+    def add_flat_grads(self, pieces: Iterable[tuple[int, int, int, Tensor]]) -> None:
+        """Add to stretches of home experts' gradients, in one launch.
+
+        Args:
+            pieces: Place of an expert among those at home, first of its G elements, end of the stretch, and what is
+                added there, [end - first], not yet multiplied by `grad_scale`. No two meet.
+        """
+        found = [pair for piece in pieces for pair in self._under(*piece)]
+        if found:
+            torch._foreach_add_([mine for mine, _ in found], [part for _, part in found], alpha=self.grad_scale)
+
     @abstractmethod
-    def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
-        """Add to a stretch of a home expert's gradients.
+    def _under(self, local: int, start: int, stop: int, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each part of a stretch of a home expert's gradients, flat, and the part of `piece` that it gets.
 
         Args:
             local: Place of the expert among those at home.
             start: First of the G elements.
             stop: End of the stretch.
-            piece: What is added, [stop - start], not yet multiplied by `grad_scale`.
+            piece: [stop - start].
         """
 
     def share_over(self, rank: int, ranks: int) -> None:

@@ -202,7 +202,13 @@ class FeedForwardBank(Bank):
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.dtype
 
     def run(
-        self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        replicas: Sequence[Replica] = (),
+        *,
+        sizes_on_device: Tensor | None = None,
+        impl: Impl = "auto",
     ) -> Tensor:
         grads = []
         for replica in replicas:
@@ -217,6 +223,7 @@ class FeedForwardBank(Bank):
             replicas=[_filled(r.leaves) for r in replicas],
             replica_grads=grads,
             grad_scale=self.grad_scale,
+            sizes_on_device=sizes_on_device,
             impl=impl,
         )
 
@@ -238,14 +245,12 @@ class FeedForwardBank(Bank):
         found = overlaps(every, start, stop, shares=self.experts)
         return [self._of(p.detach(), local).reshape(-1)[a:b] for p, a, b in found]
 
-    @torch.no_grad()
-    def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
+    def _under(self, local: int, start: int, stop: int, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         # `piece` lists gradients of trained parameters only, while `overlaps` counts their elements alike
         offset = 0
         trained = [p for _, p in self._stacked() if p.requires_grad]
         for p, a, b in overlaps(trained, start, stop, shares=self.experts):
-            mine = self._of(gradient_of(p), local).view(-1)[a:b]
-            mine.add_(piece[offset : offset + b - a], alpha=self.grad_scale)
+            yield self._of(gradient_of(p), local).view(-1)[a:b], piece[offset : offset + b - a]
             offset += b - a
 
     def share_over(self, rank: int, ranks: int) -> None:

@@ -66,7 +66,7 @@ class Routing:
         weights: [N, K], zero where dropped.
         kept: Which choices are sent, [N, K] booleans; None where nothing can be dropped.
         logits: [N, E], or [0, E] where the model's own router keeps them.
-        finite: Scalar boolean, False if any logit is NaN or infinite.
+        finite: Scalar boolean, or 1 or 0: whether no logit is NaN or infinite.
         score: What turns logits into scores, see `GateConfig`.
         counted: The ids that were counted when they were chosen, and the choices of each expert, [E] int64; it does not
             count for other `ids`.
@@ -254,11 +254,12 @@ class Gate(Router):
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Return whether nothing in `x` is NaN or infinite, a scalar boolean on its device."""
+    """Return whether nothing in `x` is NaN or infinite: a scalar int64 on its device, 1 or 0, as counts carry it."""
     if x.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    # one pass over `x`: extremes keep what is not finite
-    return torch.isfinite(torch.stack(torch.aminmax(x.detach()))).all()
+        return torch.ones((), dtype=torch.int64, device=x.device)
+    # one pass over `x`: extremes keep what is not finite, and 0 times that is NaN
+    low, high = torch.aminmax(x.detach())
+    return torch.eq(low.mul_(0), high.mul_(0), out=torch.empty((), dtype=torch.int64, device=x.device))
 
 
 def within_capacity(ids: Tensor, num_experts: int, factor: float) -> Tensor:

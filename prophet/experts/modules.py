@@ -170,12 +170,18 @@ class ModulesBank(Bank):
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.dtype
 
     def run(
-        self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        replicas: Sequence[Replica] = (),
+        *,
+        sizes_on_device: Tensor | None = None,
+        impl: Impl = "auto",
     ) -> Tensor:
         for replica in replicas:
             replica.collect_grads()
         if self._on_kernels and all(self._is_as_made(replica) for replica in replicas):
-            out = self._run_on_kernels(rows, sizes, replicas, impl)
+            out = self._run_on_kernels(rows, sizes, replicas, sizes_on_device, impl)
             idle: list[nn.Parameter] = []
         else:
             out, idle = self._run_one_by_one(rows, sizes, replicas)
@@ -188,7 +194,14 @@ class ModulesBank(Bank):
                 out.requires_grad_()
         return with_zeros(out, idle)
 
-    def _run_on_kernels(self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica], impl: Impl) -> Tensor:
+    def _run_on_kernels(
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        replicas: Sequence[Replica],
+        sizes_on_device: Tensor | None,
+        impl: Impl,
+    ) -> Tensor:
         assert self.network is not None
         # as if called one by one: the stacked product would give experts without rows a gradient of zeros
         called = [bool(n) or e in self.called for e, n in zip(self._home(), sizes, strict=False)]
@@ -206,6 +219,7 @@ class ModulesBank(Bank):
             replicas=leaves,
             replica_grads=grads,
             grad_scale=self.grad_scale,
+            sizes_on_device=sizes_on_device,
             impl=impl,
         )
         matrices = [fields[field] for field in ("w_in", "w_out")]
@@ -365,14 +379,13 @@ class ModulesBank(Bank):
         vectors = [p.detach().reshape(-1).view(flat) for _, p in self._of(local)]
         return [v[a:b] for v, a, b in overlaps(vectors, start, stop)]
 
-    @torch.no_grad()
-    def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
+    def _under(self, local: int, start: int, stop: int, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         offset = 0
         trained = [p for part, p in self._of(local) if part.requires_grad]
         for p, a, b in overlaps(trained, start, stop):
             # its replicas train as long as any expert's does, and what is frozen here is left alone
             if p.requires_grad:
-                gradient_of(p).view(-1)[a:b].add_(piece[offset : offset + b - a], alpha=self.grad_scale)
+                yield gradient_of(p).view(-1)[a:b], piece[offset : offset + b - a]
             offset += b - a
 
     # --- names ---

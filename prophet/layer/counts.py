@@ -23,6 +23,7 @@ from torch import Tensor
 
 from prophet.errors import OutOfStep, PlanMismatch, RoutingError
 from prophet.experts.gate import Routing
+from prophet.layer.gradient_watch import nothing
 from prophet.ranks.collective import Collective
 from prophet.ranks.messages import COUNTS, PASSES, gather_numbers
 from prophet.ranks.operation import Operation
@@ -216,7 +217,7 @@ def exchange_counts(
     # the device alone knows these; they stay there until all ranks' numbers come to the host in one copy
     on_device = {
         "finite": routing.finite.long().view(1),
-        "dropped": routing.dropped().view(1),
+        "dropped": nothing(1, routing.ids.device) if routing.kept is None else routing.dropped().view(1),
         "load": routing.counts(),
     }
     if extra is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from prophet.kernels.tables import on_device
 from prophet.spec import Placement, Split
 
 # moves rows, given how many go to and come from each rank, under a name for messages
@@ -128,15 +129,18 @@ class Route:
         send_rows: Rows to every rank, [R].
         recv_rows: Rows from every rank, [R].
         sizes: Rows of every group, in the order in which this rank computes its experts, homes first.
-        to_groups: Order that turns received rows into groups, [B]; None where they arrive in groups, as on a single
-            rank.
+        runs: Of the runs of one source and one expert, in the order of the groups: where each begins among the received
+            rows, its rows, and where it begins in the groups, [3, runs]. None where rows arrive in groups, as on a
+            single rank.
+        sizes_on_device: `sizes` as a tensor, where this route has been brought to a device.
     """
 
     send_ED: Tensor
     send_rows: list[int]
     recv_rows: list[int]
     sizes: list[int]
-    to_groups: Tensor | None
+    runs: Tensor | None
+    sizes_on_device: Tensor | None = None
 
     @classmethod
     def build(cls, split: Split, placement: Placement, rank: int, first_home: int, homes: int) -> Route:
@@ -160,24 +164,21 @@ class Route:
         computed = np.searchsorted(arrival, experts)
         # runs of rows from one source for one expert, in the order in which they are computed
         runs, begins = lengths[:, computed].T.reshape(-1), starts[:, computed].T.reshape(-1)
-        used = begins[runs > 0]
+        used = np.stack((begins, runs, np.cumsum(runs) - runs))[:, runs > 0]
         # runs that rise are in place: reordering rows would only copy them
-        grouped = bool((used[1:] > used[:-1]).all())
-        order = None
-        if not grouped:
-            ahead = np.cumsum(runs) - runs
-            order = torch.from_numpy(np.repeat(begins - ahead, runs) + np.arange(runs.sum()))
+        grouped = bool((used[0, 1:] > used[0, :-1]).all())
         return cls(
             send_ED=torch.from_numpy(send_ED),
             send_rows=send_ED.sum(axis=0).tolist(),
             recv_rows=recv_RE.sum(axis=1).tolist(),
             sizes=lengths.sum(axis=0)[computed].tolist(),
-            to_groups=order,
+            runs=None if grouped else torch.from_numpy(used),
         )
 
     def to(self, device: torch.device) -> Route:
         """Return the same route with its index tensors on `device`; row counts stay on the host."""
         if device.type == "cpu":
             return self
-        to_groups = None if self.to_groups is None else self.to_groups.to(device, non_blocking=True)
-        return replace(self, send_ED=self.send_ED.to(device, non_blocking=True), to_groups=to_groups)
+        tables = [self.send_ED, torch.tensor(self.sizes, device="cpu"), *([] if self.runs is None else [self.runs])]
+        send_ED, sizes, *runs = on_device(tables, device)
+        return replace(self, send_ED=send_ED, sizes_on_device=sizes, runs=runs[0] if runs else None)

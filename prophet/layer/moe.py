@@ -22,7 +22,7 @@ from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Gate, GateConfig, Router, Routing
 from prophet.kernels.choice import Impl
 from prophet.kernels.permute import permute, unpermute
-from prophet.kernels.split_apply import inverse, send_order
+from prophet.kernels.split_apply import order_of_runs, send_order
 from prophet.layer.counts import Counts, exchange_counts
 from prophet.layer.dispatch import Route, all_to_all, check_plain_autograd, on_backward
 from prophet.layer.expert_watch import ExpertWatch
@@ -307,11 +307,12 @@ class MoE(nn.Module):
         # [B, D]: rows that this rank computes, by source
         rows = all_to_all(rows, route.send_rows, route.recv_rows, "dispatch", self._move)
         groups = None
-        if route.to_groups is not None:
+        if route.runs is not None:
             # each group's rows in one run, as the kernels take them; undone after the experts
-            groups = route.to_groups, inverse(route.to_groups, route.to_groups.numel()).unsqueeze(1)
+            order, position = order_of_runs(route.runs, len(rows), impl=self.impl)
+            groups = order, position.unsqueeze(1)
             rows = permute(rows, *groups, impl=self.impl)
-        out = self._run_experts(rows, route.sizes)
+        out = self._run_experts(rows, route)
         if groups is not None:
             out = unpermute(out, *groups, impl=self.impl)
         # [A, O]: answers, in the order in which the choices were sent
@@ -381,8 +382,8 @@ class MoE(nn.Module):
         counts.check(self.collective.rank, self.label)
         return counts
 
-    def _run_experts(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        """Run the experts on `rows` [B, D], which lie in groups of these sizes: homes first, then replicas."""
+    def _run_experts(self, rows: Tensor, route: Route) -> Tensor:
+        """Run the experts on `rows` [B, D], which lie in the groups of `route`: homes first, then replicas."""
         port, watch = self.port, self.port.stopwatch
         # backward there is no block of code to time: two hooks start and stop the clock
         backward = watch("expert")
@@ -398,7 +399,7 @@ class MoE(nn.Module):
         replicas = port.replicas()
         port.window("FEC")
         with watch("expert"):
-            out = self.experts.run(rows, sizes, replicas, impl=self.impl)
+            out = self.experts.run(rows, route.sizes, replicas, sizes_on_device=route.sizes_on_device, impl=self.impl)
         return on_backward(out, begin_backward)
 
     def _account(self, routing: Routing, counts: Counts, split: Split, forward: Pass) -> None:

@@ -306,7 +306,7 @@ def _measure_transfers(probe: Probe, bank: Bank, ranges: Ranges, parts: Parts) -
             grads.zero_()
             got = probe.collective.all_to_all(sent, there, back, op=op, channel="weights").wait()
             for piece in got.split(numel):
-                bank.add_flat_grad(0, 0, numel, piece)
+                bank.add_flat_grads([(0, 0, numel, piece)])
 
         return float(halves * numel * grads.element_size()), run
 

@@ -283,7 +283,8 @@ def share(collective: Messenger, x: Tensor, *, op: Operation) -> Tensor:
 def _frame(
     frames: Frames, numbers: Sequence[int], tensors: Sequence[Tensor], width: int, device: torch.device
 ) -> Tensor:
-    first = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    # only from pinned memory does `non_blocking` copy without waiting
+    first = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     left = width - len(numbers) - sum(t.numel() for t in tensors)
     return torch.cat([first, *tensors, frames.padding(left, device)])
 

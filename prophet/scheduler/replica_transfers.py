@@ -185,8 +185,10 @@ class Trans(Transfer):
                 # the graph has saved these leaves: with a new version, backward would raise that they were modified in
                 # place
                 stack.enter_context(_unsafe_preserve_version_counter(written))
-            for piece, values in _received(exchange, arrived):
-                self._replicas[piece.expert].params[piece.start : piece.stop] = values
+            # one launch for all: on a device each costs more than its work
+            into = [self._replicas[piece.expert].params[piece.start : piece.stop] for piece in exchange.recvs]
+            if into:
+                torch._foreach_copy_(into, [values for _, values in _received(exchange, arrived)])
 
 
 class Agg(Transfer):
@@ -243,20 +245,17 @@ class Agg(Transfer):
 
     def _sent(self, exchange: Exchange) -> None:
         """Zero what is on its way: later gradients start again from there, and are sent in another round."""
-        if exchange.phase != "home":
-            for piece in exchange.sends:
-                self._replicas[piece.expert].grads[piece.start : piece.stop].zero_()
+        if exchange.phase != "home" and exchange.sends:
+            torch._foreach_zero_([self._replicas[p.expert].grads[p.start : p.stop] for p in exchange.sends])
 
     def _place(self, exchange: Exchange, arrived: Tensor) -> None:
         sums = _summed(exchange, arrived)
         if exchange.phase == "reduce":
             self._sums += sums
             return
-        for piece, total in sums:
-            # adding zeros would turn a gradient of None into one, and Adam would move an expert that nobody used
-            if self._visited is not None and piece.expert not in self._visited:
-                continue
-            self._bank.add_flat_grad(piece.expert - self._bank.first_expert, piece.start, piece.stop, total)
+        # adding zeros would turn a gradient of None into one, and Adam would move an expert that nobody used
+        used = [(p, total) for p, total in sums if self._visited is None or p.expert in self._visited]
+        self._bank.add_flat_grads((p.expert - self._bank.first_expert, p.start, p.stop, total) for p, total in used)
 
 
 def _received(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tensor]]:

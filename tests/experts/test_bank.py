@@ -39,9 +39,9 @@ def test_flat_gradients_are_added_scaled_where_they_belong() -> None:
     bank = FeedForwardBank(3, 5, 2, ep_size=4)
     n = bank.expert_numel
     piece = torch.arange(float(n))
-    bank.add_flat_grad(1, 0, 7, piece[:7])
-    bank.add_flat_grad(1, 7, n, piece[7:])
-    bank.add_flat_grad(1, 0, n, piece)
+    bank.add_flat_grads([(1, 0, 7, piece[:7])])
+    bank.add_flat_grads([(1, 7, n, piece[7:])])
+    bank.add_flat_grads([(1, 0, n, piece)])
     got = torch.cat([p.grad.view(2, -1)[1] for p in in_order(bank) if p.grad is not None])
     assert torch.equal(got, 2 * piece / 4)
     assert all(p.grad is not None and p.grad[0].eq(0).all() for _, p in bank.named_parameters())
@@ -51,7 +51,7 @@ def test_frozen_parameters_receive_no_gradient() -> None:
     bank = FeedForwardBank(3, 5, 1)
     bank.w_in.requires_grad_(False)
     assert bank.grad_numel == bank.expert_numel - bank.w_in.numel()
-    bank.add_flat_grad(0, 0, bank.grad_numel, torch.arange(float(bank.grad_numel)))
+    bank.add_flat_grads([(0, 0, bank.grad_numel, torch.arange(float(bank.grad_numel)))])
     assert bank.w_in.grad is None
     assert bank.bias_in is not None
     assert bank.bias_in.grad is not None

@@ -58,8 +58,8 @@ def test_a_replica_gives_its_homes_answer_and_gradients_bit_for_bit(kind: str) -
     replica.collect_grads()
     back = ModulesBank([copy.deepcopy(e) for e in experts], dim=D, ep_size=2)
     back.grad_scale = 1.0
-    back.add_flat_grad(1, 0, 3, replica.grads[:3])
-    back.add_flat_grad(1, 3, back.grad_numel, replica.grads[3:])
+    back.add_flat_grads([(1, 0, 3, replica.grads[:3])])
+    back.add_flat_grads([(1, 3, back.grad_numel, replica.grads[3:])])
     wanted = dict(home.home_experts()[1].named_parameters())
     for name, p in back.home_experts()[1].named_parameters():
         grad = wanted[name].grad
@@ -256,7 +256,7 @@ def test_one_frozen_expert_takes_no_gradient_of_its_replicas() -> None:
     made.check_parameters()
     assert made.grad_numel == before  # other ranks cannot see it, and lengths are the same on all
     for local in range(2):
-        made.add_flat_grad(local, 0, before, torch.ones(before))
+        made.add_flat_grads([(local, 0, before, torch.ones(before))])
     grads = {name: p.grad for name, p in made.named_parameters()}
     assert all((grad is None) == name.startswith("3.base.") for name, grad in grads.items())
     made.settle(made.requires_grad())

@@ -158,7 +158,7 @@ def other_activations(tile: Config) -> Iterator[tuple[str, Any]]:
 def weights_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
     dtype = "fp32" if name == "tf32" else name
     types = {"left": f"*{dtype}", "right": f"*{dtype}", "ends": "*i64", "table": "*i64", "b_table": "*i64"}
-    types |= {"modes": "*i32", "scales": "*fp32", "grad_like": "*fp32"}
+    types |= {"modes": "*i64", "scales": "*i64", "grad_like": "*fp32"}
     types |= dict.fromkeys(("groups", "n_rows", "n_cols", "left_stride", "right_stride"), "i32")
     for c in shapes("weights", DTYPES[name]):
         constants = {
@@ -185,9 +185,11 @@ def others() -> Iterator[tuple[str, Any]]:
             if fn is permute._spread_kernel:
                 types["rows"] = i32  # a count there, and a tensor in the others
             yield fn.__name__, compiled(fn, types, constants)
-    width = {"ids": "*i64", "kept": "*i8"} | dict.fromkeys(("counts", "before", "shares", "starts", *counts), "*i64")
-    for fn in (split_apply._count_kernel, split_apply._place_kernel):
-        constants = {"HAS_KEPT": True, "BLOCK": split_apply.BLOCK}
+    cells = "ids", "runs", "counts", "split", "upto", "shares", "starts", *counts
+    width = {"kept": "*i8"} | dict.fromkeys(cells, "*i64")
+    kernels = split_apply._count_kernel, split_apply._begins_kernel, split_apply._place_kernel, split_apply._runs_kernel
+    for fn in kernels:
+        constants = {n: v for n, v in {"HAS_KEPT": True, "BLOCK": split_apply.BLOCK}.items() if n in fn.arg_names}
         types = {n: width.get(n, i32) for n in fn.arg_names if n not in constants}
         yield fn.__name__, compiled(fn, types, constants)
     scores = {"ids": "*i64", "counts": "*i64", "scale": "fp32", "tiny": "fp32"}

@@ -49,8 +49,9 @@ def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter() -> None:
 
 @INTERPRETER
 @pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
-def test_a_step_waits_for_its_device_once_per_layer() -> None:
-    passed_interpreted("tests/engine/test_host_waits.py")
+@pytest.mark.parametrize("what", ["host_waits", "launches"])
+def test_a_step_waits_for_its_device_once_per_layer_and_launches_little(what: str) -> None:
+    passed_interpreted(f"tests/engine/test_{what}.py")
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def test_the_other_kernels_compile_for_hopper() -> None:
     kernels = {row["kernel"] for row in rows}
     passes = {f"rows: {name}{end}" for name in (*ACTIVATIONS, *LIMITED) for end in ("", " backward")}
     assert passes - kernels == {"rows: gelu", "rows: gelu backward", "rows: swiglu", "rows: swiglu backward"}
-    assert len(rows) == 16 + len(passes & kernels)
+    assert len(rows) == 18 + len(passes & kernels)
     assert all(row["shared_bytes"] <= ARCHITECTURES[90].shared_bytes for row in rows)
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prophet.kernels.split_apply import order_of_runs
 from prophet.layer.dispatch import Route
 from prophet.spec import Placement, Split
 
@@ -32,16 +33,16 @@ def test_received_rows_are_grouped_by_expert_homes_first(ranks: int, m: int, see
     held = [*range(rank * m, rank * m + m), *(e for e, _ in replicas)]
     tokens[:, held, rank] = rng.integers(0, 3, (ranks, len(held)))
     route, rows = built(tokens, replicas, rank)
-    taken = rows if route.to_groups is None else [rows[i] for i in route.to_groups.tolist()]
+    taken = rows if route.runs is None else [rows[i] for i in order_of_runs(route.runs, len(rows)).order.tolist()]
     assert [e for _, e in taken] == [e for e, n in zip(held, route.sizes, strict=True) for _ in range(n)]
     assert taken == sorted(taken, key=lambda row: (held.index(row[1]), row[0]))
     # rows that arrive in groups are not moved again, and others are
-    assert (route.to_groups is None) == (taken == rows)
+    assert (route.runs is None) == (taken == rows)
 
 
 @pytest.mark.parametrize("experts", [1, 4])
 def test_a_single_rank_moves_no_row_twice(experts: int) -> None:
     tokens = np.arange(experts, dtype=np.int64).reshape(1, experts, 1)
     route, _ = built(tokens, [], 0)
-    assert route.to_groups is None
+    assert route.runs is None
     assert route.sizes == list(range(experts))

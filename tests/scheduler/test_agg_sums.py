@@ -34,7 +34,7 @@ def brought_home(group: Collective, dtype: torch.dtype, receivers: list[int], *,
     for p in bank.parameters():
         p.grad = torch.zeros_like(p)
     if group.rank == 0:
-        bank.add_flat_grad(0, 0, bank.grad_numel, gradient(0, bank.grad_numel, dtype) * RANKS)
+        bank.add_flat_grads([(0, 0, bank.grad_numel, gradient(0, bank.grad_numel, dtype) * RANKS)])
     chunks = agg_chunks(placement, group.rank, bank.grad_numel, two_phase=two_phase)
     agg = Agg(chunks, bank, replicas, group, block=0, side=SideStream(bank.device))
     while not agg.complete:

@@ -13,6 +13,7 @@ output dim.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -26,6 +27,7 @@ from torch import Tensor
 from prophet.kernels.choice import on_its_device
 from prophet.kernels.grouped_ffn.blocked import GradTarget
 from prophet.kernels.grouped_ffn.naive import CLAMP_PASSES, QUICK_SLOPE, ExpertWeights
+from prophet.kernels.tables import on_device
 from prophet.kernels.tuning import Architecture, Config, architecture_of, config_for, rule, shape_class
 from prophet.spec import Activation, ActivationParts, parts_of
 
@@ -239,7 +241,8 @@ def _weights_kernel(
 ):  # fmt: skip
     """grad_g[m, n] (+)= scale_g · sum over rows r of group g of left[r, m] · right[r, n]; bias: sums of left[r, m].
 
-    table, b_table: addresses of the gradients, 0 for none. modes: 1 to write, 0 to add. ends: rows up to and with g.
+    table, b_table: addresses of the gradients, 0 for none. modes: 1 to write, 0 to add. scales: bits of float64. ends:
+    rows up to and with g.
     """
     m_tiles, n_tiles = tl.cdiv(n_rows, BM), tl.cdiv(n_cols, BN)
     each = m_tiles * n_tiles
@@ -274,7 +277,7 @@ def _weights_kernel(
                 total = tl.dot(tl.trans(lhs), rhs, total, input_precision=PRECISION)
                 if BIASED:
                     total_b += tl.sum(lhs.to(tl.float32), axis=0)
-            scale = tl.load(scales + g)
+            scale = tl.load(scales + g).to(tl.float64, bitcast=True).to(tl.float32)
             if address != 0:
                 grad = address.to(tl.pointer_type(grad_like.dtype.element_ty))
                 mask = (row < n_rows)[:, None] & (col < n_cols)[None, :]
@@ -356,11 +359,10 @@ def float32_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def _to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a small table on the device; the copy does not make the host wait."""
-    # only from pinned memory does `non_blocking` copy without waiting
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+@lru_cache(maxsize=512)
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    """Return a small table of integers on the device, made in `stream`; addresses mostly come again step by step."""
+    return on_device([torch.tensor(rows, device="cpu")], device)[0]
 
 
 def _contiguous(p: Tensor | None) -> Any:
@@ -368,9 +370,27 @@ def _contiguous(p: Tensor | None) -> Any:
 
 
 class _Launch:
-    """What the launches of one pass share: sizes, addresses and strides of the weights, and the tile shapes."""
+    """What the launches of one pass share: sizes, addresses and strides of the weights, and the tile shapes.
 
-    def __init__(self, x: Tensor, sizes: Tensor, home: ExpertWeights, replicas: Sequence[ExpertWeights]) -> None:
+    Args:
+        x: Rows of all groups, [T, D].
+        sizes: Rows of every group, [G] int64 on the device.
+        home: Stacked parameters of the m home experts.
+        replicas: Parameters of single experts.
+        more: Further rows of G integers, which come to the device in the same copy.
+
+    Attributes:
+        more: Those rows, on the device.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        sizes: Tensor,
+        home: ExpertWeights,
+        replicas: Sequence[ExpertWeights],
+        more: Sequence[list[int]] = (),
+    ) -> None:
         m = home.w_in.shape[0]
         self.groups = m + len(replicas)
         self.device, self.dtype = x.device, x.dtype
@@ -388,7 +408,10 @@ class _Launch:
                 self.row_of[name] = len(rows)
                 stride = stacked.stride(0) * stacked.element_size()
                 rows.append([stacked.data_ptr() + e * stride for e in range(m)] + [p.data_ptr() for p in single])
-        self.table = _to_device(rows, torch.int64, x.device)
+        # not read in other streams, which would have to wait for the copy
+        stream = torch.cuda.current_stream(x.device).cuda_stream if torch.cuda.is_initialized() else 0
+        table = _table(tuple(map(tuple, (*rows, *more))), x.device, stream)
+        self.table, self.more = table.split([len(rows), len(more)])
         self.aligned = [all(a % 16 == 0 for a in addresses) for addresses in rows]
         self.like = self.home.w_in
         # other dtypes have one precision only
@@ -438,44 +461,57 @@ class _Launch:
             BM=c.rows, BN=c.cols, BK=c.depth, SWIZZLE=c.swizzle, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
 
-    def weights(
-        self, left: Tensor, right: Tensor, grads: list[Tensor | None], biases: list[Tensor | None], how: _Modes
-    ) -> None:
-        """Launch the weights kernel: gradients of one weight (and bias) of every expert."""
-        # a kernel writes one dtype, and buffers of replicas may have another than the home gradients
-        for dtype in sorted({g.dtype for g in (*grads, *biases) if g is not None}, key=str):
+    def weights(self, left: Tensor, right: Tensor, ends: Tensor, gradients: Sequence[_Gradients], first: int) -> None:
+        """Launch the weights kernel: gradients of one weight (and bias) of every expert.
 
-            def pick(found: list[Tensor | None], dtype: torch.dtype = dtype) -> list[Tensor | None]:
-                return [g if g is not None and g.dtype == dtype else None for g in found]
-
-            self._weights(left, right, pick(grads), pick(biases), how)
-
-    def _weights(
-        self, left: Tensor, right: Tensor, grads: list[Tensor | None], biases: list[Tensor | None], how: _Modes
-    ) -> None:
-        for grad in (*grads, *biases):
-            if grad is not None and not grad.is_contiguous():
-                raise ValueError("expected contiguous gradient buffers")
-        like = next(g for g in (*grads, *biases) if g is not None)
-        addresses = [0 if g is None else g.data_ptr() for g in (*grads, *biases)]
-        table = _to_device(addresses, torch.int64, self.device).view(2, self.groups)
+        Args:
+            left: Gradients of what the weight has computed, [T, M].
+            right: What it has computed that of, [T, N].
+            ends: Rows up to and with each group, [G].
+            gradients: Where the gradients go, those of each dtype.
+            first: Row of `more` that has the first address of `gradients`.
+        """
         cols, depth = left.shape[1], right.shape[1]
         c = config_for("weights", self.device, self.dtype, left.shape[0] // self.groups, cols, depth)
-        _weights_kernel[(_programs(self.device),)](
-            left, right, how.ends, table[0], table[1], how.fresh, how.scales, like,
-            self.groups, cols, depth, left.stride(0), right.stride(0),
-            BIASED=any(b is not None for b in biases), PRECISION=self.precision,
-            BM=c.rows, BN=c.cols, BK=c.depth, SWIZZLE=c.swizzle, num_warps=c.warps, num_stages=c.stages,
-        )  # fmt: skip
+        for i, one in enumerate(gradients):
+            at = first + 2 * i
+            _weights_kernel[(_programs(self.device),)](
+                left, right, ends, self.more[at], self.more[at + 1], self.more[0], self.more[1], one.like,
+                self.groups, cols, depth, left.stride(0), right.stride(0),
+                BIASED=one.biased, PRECISION=self.precision,
+                BM=c.rows, BN=c.cols, BK=c.depth, SWIZZLE=c.swizzle, num_warps=c.warps, num_stages=c.stages,
+            )  # fmt: skip
 
 
-class _Modes:
-    """Per group, on the device: where its rows end, whether gradients are written or added to, and their factor."""
+class _Gradients:
+    """The buffers of one dtype for the gradients of one weight (and bias) of every expert.
 
-    def __init__(self, sizes: Tensor, targets: Sequence[GradTarget]) -> None:
-        self.ends = sizes.cumsum(0)
-        self.fresh = _to_device([int(t.fresh) for t in targets], torch.int32, sizes.device)
-        self.scales = _to_device([t.scale for t in targets], torch.float32, sizes.device)
+    Args:
+        grads: By group; None where there is none, or of another dtype.
+        biases: Likewise.
+
+    Attributes:
+        rows: Addresses of `grads` and of `biases`, 0 for none, [2][G].
+        like: One of them.
+        biased: Whether a bias is among them.
+    """
+
+    def __init__(self, grads: Sequence[Tensor | None], biases: Sequence[Tensor | None]) -> None:
+        some = [g for g in (*grads, *biases) if g is not None]
+        if not all(g.is_contiguous() for g in some):
+            raise ValueError("expected contiguous gradient buffers")
+        self.like, self.biased = some[0], any(b is not None for b in biases)
+        self.rows = [[0 if g is None else g.data_ptr() for g in part] for part in (grads, biases)]
+
+    @classmethod
+    def by_dtype(cls, grads: Sequence[Tensor | None], biases: Sequence[Tensor | None]) -> list[_Gradients]:
+        """Return the buffers of each dtype: a kernel writes one, and replicas' may have another than the home's."""
+
+        def pick(found: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+            return [g if g is not None and g.dtype == dtype else None for g in found]
+
+        dtypes = sorted({g.dtype for g in (*grads, *biases) if g is not None}, key=str)
+        return [cls(pick(grads, dtype), pick(biases, dtype)) for dtype in dtypes]
 
 
 @on_its_device
@@ -546,7 +582,13 @@ def backward(
         activation: A name from `prophet.spec.ACTIVATIONS`, or one with a limit.
         d_x: Where the gradient of `x` goes, [T, D]; None for nowhere.
     """
-    launch, parts = _Launch(x, sizes, home, replicas), parts_of(activation)
+    parts = parts_of(activation)
+    into_in = _Gradients.by_dtype([t.w_in for t in targets], [t.b_in for t in targets])
+    into_out = _Gradients.by_dtype([t.w_out for t in targets], [t.b_out for t in targets])
+    # whether gradients are written or added to, and their factors
+    how = [[int(t.fresh) for t in targets], [_bits(t.scale) for t in targets]]
+    addresses = [row for one in (*into_in, *into_out) for row in one.rows]
+    launch = _Launch(x, sizes, home, replicas, [*how, *addresses])
     x = x if x.stride(1) == 1 else x.contiguous()
     d_y = d_y if d_y.stride(1) == 1 else d_y.contiguous()
     dim, hidden = home.w_in.shape[2], home.w_out.shape[2]
@@ -561,6 +603,11 @@ def backward(
     launch.rows(ACT_BACKWARD, d_y, act, d_hidden, weight="w_out", strides=(1, hidden), cols=hidden, act=parts, pre=kept)
     if d_x is not None:
         launch.rows(PLAIN, d_hidden, d_x, d_x, weight="w_in", strides=(1, dim), cols=dim)
-    modes = _Modes(launch.sizes, targets)
-    launch.weights(d_hidden, x, [t.w_in for t in targets], [t.b_in for t in targets], modes)
-    launch.weights(d_y, act, [t.w_out for t in targets], [t.b_out for t in targets], modes)
+    ends = launch.sizes.cumsum(0)
+    launch.weights(d_hidden, x, ends, into_in, len(how))
+    launch.weights(d_y, act, ends, into_out, len(how) + 2 * len(into_in))
+
+
+def _bits(x: float) -> int:
+    """Return the bits of a float64 as an integer, which can stand among addresses."""
+    return int(struct.unpack("<q", struct.pack("<d", x))[0])

@@ -16,6 +16,7 @@ from prophet.kernels.choice import Impl, choose
 from prophet.kernels.grouped_ffn import blocked, naive
 from prophet.kernels.grouped_ffn.blocked import GradTarget
 from prophet.kernels.grouped_ffn.naive import ExpertWeights
+from prophet.kernels.tables import on_device
 from prophet.spec import Activation, parts_of
 
 
@@ -30,6 +31,7 @@ def grouped_ffn(
     replica_grads: Sequence[ExpertWeights] = (),
     grad_scale: float = 1.0,
     recompute: bool = False,
+    sizes_on_device: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Apply expert g to the g-th run of `sizes[g]` consecutive rows.
@@ -52,6 +54,7 @@ def grouped_ffn(
         replica_grads: Likewise, by replica.
         grad_scale: Factor on the gradients of the home parameters.
         recompute: Keep `x` only, and compute the pre-activations again in the backward pass.
+        sizes_on_device: A sequence of `sizes` again, as a tensor that is on the device of `x` already.
         impl: Which implementation runs, see `prophet.kernels.choice`.
 
     Returns:
@@ -68,10 +71,12 @@ def grouped_ffn(
     if chosen == "naive":
         return _naive(x, sizes, home, activation, replicas, home_grads, replica_grads, grad_scale)
     if not isinstance(sizes, Tensor):
-        sizes = torch.tensor(list(sizes), dtype=torch.int64)
-        if chosen == "triton":
-            # the library path reads sizes on the host, Triton on the device: each gets them without a wait
-            sizes = sizes.to(x.device, non_blocking=True)
+        # the library path reads sizes on the host, Triton on the device: each gets them without a wait
+        if chosen == "triton" and sizes_on_device is not None:
+            sizes = sizes_on_device
+        else:
+            sizes = torch.tensor(list(sizes), dtype=torch.int64)
+            sizes = on_device([sizes], x.device)[0] if chosen == "triton" else sizes
     flat_home, flat_replicas = _flat(home), [p for w in replicas for p in _flat(w)]
     biases = _biases(home)
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *flat_home, *flat_replicas))

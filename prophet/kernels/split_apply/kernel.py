@@ -30,15 +30,38 @@ def _count_kernel(ids, kept, counts, choices, experts, HAS_KEPT: tl.constexpr, B
     tl.atomic_add(counts + block.to(tl.int64) * experts + expert, 1, mask=live)
 
 
+@triton.jit
+def _begins_kernel(split, shares, starts, experts, ranks, BLOCK: tl.constexpr):
+    """Sums of what is before each cell of split[e, d]: program 0 fills `shares`, program 1 `starts`, as used below."""
+    lane = tl.arange(0, BLOCK)
+    if tl.program_id(0) == 0:
+        for first in range(0, experts, BLOCK):
+            row = (first + lane).to(tl.int64) * ranks
+            live = first + lane < experts
+            total = tl.zeros((BLOCK,), tl.int64)
+            for d in range(0, ranks):
+                tl.store(shares + row + d, total, mask=live)
+                total += tl.load(split + row + d, mask=live, other=0)
+    else:
+        carried = tl.zeros((BLOCK,), tl.int64)
+        for first in range(0, experts * ranks, BLOCK):
+            at = first + lane
+            live = at < experts * ranks
+            cell = (at % experts).to(tl.int64) * ranks + at // experts
+            number = tl.load(split + cell, mask=live, other=0)
+            tl.store(starts + cell, carried + tl.cumsum(number, axis=0) - number, mask=live)
+            carried += tl.sum(number, axis=0)
+
+
 @triton.jit(do_not_specialize=["choices", "rows"])  # counts change from step to step
 def _place_kernel(
-    ids, kept, before, shares, starts, order, position, choices, experts, ranks, rows,
+    ids, kept, upto, shares, starts, order, position, choices, experts, ranks, rows,
     HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where every choice goes.
 
-    before: [B, E], choices of the expert in earlier blocks. shares: [E, D], first place of a rank's share among an
-    expert's choices. starts: [E, D], where the run (rank, expert) begins in the order.
+    upto: [B, E], choices of the expert up to and with the block. shares: [E, D], first place of a rank's share among
+    an expert's choices. starts: [E, D], where the run (rank, expert) begins in the order.
     """
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -55,7 +78,7 @@ def _place_kernel(
         other = tl.where(other_kept, other, -2)
     # place within the block: choices of the same expert before it; all pairs, in registers
     earlier = (expert[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
-    place = tl.load(before + block.to(tl.int64) * experts + expert, mask=live, other=0)
+    place = tl.load(upto + (block.to(tl.int64) - 1) * experts + expert, mask=live & (at >= BLOCK), other=0)
     place += tl.sum(earlier.to(tl.int64), axis=1)
     # the rank in whose share the place falls; ranks are few, so a loop over boundaries does
     rank = tl.zeros((BLOCK,), tl.int64)
@@ -67,6 +90,33 @@ def _place_kernel(
     tl.store(position + at, tl.where(live, target, -1), mask=inside)
     # a split that does not fit the ids must not write past the end
     tl.store(order + target, at.to(tl.int64), mask=live & (target < rows))
+
+
+@triton.jit(do_not_specialize=["number"])  # counts change from step to step
+def _runs_kernel(runs, order, position, number, BLOCK: tl.constexpr):
+    """Fill the order of rows and its inverse, a run for each program."""
+    run = runs + tl.program_id(0)
+    begin, length, target = tl.load(run), tl.load(run + number), tl.load(run + 2 * number)
+    lane = tl.arange(0, BLOCK)
+    for first in range(0, length, BLOCK):
+        at = first + lane
+        tl.store(order + target + at, begin + at, mask=at < length)
+        tl.store(position + begin + at, target + at, mask=at < length)
+
+
+@on_its_device
+def order_of_runs(runs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the order [rows] that takes `runs` one after the other, and its inverse [rows].
+
+    Args:
+        runs: Where each run begins, how many rows it has, and how many those before it have, [3, runs].
+        rows: How many rows there are.
+    """
+    order, position = (torch.empty(rows, dtype=torch.int64, device=runs.device) for _ in range(2))
+    if rows:
+        number = runs.shape[1]
+        _runs_kernel[(number,)](runs.contiguous(), order, position, number, BLOCK=BLOCK)
+    return order, position
 
 
 @on_its_device
@@ -93,14 +143,11 @@ def send_order(ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int) ->
     counts = torch.zeros((blocks, experts), dtype=torch.int64, device=ids.device)
     has_kept = kept is not None
     _count_kernel[(blocks,)](flat, flags, counts, choices, experts, HAS_KEPT=has_kept, BLOCK=BLOCK)
-    # an exclusive sum over blocks: two launches make a stable counting sort, without atomics on places
-    before = counts.cumsum(0) - counts
-    split = split_ED.to(torch.int64)
-    shares = split.cumsum(1) - split
-    turned = split.t().reshape(-1)
-    starts = (turned.cumsum(0) - turned).view(ranks, experts).t().contiguous()
+    shares, starts = (torch.empty((experts, ranks), dtype=torch.int64, device=ids.device) for _ in range(2))
+    _begins_kernel[(2,)](split_ED.to(torch.int64).contiguous(), shares, starts, experts, ranks, BLOCK=BLOCK)
+    # with sums over blocks, counting and placing make a stable counting sort, without atomics on places
     _place_kernel[(blocks,)](
-        flat, flags, before, shares, starts, order, position, choices, experts, ranks, rows,
+        flat, flags, counts.cumsum(0), shares, starts, order, position, choices, experts, ranks, rows,
         HAS_KEPT=has_kept, BLOCK=BLOCK,
     )  # fmt: skip
     return order, position

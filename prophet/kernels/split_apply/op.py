@@ -78,6 +78,28 @@ def regroup(lengths: Tensor, rows: int | None = None) -> Tensor:
     return spread.add_(torch.arange(total, device=lengths.device))
 
 
+def order_of_runs(runs: Tensor, rows: int, *, impl: Impl = "auto") -> SendOrder:
+    """Return the order that takes runs of consecutive rows one after the other, and its inverse [rows].
+
+    Args:
+        runs: Where each run begins, how many rows it has, and how many those before it have, [3, runs] int64. Every row
+            is in one of them.
+        rows: How many rows there are.
+        impl: Which implementation runs, see `prophet.kernels.choice`.
+    """
+    if choose(impl, runs, indices=True) == "triton":
+        from prophet.kernels.split_apply import kernel
+
+        return SendOrder(*kernel.order_of_runs(runs, rows))
+    begins, lengths, ahead = runs
+    every = torch.arange(rows, device=runs.device)
+    # all rows of a run move equally far; `output_size` spares the host from waiting for the sum
+    order = torch.repeat_interleave(begins - ahead, lengths, output_size=rows).add_(every)
+    position = torch.empty_like(order)
+    position[order] = every
+    return SendOrder(order, position)
+
+
 def inverse(order: Tensor, size: int) -> Tensor:
     """Return where each of 0..size-1 is in `order` [A], or -1 where it is not in it; [size] int64."""
     found = torch.full((size,), -1, dtype=torch.int64, device=order.device)
