@@ -75,22 +75,29 @@ def run(arguments: argparse.Namespace) -> int:
         scratch = Path(name)
         verdicts = run_all(tasks, os.environ, added, on_gpus=on_gpus, scratch=scratch, working=working)
         measured = scratch / "shared" / checks.TOPOLOGY
-        if kept is not None and measured.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(measured, kept)
-        else:
-            kept = None
+        problem: OSError | None = None
+        try:
+            if kept is not None and measured.exists():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(measured, kept)
+            else:
+                kept = None
+        # told last: what minutes have found must not be lost because a file cannot be written
+        except OSError as error:
+            kept, problem = None, error
     file = None if kept is None else str(kept.absolute())
     found = page.answer(verdicts, device_of(verdicts, on_gpus=on_gpus), file)
+    if arguments.json:
+        print(json.dumps(found, indent=2), flush=True)
+    else:
+        show(verdicts, found["device"])
+        show_lines(found)
     if out is not None:
         from prophet.report.page import write_page
 
         write_page(out, (page.markdown if out.suffix == ".md" else page.html_page)(verdicts, found))
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-    else:
-        show(verdicts, found["device"])
-        show_lines(found)
+    if problem is not None:
+        raise problem
     return int(not found["sound"])
 
 

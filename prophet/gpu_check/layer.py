@@ -64,23 +64,25 @@ def layer(place: Place) -> Answer:
     collective.close()
     ratios = [after / before for before, after in zip(*seconds, strict=True)]
     even = [0.0 if report is None else report.max_mean for report in reports]
+    copies = 0 if reports[1] is None else int(reports[1].copies.sum())
     steps_s = [statistics.median(found) for found in seconds]
-    figures = {"ratios": ratios, "max_mean": even, "static_s": steps_s[0], "prophet_s": steps_s[1]}
-    lines = [judged(ratios, even, on_gpu=place.on_gpu)]
+    figures = {"ratios": ratios, "max_mean": even, "replicas": copies, "static_s": steps_s[0], "prophet_s": steps_s[1]}
+    lines = [judged(ratios, even, copies, on_gpu=place.on_gpu)]
     return Answer(checks=lines, figures={**figures, "topology_measured": measured})
 
 
-def judged(ratios: Sequence[float], even: Sequence[float], *, on_gpu: bool) -> Check:
+def judged(ratios: Sequence[float], even: Sequence[float], copies: int, *, on_gpu: bool) -> Check:
     """Judge the times of rounds with balancing over those without.
 
     Args:
         ratios: By round.
         even: The busiest rank's rows over the mean, without and with.
+        copies: How many replicas the last step with balancing had, on all ranks.
         on_gpu: Whether the times are those of GPUs; ranks on the CPU share cores, and their times show nothing.
     """
     low, middle, high = statistics.quantiles(ratios, n=4)
     text = f"with balancing {middle:.2f} of the time without ({low:.2f} to {high:.2f}, the middle half of rounds)"
-    text += f"; busiest rank {even[1]:.2f} of the mean, {even[0]:.2f} without"
+    text += f"; busiest rank {even[1]:.2f} of the mean, {even[0]:.2f} without; {copies} replica{'s' * (copies != 1)}"
     if on_gpu and low > _LONGER:
         return finding("layer", text, "pass the calibrated topology to `EngineConfig`; please send the JSON below")
     return sound("layer", text if on_gpu else f"{text}; ranks share this CPU, so the times show nothing")

@@ -75,17 +75,19 @@ def run_all(
             with working(f"{task.name}: check {number + 1} of {len(tasks)}"):
                 found.append(verdict(task, ranks, run_job(job, folder, processes, own_s), own_s))
         if number == 0 and on_gpus:
-            gpus = _gpus(found[0])
+            gpus = _gpus(found[0], environment)
     return found
 
 
-def _gpus(environment: Verdict) -> int:
-    """The number of GPUs by the first check's answer; by their device files where there is none."""
-    if "gpus" not in environment.figures:
-        return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 1
-    count = len(environment.figures["gpus"])
+def _gpus(first: Verdict, environment: Mapping[str, str]) -> int:
+    """The number of GPUs by the first check's answer; without one by what CUDA is told, or by their device files."""
+    if "gpus" not in first.figures:
+        told = environment.get("CUDA_VISIBLE_DEVICES")
+        some = told.split(",") if told is not None else list(Path("/dev").glob("nvidia[0-9]*"))
+        return len(some) or 1
+    count = len(first.figures["gpus"])
     if not count:
-        why = [f"{check.message} ({check.mend})" for check in environment.checks if check.state == "finding"]
+        why = [f"{check.message} ({check.mend})" for check in first.checks if check.state == "finding"]
         raise UsageError(
             f"no GPU that torch can use{': ' * bool(why)}{'; '.join(why)}; `prophet gpu-check --device cpu` runs the "
             "same checks on the CPU, over gloo"

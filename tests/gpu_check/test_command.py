@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -58,6 +59,21 @@ def test_what_hangs_or_dies_is_a_line_and_the_rest_goes_on(
     assert by_name["last"]["lines"][0]["message"] == "1 rank on cpu"
     assert found["paste"] == ["unset IT"]
     assert all(c.isprintable() or c == "\n" for c in (tmp_path / "page.md").read_text())
+
+
+def test_a_page_that_cannot_be_written_loses_no_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(path: object, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checks, "TASKS", [task for task in BLOWS if task.name == "last"])
+    monkeypatch.setattr("prophet.report.page.write_page", full)
+    code = main(["gpu-check", "--device", "cpu", "--json", "--out", str(tmp_path / "page.md")])
+    out, err = capsys.readouterr()
+    assert code == FAILED
+    assert [one["name"] for one in json.loads(out)["checks"]] == ["last"]
+    assert "No space left on device" in err
 
 
 @pytest.mark.timeout(280)

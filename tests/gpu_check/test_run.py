@@ -77,6 +77,12 @@ def test_checks_go_on_where_the_first_one_hangs(tmp_path: Path, monkeypatch: pyt
     assert len(ran) > 1
 
 
+@pytest.mark.parametrize(("told", "ranks"), [("0,3", 2), ("GPU-5f", 1), ("", 1)])
+def test_where_the_first_check_says_nothing_ranks_follow_what_cuda_is_told(told: str, ranks: int) -> None:
+    first = Verdict(name="environment", checks=[finding("environment", "ended by SIGSEGV", "run it alone")])
+    assert run._gpus(first, {"CUDA_VISIBLE_DEVICES": told}) == ranks
+
+
 def test_what_there_is_no_time_for_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, ran = on_gpus(tmp_path, monkeypatch, seen(4), limit_s=14.0)
     assert not ran

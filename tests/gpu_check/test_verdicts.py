@@ -196,9 +196,10 @@ def test_a_calibration_without_a_rate_is_not_kept() -> None:
 def test_a_layer_that_balancing_makes_slower_is_a_finding_on_a_gpu_alone() -> None:
     slower, faster = [1.2, 1.3, 1.25, 1.22], [0.7, 0.8, 1.2, 0.75]
     cases = [(slower, True), (faster, True), (slower, False)]
-    found = [layer.judged(ratios, [3.0, 1.1], on_gpu=on_gpu) for ratios, on_gpu in cases]
+    found = [layer.judged(ratios, [3.0, 1.1], 2, on_gpu=on_gpu) for ratios, on_gpu in cases]
     assert states(*found) == ["finding", "sound", "sound"]
     assert "the times show nothing" in found[2].message
+    assert "busiest rank 1.10 of the mean, 3.00 without; 2 replicas" in found[0].message
 
 
 # --- the page ---
