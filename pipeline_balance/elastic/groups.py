@@ -1,4 +1,4 @@
-"""Process groups of layouts: made ahead on one thread, kept by their members, numbered in the layout's order.
+"""Process groups of layouts: made ahead on one thread, kept while a layout uses them, numbered in its order.
 
 torch names a group by how many were made before it. Two threads that make groups in another order on two ranks would
 pair the wrong ones, without an error. So one thread of a process makes all groups of a job, in an order that the layout
@@ -171,6 +171,20 @@ class Groups:
                 # whatever still waits in it, in any thread, fails at once
                 found.abort()
 
+    def give_back(self, used: Sequence[tuple[Members, str]], turn: Callable[[], None]) -> None:
+        """Destroy all groups but the `used` ones; on all processes alike.
+
+        All of them must have left the others: a peer that still waits in a group that is destroyed fails. Groups of
+        meshes stay: torch remembers meshes by their ranks, and uses an old one for another with the same ranks.
+
+        Args:
+            used: Members and purpose of the groups that stay.
+            turn: Called between turns of the wait, and may raise.
+        """
+        left = [key for key in self._made if key not in set(used) and key[1] != SHARDS]
+        # the thread that makes groups: NCCL may wait for peers here, so what it does has one order on all processes
+        joined(self.beside(partial(self._destroy, left)), turn)
+
     def close(self) -> None:
         """End the thread; the groups stay until the process group is destroyed."""
         self._thread.close()
@@ -189,6 +203,13 @@ class Groups:
             except Exception as error:
                 problem = problem or f"{purpose} of ranks {list(members)}: {str(error).splitlines()[0]}"
         return problem
+
+    def _destroy(self, left: Sequence[tuple[Members, str]]) -> None:
+        for key in left:
+            found = self._made.pop(key)
+            # a process alone has no group, nor has one that is not a member
+            if isinstance(found, ProcessGroupCollective):
+                found.close()
 
     def _group(self, members: list[int], options: dict[str, Any]) -> Any:
         try:

@@ -242,6 +242,8 @@ class Job:
             inputs, labels = self._microbatches()
             loss = self.pipeline.train(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
             self.data.advance()
+            # all processes have told their loss, so all have left the layout before
+            self._switching.give_back_groups()
             return loss
 
         # `drop_gradients` goes back to the first batch of an update
@@ -337,7 +339,7 @@ class Job:
 
         What has not been prepared by now is waited for. Raises `TransitionError` on all processes, with the job as it
         was, where something fails. After that, prepare again. Raises `SpecError` for a mode that does not exist, and
-        what was prepared stays.
+        what was prepared stays. Process groups that only the old layout has used are destroyed after the next step.
 
         With `mode="in-place"` memory of the old state goes back while the new one comes, so the peak is about the
         larger of the two. What does not fit into `budget_bytes` beyond that is refused before anything moves. What
@@ -350,6 +352,6 @@ class Job:
         return done
 
     def close(self) -> None:
-        """End the job's threads and balancing. Its groups stay until the process group is destroyed."""
+        """End the job's threads and balancing. Groups of the last layout stay until the process group is destroyed."""
         self.pipeline.experts.release()
         self._switching.groups.close()

@@ -94,6 +94,8 @@ class Switching:
         # The group of the threads that prepare, which talk while training goes on
         self._preparers: tuple[Members, str] = (tuple(range(processes())), "preparation")
         self.preparing: Future[Prepared] | None = None
+        # Whether there may be groups that only layouts from before have used
+        self._left = False
 
     def prepare(self, layout: Parallelism, *, mode: Mode = "safe") -> None:
         """See `Job.prepare`."""
@@ -235,7 +237,21 @@ class Switching:
                 self.groups.drop([self._carrier])
             raise
         self.experts.learn(remembered)
+        self._left = True
         return done
+
+    def give_back_groups(self) -> None:
+        """Destroy the groups of layouts that the job has left; on all processes, which have all trained since.
+
+        They are made anew where the job returns: that happens ahead, beside training. What is prepared has its groups
+        already, so all stay until that is in force.
+        """
+        pipe = self.pipeline
+        if not self._left or self.preparing is not None:
+            return
+        with pipe.failures.during(f"giving back groups before step {pipe.progress.updates}", pipe.stage_map):
+            self.groups.give_back(self.wanted(self.layout), pipe.failures.watch.turns(self.groups.timeout_s))
+        self._left = False
 
     def wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""

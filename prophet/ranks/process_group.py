@@ -426,6 +426,7 @@ class ProcessGroupCollective(Collective):
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
         if dist.is_initialized():
             for group in dict.fromkeys(self.groups.values()):
+                self._presence.counters.pop(group.group_name, None)
                 dist.destroy_process_group(group)
         for waiter in (w for both in self._threads.values() for w in both):
             waiter.close()

@@ -194,6 +194,10 @@ class Copy:
             for kind, hooks in added.get(id(copy), {}).items():
                 for key in hooks:
                     original.__dict__[kind].pop(key, None)
+        # FSDP2 adds some when it first runs; they would keep its shards and its process group
+        for key in _hooks_of_sharding(original):
+            for kind in _HOOKS:
+                original.__dict__[kind].pop(key, None)
 
     def unmake(self) -> None:
         """Give hooks and attributes back to the originals. Cannot fail."""

@@ -151,6 +151,8 @@ class PipelineGroups:
         self.replicas = rank_assignment.grid.replicas
         self.replica = rank_assignment.grid.replica_of(self.world.rank)
         self.rank = rank_assignment.grid.pipeline_rank_of(self.world.rank)
+        # others were destroyed with the layout that had them
+        self._included = [collective for collective in self._included if collective.groups]
         beside = (rank_assignment.experts, rank_assignment.copies, rank_assignment.alike, *rank_assignment.shards)
         for collective in (rank_assignment.collective, rank_assignment.column, *beside):
             if collective is not None:
