@@ -25,7 +25,7 @@ from prophet.ranks.json_messages import reasons_text
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective, meet
 from prophet.ranks.waiting import Waiter, joined
-from prophet.ranks.works import all_made, host_too
+from prophet.ranks.works import all_made, host_too, like
 
 T = TypeVar("T")
 Members = tuple[int, ...]
@@ -213,7 +213,7 @@ class Groups:
 
     def _group(self, members: list[int], options: dict[str, Any]) -> Any:
         try:
-            return dist.new_group(members, timeout=timedelta(seconds=self._limit_s), **options)
+            return dist.new_group(members, **{**like(None, timedelta(seconds=self._limit_s)), **options})
         # All that are made now are given up: waiting again for whoever is missing adds nothing
         except Exception:
             self._limit_s = min(self.timeout_s, _GIVEN_UP_S)

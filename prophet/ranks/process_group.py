@@ -56,6 +56,7 @@ from prophet.ranks.works import (
     host_too,
     in_turns,
     is_short,
+    like,
     nothing,
     on_device,
     on_host_in_turns,
@@ -94,7 +95,8 @@ class ProcessGroupCollective(Collective):
     Two communicators over the same ranks are created with the time limit `timeout_s`, so a long limit on the user's
     group does not delay the news of a lost peer. Creation is collective over the members of `group`. Waits on the host
     return in short turns, so that Ctrl-C is seen. Tensors on the host always travel by a backend of the host: the
-    communicators have gloo for them, even where the given group knows a device alone.
+    communicators have gloo for them, even where the given group knows a device alone. What else they take over from the
+    given group is said by `prophet.ranks.works.like`.
 
     Args:
         group: The members; None for all processes.
@@ -131,8 +133,12 @@ class ProcessGroupCollective(Collective):
         # group's name from how many groups exist, so a name may come back after a group was destroyed and then hang on
         # what the store remembers: hence not where all processes take part, and `collective_for` never destroys.
         local = len(ranks) < dist.get_world_size()
-        options: dict[str, Any] = {"timeout": limit, "use_local_synchronization": local, "backend": host_too(base)}
-        made = channels or all_made([lambda: dist.new_group(ranks, **options)] * 2)
+
+        def new() -> Any:
+            given = {**like(base, limit), "backend": host_too(base)}
+            return dist.new_group(ranks, use_local_synchronization=local, **given)
+
+        made = channels or all_made([new] * 2)
         self.groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
         first_calls(made)
         outlast(made, 2 * timeout_s)
@@ -646,7 +652,7 @@ def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tupl
     for ranks_of_groups in (along, across):
         # torch names groups by how many were made, so every process makes every group, in the same order
         limit = timedelta(seconds=timeout_s)
-        groups = [(ranks, dist.new_group(ranks, timeout=limit)) for ranks in ranks_of_groups]
+        groups = [(ranks, dist.new_group(ranks, **like(None, limit))) for ranks in ranks_of_groups]
         mine += [collective_for(group, timeout_s=timeout_s) for ranks, group in groups if rank in ranks]
     return mine[0], mine[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -184,6 +185,43 @@ def host_too(group: dist.ProcessGroup | None = None) -> str | None:
     if "cpu:" not in config:
         return f"cpu:gloo,{config}"
     return None if config == str(dist.get_backend_config()) else config
+
+
+def like(group: dist.ProcessGroup | None, limit: timedelta) -> dict[str, Any]:
+    """Take over from `group` (None: the world's) what `new_group` is to be given: its backends and `pg_options`.
+
+    torch shows options where they were used, and gives one object to all backends of a group. So they are those of the
+    first backend beside gloo: of NCCL the priority of its stream and its `config`, of one that was registered in Python
+    a copy of its `options`, if it has any. Not taken over, since torch does not show it or ignores it: options of gloo,
+    MPI, UCC and XCCL, `group_desc`, `device_id`, and what a group was split from.
+
+    Args:
+        group: What the new groups are to be like.
+        limit: Their time limit, instead of that of `group`.
+    """
+    config = str(dist.get_backend_config(group))
+    same = config == str(dist.get_backend_config())
+    return {"timeout": limit, "backend": None if same else config, "pg_options": _options_like(group, limit)}
+
+
+def _options_like(group: dist.ProcessGroup | None, limit: timedelta) -> Any:
+    of: Any = group if group is not None else dist.group.WORLD
+    found = [of._get_backend(device) for device in on_device(of)]
+    given: Any = next((o for backend in found if (o := getattr(backend, "options", None)) is not None), None)
+    # A copy: torch writes a group's members, name and limit into the options that it gets
+    if not hasattr(given, "is_high_priority_stream"):
+        with suppress(TypeError):  # nothing that can be copied
+            return copy.copy(given)
+        return None
+    # NCCL's by its parts, as the rest is of the group that it was made for
+    made = type(given)()
+    made.is_high_priority_stream = given.is_high_priority_stream
+    # Versions of torch before NCCL 2.17 have none
+    if hasattr(given, "config"):
+        made.config = given.config
+    # torch warns where it differs
+    made._timeout = limit
+    return made
 
 
 def first_calls(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -31,7 +31,7 @@ from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.ranks.threads import ThreadWorld
-from prophet.ranks.works import all_made
+from prophet.ranks.works import all_made, like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +166,7 @@ class PipelineGroups:
     def _part(self, parts: list[tuple[int, ...]]) -> Collective:
         """Among groups that all ranks make in the same order, the one of this rank."""
         ranks = [[self._world[r] for r in part] for part in parts]
-        made = all_made([partial(dist.new_group, row, timeout=self._limit) for row in ranks])
+        made = all_made([partial(dist.new_group, row, **like(self.group, self._limit)) for row in ranks])
         mine = next(g for part, g in zip(parts, made, strict=True) if self.world.rank in part)
         # a rank alone sends nothing, and a process group would only cost its start
         return alone() if dist.get_world_size(mine) == 1 else ProcessGroupCollective(mine, timeout_s=self.timeout_s)
@@ -193,7 +193,7 @@ class PipelineGroups:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         if self._side is None:
             # only members call, as other processes may be in the default group
-            group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
+            group = dist.new_group(self._world, use_local_synchronization=True, **like(self.group, self._limit))
             self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
             self.include(self._side)
         return self._side

@@ -42,6 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(module, "host_too", lambda: "both")
+    monkeypatch.setattr(module, "like", lambda group, limit: {"timeout": limit})
     monkeypatch.setattr(module, "ProcessGroupCollective", _Group)
     return found
 
