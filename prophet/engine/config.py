@@ -24,9 +24,10 @@ from prophet.planner.base import EFFORT, Planner
 from prophet.ranks.collective import Collective
 from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
+from prophet.scheduler.budget import at_replica
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
-from prophet.spec import PlanContext, Topology, Windows, checked, digest, odd_ones_out
+from prophet.spec import LayerShape, PlanContext, Topology, Windows, checked, digest, odd_ones_out
 
 _PLANNER = ("name", "replicates", "withdraws", "needs_core", "place", "split")
 
@@ -47,8 +48,8 @@ class EngineConfig:
         topology: The machine, for the performance model, or the path of a file that `prophet calibrate` wrote, which is
             read at once; None assumes equal ranks on one node.
         slots_per_rank: Replicas of one layer that a rank may hold.
-        replica_memory_bytes: Budget per rank for the replicas of all layers, parameters and gradients; None sets no
-            limit.
+        replica_memory_bytes: Budget per rank for the replicas of all layers, parameters and gradients, and for what of
+            them may be in flight at once; None sets no limit.
         timeout_s: Seconds that every wait may take; None keeps the layers' own limit.
         windows: Seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
         refetch: Drop replicas' parameters after the forward pass, and send them again for the backward pass. Only
@@ -170,15 +171,23 @@ def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
         )
     # Homes as plain expert parallelism has them; layers refuse experts that do not divide among the ranks
     per_rank = layer.num_experts // ranks
-    budget = config.replica_memory_bytes
+    budget, shape = config.replica_memory_bytes, layer.experts.shape()
+    if budget is not None:
+        # planners count parameters and gradients alone, and get the share of those
+        budget = budget * shape.replica_bytes // _replica_bytes(config, shape, ranks)
     return PlanContext(
         topology=topology,
-        shape=layer.experts.shape(),
+        shape=shape,
         home=tuple(e // per_rank for e in range(layer.num_experts)),
         windows=config.windows,
         slots_per_rank=config.slots_per_rank,
         budget_bytes=None if budget is None else (budget,) * ranks,
     )
+
+
+def _replica_bytes(config: EngineConfig, shape: LayerShape, ranks: int) -> int:
+    """Return the most bytes that a replica takes, with what is in flight."""
+    return sum(at_replica(shape.expert_bytes, shape.expert_grad_bytes, ranks, refetch=config.refetch))
 
 
 def check_budget(config: EngineConfig, planner: Planner, contexts: Sequence[PlanContext]) -> None:
@@ -196,11 +205,11 @@ def check_budget(config: EngineConfig, planner: Planner, contexts: Sequence[Plan
     if budget is None or config.slots_per_rank == 0 or not planner.replicates:
         return
     # The smallest layer's: a budget that holds replicas of some layers only is of use
-    need = min(c.shape.replica_bytes for c in contexts)
+    need = min(_replica_bytes(config, c.shape, c.ranks) for c in contexts)
     if budget < need:
         raise ReplicaMemoryError(
-            f"replica_memory_bytes is {budget}, but one replica takes {need} bytes (parameters and gradients): "
-            f"raise it, or turn balancing off with planner='static'"
+            f"replica_memory_bytes is {budget}, but one replica takes {need} bytes (parameters, gradients and "
+            f"what is in flight): raise it, or turn balancing off with planner='static'"
         )
 
 

@@ -6,10 +6,54 @@ Shape legend: L layers, R ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from prophet.spec import Placement
+
+# of the largest dtype
+_ITEM_BYTES = 8
+
+
+class Taken(NamedTuple):
+    """The most bytes that one replica takes on a rank.
+
+    Attributes:
+        there: While its layer's parameters are there; with a second Trans for the backward pass until they are dropped.
+        until_end: Until the step ends.
+    """
+
+    there: int
+    until_end: int
+
+
+def at_replica(param_bytes: int, grad_bytes: int, ranks: int, *, refetch: bool) -> Taken:
+    """Return what a replica takes on its own rank, with what is in flight to it or from it.
+
+    A layer's Trans or Agg may be in flight whole: what arrives is put in place when it is needed. In the two-phase form
+    a rank sends as much as an expert has, and gets as much at the same time, with parts rounded up to whole elements.
+
+    Args:
+        param_bytes: Bytes of its parameters.
+        grad_bytes: Bytes of its gradients.
+        ranks: R.
+        refetch: Whether parameters are sent again for the backward pass. Of a layer used twice that may be while
+            gradients of its first use are in flight.
+    """
+    most = max(param_bytes, grad_bytes)
+    return Taken(param_bytes + 2 * param_bytes * refetch, grad_bytes + 2 * most + _ITEM_BYTES * ranks)
+
+
+def at_home(param_bytes: int, grad_bytes: int, *, refetch: bool) -> Taken:
+    """Return what a replica takes in flight on its expert's home.
+
+    Args:
+        param_bytes: Bytes of its parameters.
+        grad_bytes: Bytes of its gradients.
+        refetch: Whether parameters are sent again for the backward pass.
+    """
+    return Taken(param_bytes * refetch, max(param_bytes, grad_bytes))
 
 
 def within_budget(
@@ -23,13 +67,14 @@ def within_budget(
 ) -> list[Placement]:
     """Drop replicas until every rank is within the budget.
 
-    Gradients stay until they have gone home, so those of all layers count.
+    Gradients stay until they have gone home, so those of all layers count. So does what is in flight, of all layers:
+    Agg is waited for when the backward pass has ended, and Trans of withdrawn replicas when the step ends.
 
     Args:
         placements: By layer, [L].
         param_bytes: Bytes of the parameters of one replica, by layer, [L].
         grad_bytes: Bytes of the gradients of one replica, by layer, [L].
-        budget_bytes: Bytes of replicas that a rank may hold at a time.
+        budget_bytes: Bytes of replicas that a rank may hold at a time, with what is in flight.
         order: The layers; those that come first keep theirs.
         span: How many layers in a row have their parameters there at a time; None is all of them (nothing is dropped
             before the step ends).
@@ -38,28 +83,32 @@ def within_budget(
         Placements by layer; those that lost nothing are the given objects.
     """
     layers, ranks = len(placements), placements[0].ranks
-    params = np.zeros((layers, ranks), dtype=np.int64)
-    grads = np.zeros(ranks, dtype=np.int64)
+    there = np.zeros((layers, ranks), dtype=np.int64)
+    until_end = np.zeros(ranks, dtype=np.int64)
     found = list(placements)
 
     def peak(rank: int) -> int:
         if span is None:
-            return int(params[:, rank].sum() + grads[rank])
+            return int(there[:, rank].sum() + until_end[rank])
         # the fullest stretch of `span` layers decides
-        together = [int(params[i : i + span, rank].sum()) for i in range(max(1, layers - span + 1))]
-        return max(together) + int(grads[rank])
+        together = [int(there[i : i + span, rank].sum()) for i in range(max(1, layers - span + 1))]
+        return max(together) + int(until_end[rank])
 
     for i in order:
         kept = []
+        refetch = span is not None
+        own = at_replica(param_bytes[i], grad_bytes[i], ranks, refetch=refetch)
+        away = at_home(param_bytes[i], grad_bytes[i], refetch=refetch)
         # one by one in a fixed order, so that every rank drops the same ones
         for expert, rank in placements[i].replicas():
-            params[i, rank] += param_bytes[i]
-            grads[rank] += grad_bytes[i]
-            if peak(rank) <= budget_bytes:
+            both = [rank, int(placements[i].home[expert])]
+            there[i, both] += [own.there, away.there]
+            until_end[both] += [own.until_end, away.until_end]
+            if max(map(peak, both)) <= budget_bytes:
                 kept.append((expert, rank))
             else:
-                params[i, rank] -= param_bytes[i]
-                grads[rank] -= grad_bytes[i]
+                there[i, both] -= [own.there, away.there]
+                until_end[both] -= [own.until_end, away.until_end]
         # the same object where nothing was dropped: caches, as of `FormChooser`, know placements by identity
         if len(kept) < len(placements[i].replicas()):
             found[i] = Placement.with_replicas(placements[i].home, ranks, kept)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import prophet
 from prophet.errors import ReplicaMemoryError
 from prophet.experts.replica import ReplicaPool
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import Channel, Collective, Pending, Rows
+from prophet.ranks.forwarding import ForwardingCollective, ForwardingPending
+from prophet.ranks.operation import Operation
+from prophet.ranks.threads import ThreadWorld
 from prophet.scheduler.actions import Window
-from prophet.scheduler.budget import within_budget
+from prophet.scheduler.budget import at_replica, within_budget
 from prophet.scheduler.schedules import NAMES, schedule_named
 from prophet.scheduler.windows import WindowClock
 from prophet.spec import Placement
@@ -100,13 +106,7 @@ def peak(case: Case, **options: object) -> int:
 
 def test_refetching_holds_the_parameters_of_two_layers_at_a_time() -> None:
     case = replace(CASE, blocks=5)
-    layer = (
-        2
-        * Run(case, prophet.ranks.process_group.ThreadWorld(1).collective(0), balanced=False)
-        .model.moe(0)
-        .experts.shape()
-        .expert_bytes
-    )
+    layer = 2 * Run(case, ThreadWorld(1).collective(0), balanced=False).model.moe(0).experts.shape().expert_bytes
     assert peak(replace(case, refetch=False)) == 5 * 2 * layer
     assert peak(case) == 5 * layer + 2 * layer
     assert peak(replace(case, schedule="look-ahead")) == 5 * layer + 3 * layer
@@ -114,26 +114,26 @@ def test_refetching_holds_the_parameters_of_two_layers_at_a_time() -> None:
     assert peak(replace(case, schedule="look-ahead"), replica_memory_bytes=7 * layer) <= 7 * layer
 
 
+class Full(FixedPlanner):
+    """What fits a layer alone."""
+
+    def place(self, load: object, context: prophet.spec.PlanContext) -> Placement:
+        limits = context.slot_limits()
+        pairs = [
+            (e, r) for e, r in self.pairs if sum(q == r for _, q in self.pairs[: self.pairs.index((e, r))]) < limits[r]
+        ]
+        return Placement.with_replicas(context.home, context.ranks, pairs)
+
+
 @pytest.mark.parametrize("refetch", [False, True], ids=["keep", "refetch"])
 @pytest.mark.parametrize("replicas", [1, 2, 3.5, 5])
 def test_any_budget_is_kept_and_exact(refetch: bool, replicas: float) -> None:
     case = replace(CASE, refetch=refetch, steps=3)
 
-    class Full(FixedPlanner):
-        """What fits a layer alone."""
-
-        def place(self, load: object, context: prophet.spec.PlanContext) -> Placement:
-            limits = context.slot_limits()
-            pairs = [
-                (e, r)
-                for e, r in self.pairs
-                if sum(q == r for _, q in self.pairs[: self.pairs.index((e, r))]) < limits[r]
-            ]
-            return Placement.with_replicas(context.home, context.ranks, pairs)
-
     def body(group: Collective) -> list[Step]:
-        shape = case.model(prophet.ranks.process_group.ThreadWorld(1).collective(0)).moe(0).experts.shape()
-        limit = int(shape.replica_bytes * replicas)
+        shape = case.model(ThreadWorld(1).collective(0)).moe(0).experts.shape()
+        one = at_replica(shape.expert_bytes, shape.expert_grad_bytes, case.ranks, refetch=refetch)
+        limit = int(sum(one) * replicas)
         run = Run(case, group, Full(ALL), replica_memory_bytes=limit)  # the pool itself refuses more
         steps = [run.whole_step(s) for s in range(case.steps)]
         assert run.engine.pool.held_bytes <= limit
@@ -151,11 +151,85 @@ def test_refetching_leaves_room_for_more_replicas() -> None:
     def copies(budget: int, span: int | None) -> list[int]:
         return [len(p.replicas()) for p in within_budget(full, sizes, sizes, budget, range(4), span=span)]
 
-    assert copies(80, None) == [2, 2, 2, 2]
-    assert copies(60, None) == [2, 2, 2, 0]
-    assert copies(60, 2) == [2, 2, 2, 2]
-    assert copies(59, 2) == [2, 2, 2, 0]
+    # until the end 30 + 16 for rounding, and 10 for that on the other rank; the parameters' 10, or 30 + 10 in `span`
+    assert copies(4 * 66, None) == [2, 2, 2, 2]
+    assert copies(4 * 66 - 1, None) == [2, 2, 2, 1]
+    assert copies(4 * 56 + 2 * 40, 2) == [2, 2, 2, 2]
+    assert copies(4 * 56 + 2 * 40 - 1, 2) == [2, 2, 2, 1]
     assert copies(0, 2) == [0, 0, 0, 0]
+
+
+class _InFlight(ForwardingCollective):
+    """Notes the most bytes of replicas, and of what is in flight to and from them, that this rank had at a time."""
+
+    pool: ReplicaPool
+
+    def __init__(self, inner: Collective) -> None:
+        super().__init__(inner)
+        self.flying, self.most = 0, 0
+        self.sums: dict[int | None, int] = {}
+
+    def around(self, inner: Collective) -> Collective:
+        return self  # limits of time do not matter here
+
+    def all_to_all(
+        self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
+    ) -> Pending:
+        pending = super().all_to_all(x, send_rows, recv_rows, op=op, channel=channel)
+        if channel != "weights":
+            return pending
+        came = sum(recv_rows) * x.element_size()
+        self.flying += x.nbytes + came
+        self.most = max(self.most, self.pool.in_use_bytes + self.flying)
+        return _Landing(pending, self, op, x.nbytes, came)
+
+
+class _Landing(ForwardingPending):
+    def __init__(self, inner: Pending, of: _InFlight, op: Operation, sent: int, came: int) -> None:
+        super().__init__(inner)
+        self.of, self.op, self.sent, self.came = of, op, sent, came
+
+    def wait(self) -> Tensor:
+        # sums lie in what `reduce` has brought, until they have gone home
+        if " reduce " in self.op.name:
+            self.of.sums[self.op.layer] = self.of.sums.get(self.op.layer, 0) + self.came
+        else:
+            self.of.flying -= self.came
+        if " home " in self.op.name:
+            self.of.flying -= self.of.sums.pop(self.op.layer, 0)
+        self.of.flying -= self.sent
+        self.sent = self.came = 0
+        return super().wait()
+
+
+@pytest.mark.parametrize("transfers", ["direct", "two-phase"])
+@pytest.mark.parametrize("schedule", ["block-wise", "look-ahead", "operator"])
+@pytest.mark.parametrize(
+    "variant", [{}, {"refetch": False}, {"microbatches": 2}, {"uses": 2}, {"refetch": False, "uses": 2}]
+)
+def test_what_is_in_flight_counts(transfers: str, schedule: str, variant: dict[str, object]) -> None:
+    """With nothing but the memory of replicas in the budget, it holds here two to three times as much."""
+    given: dict[str, Any] = {"ranks": 3, "blocks": 4, "shapes": ((2, 3), (4,), (5,)), "steps": 3, "slots": 8}
+    case = replace(CASE, **{**given, "schedule": schedule, "transfers": transfers, **variant})
+
+    def body(group: Collective, limit: int | None) -> tuple[int, int]:
+        watched = _InFlight(group)
+        run = Run(case, watched, Full(everywhere(6, 3)), replica_memory_bytes=limit)
+        watched.pool = run.engine.pool
+        for s in range(case.steps):
+            run.whole_step(s)
+        copies = int(run.engine.last_step.copies.sum()) if run.engine.last_step is not None else 0
+        run.close()
+        return watched.most, copies
+
+    shape = case.model(ThreadWorld(1).collective(0)).moe(0).experts.shape()
+    one = sum(at_replica(shape.expert_bytes, shape.expert_grad_bytes, case.ranks, refetch=case.refetch))
+    free = max(most for most, _ in on_threads(3, partial(body, limit=None)))
+    for limit in (one, 3 * one, 5 * one):
+        found = on_threads(3, partial(body, limit=limit))
+        assert 0 < max(most for most, _ in found) <= limit
+        assert found[0][1] > 0
+        assert limit < free, "it has to bind"
 
 
 def test_a_pool_frees_and_restores_parameters() -> None:

@@ -19,6 +19,7 @@ from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 from prophet.scheduler.actions import Window
+from prophet.scheduler.budget import at_home, at_replica
 from prophet.scheduler.runtime import Runtime
 from prophet.scheduler.schedules import block_wise, blocking
 from prophet.spec import Placement
@@ -135,9 +136,16 @@ def test_replicas_vanish_and_memory_does_not_grow() -> None:
         assert held[-1] == max(held) == held[25]
 
 
-def budget(case: Case, replicas: float) -> int:
+def taken(case: Case) -> tuple[int, int]:
+    """By one replica on its rank, and on its expert's home."""
     shape = case.model(ThreadWorld(1).collective(0)).moe(0).experts.shape()
-    return int(shape.replica_bytes * replicas)
+    sizes = shape.expert_bytes, shape.expert_grad_bytes
+    return sum(at_replica(*sizes, case.ranks, refetch=False)), sum(at_home(*sizes, refetch=False))
+
+
+def budget(case: Case, replicas: float) -> int:
+    """For so many replicas on a rank that is the home of as many others."""
+    return int(sum(taken(case)) * replicas)
 
 
 class Greedy(FixedPlanner):
@@ -196,7 +204,7 @@ def test_the_least_balanced_layer_gets_the_memory() -> None:
 
 def test_a_budget_too_small_for_one_replica() -> None:
     case = Case(ranks=2)
-    need = budget(case, 1)
+    need = taken(case)[0]
 
     def body(group: Collective) -> None:
         with pytest.raises(ReplicaMemoryError, match=rf"is {need - 1}, but one replica takes {need} bytes"):
