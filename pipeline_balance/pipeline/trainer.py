@@ -384,7 +384,7 @@ class ElasticPipeline:
         `rank` counts all processes: the first replica's come first. `save_pretrained` writes it for transformers.
         """
         self.experts.check_static("gather or save a model")
-        self._check_unsharded("gather or save a model", owners=False)
+        self._check_unsharded("gather or save a model")
         return self.state().whole_state(rank, nn.Module.state_dict)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
@@ -405,7 +405,7 @@ class ElasticPipeline:
         `meter.enabled = True` for some steps.
         """
         # a shard's times and bytes are not those of the layer
-        self._check_unsharded("measure layers", owners=False)
+        self._check_unsharded("measure layers")
         return self.gather_costs(self.local_costs(), self.collective)
 
     def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
@@ -429,7 +429,7 @@ class ElasticPipeline:
 
         With the `side_collective` it may run in another thread while a step is under way.
         """
-        return self.mover.prepare(self.stages, stage_map, collective)
+        return self.mover.prepare(self.stages, self.owners, stage_map, collective)
 
     def side_collective(self) -> Collective:
         """Return a separate communicator over all ranks, for use beside a step; made at the first call, by all
@@ -460,10 +460,8 @@ class ElasticPipeline:
         """
         self._refuse_in_job("moves layers by job.switch(dataclasses.replace(job.layout, stages=(...)))")
         self.experts.check_static("move layers")
-        self._check_unsharded("move layers by rebuild")
         move = StageMove(self.mover, self._passes, stage_map, durations, prepared or Prepared())
-        # within each replica: the map is the same in all of them, and so is the route
-        return run(move, world=self.groups.world, carrier=self.groups.collective)
+        return run(move, world=self.groups.world, carrier=self.mover.carrier(self.owners))
 
     def state(self) -> PipelineState:
         """Return the training state, to be taken elsewhere; see `pipeline_balance.elastic`."""
@@ -501,12 +499,9 @@ class ElasticPipeline:
         state = self.state()
         return load_state(state, state.in_force(), folder, also=also)
 
-    def _check_unsharded(self, what: str, *, owners: bool = True) -> None:
-        if self._passes.owners.sharded or (owners and self._passes.owners.zero):
-            raise SpecError(
-                f"a pipeline cannot {what} in shards or while optimizer state has owners (zero=1): switch to zero=0 "
-                "without tp first"
-            )
+    def _check_unsharded(self, what: str) -> None:
+        if self.owners.sharded:
+            raise SpecError(f"a pipeline cannot {what} in shards: switch to zero=0 without tp first")
 
     # --- changing groups --------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ class _Slow(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def _follow(rank: int, size: int, ahead: bool) -> tuple[list[tuple[int, ...]], list[float], list[float]]:
+def _follow(rank: int, size: int, ahead: bool, zero: int) -> tuple[list[tuple[int, ...]], list[float], list[float]]:
     """Layer 0 is slow in the first replica, layer 1 in the second."""
     slow = rank // 2
     pipe = ElasticPipeline.from_modules(
@@ -166,6 +166,7 @@ def _follow(rank: int, size: int, ahead: bool) -> tuple[list[tuple[int, ...]], l
         make_optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
         microbatches=2,
         replicas=2,
+        zero=zero,
         timeout_s=60.0,
     )
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(pipe.replica))
@@ -183,9 +184,9 @@ def _follow(rank: int, size: int, ahead: bool) -> tuple[list[tuple[int, ...]], l
     return maps, losses, forward_s
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_all_replicas_move_together_by_the_slowest_times(ahead: bool) -> None:
-    results = run_gloo(_follow, 4, ahead)
+@pytest.mark.parametrize(("ahead", "zero"), [(False, 0), (True, 0), (True, 1)])
+def test_all_replicas_move_together_by_the_slowest_times(ahead: bool, zero: int) -> None:
+    results = run_gloo(_follow, 4, ahead, zero)
     maps, losses, forward_s = results[0]
     assert all(r == results[0] for r in results)
     assert min(forward_s[:2]) >= 30e-3

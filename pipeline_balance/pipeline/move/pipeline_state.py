@@ -22,6 +22,7 @@ from pipeline_balance.pipeline.move.state import (
     Item,
     base_name,
     items,
+    layout_over,
     space_of,
     spec_rows,
 )
@@ -36,7 +37,7 @@ from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, TransitionError
 from prophet.ranks.operation import Operation
-from prophet.state.layout import Layout, Piece, layout_from, whole_tensors
+from prophet.state.layout import Layout, Piece, layout_from
 from prophet.state.route import route
 from prophet.state.route_schedule import RouteSchedule
 from prophet.state.space import Box, Space
@@ -246,8 +247,8 @@ class PipelineState:
             model,
             train,
             lambda: mover.groups.assign(to.target.rank_assignment),
-            lambda: passes.switch(to.target.owners),
-            lambda: passes.go_on(built.stages),
+            passes.switch,
+            lambda: passes.go_on(built.stages, to.target.owners),
         ]
 
     def numbers_to_vote(self, held: Held) -> dict[str, Any]:
@@ -369,47 +370,6 @@ class PipelineState:
 
     def unsplit(self, root: nn.Module) -> None:
         """Make a copy of the root hold all of the state, where modules hold parts of it."""
-
-
-def layout_over(
-    space: Space,
-    rows: Sequence[Sequence[int]],
-    stage_map: StageMap,
-    owners: Owners,
-    tied: Mapping[str, tuple[int, ...]],
-    processes: int,
-    *,
-    first: bool = False,
-) -> Layout:
-    """Place whole tensors on processes.
-
-    What optimizers keep lives where its parameter is updated.
-
-    Args:
-        space: All tensors.
-        rows: [R][P] the processes of every replica.
-        stage_map: Which pipeline rank runs which layers.
-        owners: Who updates which tensor.
-        tied: The layers of each tied parameter, by name.
-        processes: N.
-        first: Whether buffers count as the first replica's alone, since replicas may differ in them.
-    """
-    home = stage_map.assignment()
-    holders: list[list[int]] = []
-    for tensor in space.tensors:
-        name = base_name(tensor.name)
-        assert tensor.layer is not None
-        holders.append([])
-        # a tied parameter is on the ranks of all its units
-        for p in sorted({home[unit] for unit in tied.get(name, (tensor.layer,))}):
-            column = tuple(row[p] for row in rows)
-            if tensor.kind == "optimizer":
-                # with zero 1 one process of a column keeps the moments, else all do
-                column = owners.updaters(name, p)
-            elif tensor.kind == "buffer" and first:
-                column = column[:1]
-            holders[-1] += column
-    return whole_tensors(space, processes, holders)
 
 
 def copies(layout: Layout, rank: int, held: Held) -> dict[str, int]:

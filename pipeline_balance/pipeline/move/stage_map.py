@@ -13,9 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model.ownership import HeldBuffer, Ownership, digest_of, like_meta, put, try_put
+from pipeline_balance.pipeline.model.ownership import (
+    HeldBuffer,
+    Ownership,
+    digest_of,
+    like_meta,
+    number_of,
+    put,
+    try_put,
+)
 from pipeline_balance.pipeline.model.registered import Settings, settings
-from pipeline_balance.pipeline.move.state import Held, by_layer, collect, specs_of, state_entries
+from pipeline_balance.pipeline.move.state import (
+    Held,
+    base_name,
+    by_layer,
+    collect,
+    layout_over,
+    specs_of,
+    state_entries,
+    without_replica,
+)
 from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared
 from pipeline_balance.pipeline.move.votes import WHOLE, Vote, refuse_against, share, union
 from pipeline_balance.pipeline.run.optimizers import Optimizers
@@ -23,12 +40,13 @@ from pipeline_balance.pipeline.run.passes import Passes
 from pipeline_balance.pipeline.run.replicas import refuse_apart
 from pipeline_balance.pipeline.run.stages import PipelineGroups, StageBuilder, Stages
 from pipeline_balance.pipeline.run.ties import Tie, refuse_untied, tie_digests, ties_of
+from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, TransitionError, in_a_line
 from prophet.ranks.collective import Collective
-from prophet.state.layout import Piece
+from prophet.state.layout import Layout, Piece
 from prophet.state.route import route
 from prophet.state.route_schedule import RouteSchedule
 from prophet.state.space import Space
@@ -105,21 +123,33 @@ class StateMover:
         """Where this rank computes."""
         return self.builder.config.device
 
-    def prepare(self, now: Stages, stage_map: StageMap, collective: Collective) -> Prepared:
+    def prepare(self, now: Stages, owners: Owners, stage_map: StageMap, collective: Collective) -> Prepared:
         """Describe the state and find the route; collective.
 
         Args:
             now: The stages in force.
+            owners: Who updates what under them.
             stage_map: The map to go to.
             collective: Over the ranks of the pipeline; a separate one if a step is under way.
         """
         self.builder.check_map(stage_map)
         # a backward pass may be filling gradients in: the route holds if there are none when the move begins
-        held = self.collect(now, gradients=False)
-        space, _ = share(held, collective)
-        route_schedule = self.route_schedule(space, now.stage_map, stage_map)
+        held = self.collect(now, owners, gradients=False)
+        space, _ = share(held, collective, self.in_one_route(owners))
+        to = owners.under(stage_map)
+        route_schedule = self.route_schedule(space, (now.stage_map, owners), (stage_map, to))
         route_schedule.precompute(self.budget_bytes, in_place=False)
-        return Prepared(target=stage_map, specs=specs_of(held), route=route_schedule)
+        return Prepared(target=(stage_map, to.table), specs=specs_of(held), route=route_schedule)
+
+    def in_one_route(self, owners: Owners) -> tuple[int, ...]:
+        """The processes, by their numbers in the world, whose state goes in one route with this one's."""
+        groups = self.groups
+        # an owner may be in another replica than before; else each replica moves by itself, all by the same map
+        return tuple(range(groups.world.size)) if owners.zero else groups.grid.replica(groups.replica)
+
+    def carrier(self, owners: Owners) -> Collective:
+        """What brings the state: over the processes that are `in_one_route`."""
+        return self.groups.world if owners.zero else self.groups.collective
 
     def check_put(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise `TransitionError` for a parameter whose content cannot be exchanged; nothing changes."""
@@ -145,11 +175,18 @@ class StateMover:
         except Exception as error:
             return in_a_line(error)
 
-    def collect(self, now: Stages, *, gradients: bool) -> Held | str:
-        """Describe what this rank holds, or return the reason why it cannot be moved."""
-        units = now.stage_map.layers_on(self.groups.rank)
+    def collect(self, now: Stages, owners: Owners, *, gradients: bool) -> Held | str:
+        """Describe what this rank holds, or return the reason why it cannot be moved.
+
+        Args:
+            now: The stages in force.
+            owners: Who updates what under them.
+            gradients: Whether gradients count.
+        """
+        groups = self.groups
+        units = now.stage_map.layers_on(groups.rank)
         held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
-        return held
+        return held.of_replica(owners, groups.rank, groups.replica) if owners.zero and isinstance(held, Held) else held
 
     def change(
         self, units: Collection[int], state: State, scalars: Mapping[str, Any], new_owner: Ownership | None = None
@@ -191,17 +228,24 @@ class StateMover:
         change.check()
         return change
 
-    def route_schedule(self, space: Space, before: StageMap, after: StageMap) -> RouteSchedule:
-        """Find the route from map to map of what all ranks of a replica hold.
+    def route_schedule(
+        self, space: Space, before: tuple[StageMap, Owners], after: tuple[StageMap, Owners]
+    ) -> RouteSchedule:
+        """Find the route from map to map of what the processes `in_one_route` hold.
 
         Args:
             space: All tensors.
-            before: The map in force.
-            after: The map to go to.
+            before: The map in force, and who updates what under it.
+            after: Those to go to.
         """
-        ranks, tied = self.groups.grid.pipeline_ranks, self.owned.tied()
-        found = route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))
-        return RouteSchedule(found, self.groups.rank)
+        grid, tied, world = self.groups.grid, self.owned.tied(), self.groups.world
+
+        def placed(stage_map: StageMap, owners: Owners) -> Layout:
+            if owners.zero:
+                return layout_over(space, grid.rows, stage_map, owners, tied, world.size)
+            return by_layer(space, stage_map, grid.pipeline_ranks, tied)
+
+        return RouteSchedule(route(placed(*before), placed(*after)), self.carrier(before[1]).rank)
 
 
 @dataclass
@@ -232,19 +276,21 @@ class StageMove(Move):
         self._held: Held | str = ""
         self._ties: tuple[Tie, ...] = ()
         self._schedule: Schedule | None = None
+        self._owners = self.passes.owners
 
     def vote(self) -> Vote:
-        mover, before = self.mover, self.passes.now.stage_map
+        mover, before, owners = self.mover, self.passes.now.stage_map, self.passes.owners
         mover.owned.read()
         mover.builder.check_map(self.stage_map)
+        self._owners = owners.under(self.stage_map)
         self._schedule = mover.builder.schedule(self.stage_map, self.durations)
         self._ties = ties_of(mover.owned)
         if self._midway and any(len(tie.holders(m)) > 1 for tie in self._ties for m in (before, self.stage_map)):
             # the parts are summed up only when the update is complete, and could not be distinguished from copies
             raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
-        self._held = held = mover.collect(self.passes.now, gradients=not self.passes.used)
-        ahead = self.prepared
-        ready = ahead.route is not None and ahead.target == self.stage_map and ahead.specs == specs_of(held)
+        self._held = held = mover.collect(self.passes.now, owners, gradients=not self.passes.used)
+        ahead, target = self.prepared, (self.stage_map, self._owners.table)
+        ready = ahead.route is not None and ahead.target == target and ahead.specs == specs_of(held)
         # where the route is ready, the tensors need no description, which is most of a vote
         vote = Vote.of(
             held,
@@ -252,6 +298,7 @@ class StageMove(Move):
             alike={
                 "were given another stage map": [self.stage_map.boundaries, self.stage_map.ranks],
                 "follow another schedule": mover.builder.number(self._schedule),
+                "would update other parameters": number_of(str(self._owners.table)),
             },
             ready=ready,
         )
@@ -260,14 +307,15 @@ class StageMove(Move):
         rank, replicas = mover.groups.rank, mover.groups.grid.replicas
         # digests read every weight once, so a pipeline without replicas does without
         names = mover.owned.of(before.layers_on(rank)) if replicas > 1 else []
-        weights = {name: digest_of([(name, mover.owned.parameters[name])]) for name in names}
-        return replace(
-            vote, copies=weights, ties=tie_digests(self._ties, before, rank, mover.optimizers.state(), weights)
-        )
+        own = {n: p for n in names if (p := mover.owned.parameters[n]) not in self.passes.experts.parameters}
+        weights = {name: digest_of([(name, parameter)]) for name, parameter in own.items()}
+        # moments of one owner have no copies
+        state = mover.optimizers.state() if not owners.zero else {}
+        return replace(vote, copies=weights, ties=tie_digests(self._ties, before, rank, state, weights))
 
     def compare(self, votes: Sequence[Vote]) -> None:
         refuse_against(votes, self.whole)
-        self._space, self._numbers = union(votes, WHOLE)
+        self._space, self._numbers = union(votes, WHOLE, self.mover.in_one_route(self.passes.owners))
         grid = self.mover.groups.grid
         for rank in range(grid.pipeline_ranks):
             refuse_apart({process: votes[process].copies for process in grid.column(rank)})
@@ -280,28 +328,34 @@ class StageMove(Move):
             return self.prepared.route
         if any(self._ready):
             # on another rank something has changed since, so the ranks that were ready describe their tensors now
-            self._space, self._numbers = share(self._held, mover.groups.world)
-        return mover.route_schedule(self._space, self.passes.now.stage_map, self.stage_map)
+            in_one_route = mover.in_one_route(self.passes.owners)
+            self._space, self._numbers = share(self._held, mover.groups.world, in_one_route)
+        before = (self.passes.now.stage_map, self.passes.owners)
+        return mover.route_schedule(self._space, before, (self.stage_map, self._owners))
+
+    def prepare(self, route_schedule: RouteSchedule) -> None:
+        assert isinstance(self._held, Held)
+        lacks = route_schedule.route.before.names_on(route_schedule.rank) - self._held.tensors.keys()
+        if lacks:
+            raise TransitionError(f"{min(lacks)} is not kept here, as it is by others: keep it on every holder")
 
     def state(self, pieces: Sequence[Piece]) -> State:
-        return {piece: self._piece(piece) for piece in pieces}
-
-    def _piece(self, piece: Piece) -> Tensor:
-        """What this rank has of a piece; of a gradient that only other replicas have so far, zeros."""
         assert isinstance(self._held, Held)
-        name, _, kind = piece.name.partition("#")
-        if kind == "grad" and piece.name not in self._held.tensors:
-            # a gradient that only other replicas have so far counts as zeros here
-            return torch.zeros_like(self.mover.owned.parameters[name])
-        return self._held.tensors[piece.name]
+        return {piece: self._held.tensors[piece.name] for piece in pieces}
 
     def assemble(self, moved: Moved) -> Assignments:
-        mover = self.mover
+        mover, passes, groups, owners = self.mover, self.passes, self.mover.groups, self._owners
         stages = mover.builder.build(self.stage_map, self.durations, schedule=self._schedule)
-        change = mover.change(self.stage_map.layers_on(mover.groups.rank), moved.state, self._numbers)
+        state = {Piece(without_replica(piece.name)[0], piece.box): tensor for piece, tensor in moved.state.items()}
+        numbers: dict[str, Any] = {}
+        for key, value in self._numbers.items():
+            name, replica = without_replica(key)
+            mine = replica in (None, groups.replica) and owners.updates(base_name(name), groups.rank, groups.replica)
+            numbers |= {name: value} if mine else {}
+        change = mover.change(self.stage_map.layers_on(groups.rank), state, numbers)
         # gradients that have moved are other tensors, whose marks must be set anew
-        kept = [self.passes.gradients.keep] if self._midway else []
-        return [change.make, lambda: self.passes.go_on(stages), *kept]
+        kept = [passes.gradients.keep] if self._midway else []
+        return [change.make, lambda: passes.go_on(stages, owners), *kept]
 
     @property
     def _midway(self) -> bool:

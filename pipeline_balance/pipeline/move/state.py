@@ -9,7 +9,7 @@ description.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,13 @@ from torch import Tensor
 from pipeline_balance.pipeline.model.ownership import Ownership, local
 from pipeline_balance.pipeline.model.registered import MARK, registered
 from pipeline_balance.pipeline.run.optimizers import Optimizers
+from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.spec import StageMap
 from prophet.errors import LayoutError
 from prophet.state.layout import Layout, whole_tensors
 from prophet.state.space import ITEM_BYTES, Space, StateKind, TensorSpec
+
+_OF = " of replica "
 
 
 @dataclass
@@ -48,6 +51,29 @@ class Held:
             else:
                 held.add_state(item.name, item.entry, item.value, item.parameter.device, item.unit)
         return held
+
+    def of_replica(self, owners: Owners, pipeline_rank: int, replica: int) -> Held:
+        """Describe the same where all replicas move in one route, because optimizer state has owners.
+
+        What a replica has for itself is named after it. What owners keep for all replicas has one name, and what others
+        keep of it is left out.
+
+        Args:
+            owners: Those in force.
+            pipeline_rank: This rank in its replica.
+            replica: The replica.
+        """
+        names: dict[str, str] = {}
+        kinds: dict[str, StateKind] = {spec.name: spec.kind for spec in self.specs}
+        for name in (*self.tensors, *self.scalars):
+            of, optimizer = base_name(name), kinds.get(name, "optimizer") == "optimizer"
+            if not optimizer or owners.updates(of, pipeline_rank, replica):
+                names[name] = name if optimizer and not owners.parted(of) else f"{name}{_OF}{replica}"
+        return Held(
+            specs=[replace(spec, name=names[spec.name]) for spec in self.specs if spec.name in names],
+            tensors={names[name]: tensor for name, tensor in self.tensors.items() if name in names},
+            scalars={names[name]: value for name, value in self.scalars.items() if name in names},
+        )
 
     def add(self, name: str, tensor: Tensor, kind: StateKind, unit: int) -> None:
         """Take in a tensor.
@@ -201,6 +227,12 @@ def base_name(name: str) -> str:
     return name.split("#", 1)[0].split("@", 1)[0].split(MARK, 1)[0]
 
 
+def without_replica(name: str) -> tuple[str, int | None]:
+    """Return a name from before `Held.of_replica`, and the replica that has it for itself."""
+    before, mark, replica = name.rpartition(_OF)
+    return (before, int(replica)) if mark else (name, None)
+
+
 def by_layer(
     space: Space, stage_map: StageMap, ranks: int, tied: Mapping[str, tuple[int, ...]] | None = None
 ) -> Layout:
@@ -229,6 +261,50 @@ def by_layer(
         if holders[-1][-1] >= ranks:
             raise LayoutError(f"{tensor.name} is to live on rank {holders[-1][-1]} of {ranks}")
     return whole_tensors(space, ranks, holders)
+
+
+def layout_over(
+    space: Space,
+    rows: Sequence[Sequence[int]],
+    stage_map: StageMap,
+    owners: Owners,
+    tied: Mapping[str, tuple[int, ...]],
+    processes: int,
+    *,
+    first: bool = False,
+) -> Layout:
+    """Place whole tensors on processes.
+
+    What optimizers keep lives where its parameter is updated, and what a replica has for itself in that replica.
+
+    Args:
+        space: All tensors.
+        rows: [R][P] the processes of every replica.
+        stage_map: Which pipeline rank runs which layers.
+        owners: Who updates which tensor.
+        tied: The layers of each tied parameter, by name.
+        processes: N.
+        first: Whether buffers count as the first replica's alone, since replicas may differ in them.
+    """
+    home = stage_map.assignment()
+    holders: list[list[int]] = []
+    for tensor in space.tensors:
+        own, replica = without_replica(tensor.name)
+        name = base_name(own)
+        assert tensor.layer is not None
+        holders.append([])
+        # a tied parameter is on the ranks of all its units
+        for p in sorted({home[unit] for unit in tied.get(name, (tensor.layer,))}):
+            column = tuple(row[p] for row in rows)
+            if replica is not None:
+                column = column[replica : replica + 1]
+            elif tensor.kind == "optimizer":
+                # with zero 1 one process of a column keeps the moments, else all do
+                column = owners.updaters(name, p)
+            elif tensor.kind == "buffer" and first:
+                column = column[:1]
+            holders[-1] += column
+    return whole_tensors(space, processes, holders)
 
 
 def state_entries(values: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

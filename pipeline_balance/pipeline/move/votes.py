@@ -89,21 +89,23 @@ def refuse_against(votes: Sequence[Vote], after: str) -> None:
         refuse_where([vote.alike.get(what) for vote in votes], what)
 
 
-def union(votes: Sequence[Vote], after: str) -> tuple[Space, dict[str, Any]]:
-    """Unite all ranks' tensors to a space, and all numbers by name; of a number, the lowest rank's holds.
+def union(votes: Sequence[Vote], after: str, of: Sequence[int] | None = None) -> tuple[Space, dict[str, Any]]:
+    """Unite what ranks hold to a space, and their numbers by name; of a number, the lowest rank's holds.
 
     Args:
         votes: All ranks' votes.
         after: How things stand where it fails, for the error.
+        of: The ranks whose state goes in one route (None: all).
 
     Raises:
         TransitionError: A rank could not say what it holds.
     """
     refuse_unmovable(votes, after)
+    found = votes if of is None else [votes[rank] for rank in of]
     numbers: dict[str, Any] = {}
-    for vote in reversed(votes):
+    for vote in reversed(found):
         numbers.update(vote.numbers)
-    return space_of([row for vote in votes for row in vote.tensors]), numbers
+    return space_of([row for vote in found for row in vote.tensors]), numbers
 
 
 def refuse_unmovable(votes: Sequence[Vote], after: str) -> None:
@@ -114,12 +116,12 @@ def refuse_unmovable(votes: Sequence[Vote], after: str) -> None:
         raise TransitionError(problems if after in problems else f"{problems}; {after}")
 
 
-def share(held: Held | str, collective: Collective, after: str = WHOLE) -> tuple[Space, dict[str, Any]]:
-    """Unite what all ranks hold, see `union`; collective.
+def share(held: Held | str, collective: Collective, of: Sequence[int]) -> tuple[Space, dict[str, Any]]:
+    """Unite what ranks hold, see `union`; collective.
 
     Args:
         held: What this rank holds, or the reason why it cannot be moved.
         collective: Over all ranks.
-        after: How things stand where it fails, for the error.
+        of: The ranks whose state goes in one route.
     """
-    return union(votes_of(lambda: Vote.of(held), collective, Operation("describing state")), after)
+    return union(votes_of(lambda: Vote.of(held), collective, Operation("describing state")), WHOLE, of)

@@ -268,17 +268,17 @@ class Passes:
         self.progress.restart()
         self.used = False
 
-    def go_on(self, stages: Stages) -> None:
-        """Put other stages in force; what was measured is of the ones from before."""
-        self.now = stages
+    def go_on(self, stages: Stages, owners: Owners) -> None:
+        """Put other stages in force, and who updates what there; what was measured is of the ones from before."""
+        self.now, self.owners = stages, owners
         self.meter.reset()
 
-    def switch(self, owners: Owners) -> None:
-        """Go on with the communicators and owners of the layout in force: other processes have the stages now."""
+    def switch(self) -> None:
+        """Go on with the communicators of the layout in force: other processes have the stages now."""
         self.gradients.close()
         self.experts.read()
         self.gradients = Gradients(self.owned, self.groups, self.experts)
-        self.owners, self._weights = owners, None
+        self._weights = None
 
     def resume(self, progress: Progress) -> None:
         """Go on from a run that was as far as `progress`."""

@@ -54,21 +54,28 @@ class Owners:
         self.sharded = shards is not None
         self.owned, self.grid, self.stage_map = owned, grid, stage_map
         self.zero = zero if grid.replicas > 1 else 0
-        # [P] by parameter: its owner's place among those that have the same
-        self._owner: list[dict[str, int]] = []
+        self.table: list[dict[str, int]] = []
         if self.zero == 1 and stage_map is not None:
             seen = read if read is not None else owned
             requires_grad, parameters = seen.trained(), seen.parameters
             for rank in range(grid.pipeline_ranks):
                 trained = [n for n in seen.of(stage_map.layers_on(rank)) if n in requires_grad]
-                self._owner.append({})
+                self.table.append({})
                 # experts have fewer holders than other parameters, so they are shared out apart
                 for experts, every in ((False, 1), (True, grid.ep)):
                     names = [n for n in trained if self._is_expert(n) == experts]
                     whole = [(shapes or {}).get(n, parameters[n].shape) for n in names]
                     sizes = [math.prod(x) // (shards or {}).get(n, 1) for n, x in zip(names, whole, strict=True)]
                     found = zero_owners(sizes, grid.replicas // every)
-                    self._owner[-1] |= dict(zip(names, found.tolist(), strict=True))
+                    self.table[-1] |= dict(zip(names, found.tolist(), strict=True))
+
+    def under(self, stage_map: StageMap) -> Owners:
+        """Who updates what under another map, shared out among the parameters that train now."""
+        return Owners(self.owned, self.grid, stage_map, self.zero)
+
+    def parted(self, name: str) -> bool:
+        """Whether replicas have different parts of a parameter, as of shared experts."""
+        return self._every(name) > 1
 
     def _every(self, name: str) -> int:
         """Every how many replicas the same part of a parameter comes again."""
@@ -90,7 +97,7 @@ class Owners:
             pipeline_rank: The rank whose stages have it.
             replica: The replica.
         """
-        return self.zero != 1 or self._owner[pipeline_rank].get(name, 0) == replica // self._every(name)
+        return self.zero != 1 or self.table[pipeline_rank].get(name, 0) == replica // self._every(name)
 
     def drop_others(self, groups: PipelineGroups) -> None:
         """Forget gradients of parameters that other replicas own, before the optimizers' step."""
@@ -134,7 +141,7 @@ class Owners:
         Nothing without owners.
         """
         if self.zero == 1 and not groups.spare:
-            owner = self._owner[groups.rank]
+            owner = self.table[groups.rank]
             assert self.stage_map is not None
             for name in self.owned.of(self.stage_map.layers_on(groups.rank)):
                 every = self._every(name)

@@ -1,0 +1,186 @@
+"""Layers move while each tensor's optimizer state has one owner: the state goes to its owner in the new column."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError
+from tests.helpers.launch import run_gloo
+from tests.helpers.move_faults import digests
+from tests.helpers.pipeline_replicas import Outcome, compare_with_one_process, replicated
+
+UNITS, DIM, PARTS, UPDATES = 6, 4, 4, 12
+
+
+class _Block(nn.Module):
+    """What differs between replicas is in its buffers; what it draws differs between updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.dropout(torch.tanh(self.up(self.norm(x))), 0.2, self.training))
+
+
+def _pipeline(size: int, zero: int, stage_map: StageMap | None = None, **options: Any) -> ElasticPipeline:
+    torch.manual_seed(0)
+    return ElasticPipeline.from_modules(
+        nn.Sequential(*(_Block() for _ in range(UNITS))).double(),
+        nn.functional.mse_loss,
+        stage_map or _maps(0, size // 2),
+        **{
+            "make_optimizer": lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
+            "microbatches": PARTS // 2,
+            "replicas": 2,
+            "zero": zero,
+            "timeout_s": 60.0,
+            **options,
+        },
+    )
+
+
+def _maps(move: int, ranks: int) -> StageMap:
+    """Layers go to and fro; every column stands idle once."""
+    return (
+        StageMap((0, 3, UNITS), (0, 1)),
+        StageMap((0, 1, UNITS), (1, 0)),
+        StageMap((0, UNITS), (1,)),
+        StageMap((0, 2, 3, UNITS), (0, 1, 0)),
+        StageMap((0, UNITS), (0,)),
+    )[move % 5 if ranks > 1 else 4]
+
+
+def _batch(call: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(call)
+    x, y = (torch.randn(PARTS * 3, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x.chunk(2)[replica], y.chunk(2)[replica]
+
+
+class _Run(NamedTuple):
+    """Losses, what this process holds in the end as digests, whose moments it should hold, and its replica."""
+
+    losses: list[float]
+    held: dict[str, str]
+    owns: list[str]
+    replica: int
+
+
+def _train(rank: int, size: int, zero: int, moves: bool) -> _Run:
+    """Every update is of two batches; layers move between updates, and in the middle of some."""
+    pipe = _pipeline(size, zero)
+    losses = []
+    for update in range(UPDATES):
+        # what thaws later is shared out anew when layers move
+        pipe.module[1].requires_grad_(update >= 2)  # type: ignore[index]
+        if moves and update in (3, 4, 6, 10):
+            pipe.rebuild(_maps(update, pipe.ranks))
+        pipe.step(*_batch(2 * update, pipe.replica), update=False)
+        if moves and update in (3, 7, 8):
+            pipe.rebuild(_maps(update + 1, pipe.ranks))
+        losses.append(pipe.step(*_batch(2 * update + 1, pipe.replica), max_norm=0.5))
+    here = pipe.owned.of(pipe.stage_map.layers_on(pipe.rank))
+    owns = [n for n in here if pipe.collective.rank in pipe.owners.updaters(n, pipe.rank)]
+    return _Run(losses, digests(pipe.module, pipe.optimizer), owns, pipe.replica)
+
+
+@functools.cache
+def _runs(zero: int, moves: bool) -> list[_Run]:
+    found: list[_Run] = run_gloo(_train, 4, zero, moves)
+    return found
+
+
+def _whole(runs: list[_Run]) -> dict[str, str]:
+    """All that the ranks hold: moments by name, what every replica has for itself with its number."""
+    whole: dict[str, str] = {}
+    for run in runs:
+        for name, digest in run.held.items():
+            key = name if "@" in name else f"{name} of {run.replica}"
+            assert whole.setdefault(key, digest) == digest, f"copies of {key} differ"
+    return whole
+
+
+def test_moves_change_no_bit_where_optimizer_state_has_owners() -> None:
+    moved, stayed, everywhere = _runs(1, True), _runs(1, False), _runs(0, False)
+    for got in moved:
+        assert got.losses == stayed[0].losses == everywhere[0].losses
+    whole = _whole(moved)
+    assert whole == _whole(stayed) == _whole(everywhere)
+    # the running means of replicas are not the same, so copies of one would have been seen
+    assert whole["0.norm.running_mean of 0"] != whole["0.norm.running_mean of 1"]
+
+
+def test_after_moves_each_owner_alone_keeps_its_state() -> None:
+    for got in _runs(1, True):
+        assert sorted(n for n in got.held if n.endswith("@exp_avg")) == sorted(f"{n}@exp_avg" for n in got.owns)
+    # both replicas have a part of it
+    assert all(got.owns for got in _runs(1, True) if any(n.endswith("weight") for n in got.held))
+
+
+def test_tied_layers_move_with_owners_as_one_process_trains(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    with_owners: list[Outcome] = run_gloo(replicated, 4, 2, 0, 10, folder, {"zero": 1})
+    compare_with_one_process(with_owners, 0, 10)
+    # what was saved after moves is what the run goes on with
+    compare_with_one_process(run_gloo(replicated, 2, 2, 10, 14, folder, {"zero": 1}), 10, 14)
+
+
+def _ahead(rank: int, size: int) -> tuple[list[str], list[float]]:
+    """Moves by routes that were found ahead; before the second one a layer thaws, and others own its column's state."""
+    pipe = _pipeline(size, 1)
+    pipe.module[0].requires_grad_(False)  # type: ignore[index]
+    losses, found = [pipe.step(*_batch(0, pipe.replica))], []
+    route_schedule = pipe.mover.route_schedule
+    for move in (1, 3):
+        prepared = pipe.prepare(_maps(move, pipe.ranks), pipe.side_collective())
+        pipe.module[0].requires_grad_(move == 3)  # type: ignore[index]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipe.mover, "route_schedule", lambda *a: found.append("anew") or route_schedule(*a))
+            pipe.rebuild(_maps(move, pipe.ranks), prepared=prepared)
+        found.append("moved")
+        losses.append(pipe.step(*_batch(move, pipe.replica)))
+    return found, losses
+
+
+def _stays(rank: int, size: int) -> list[float]:
+    pipe = _pipeline(size, 0)
+    losses = []
+    for move in (0, 1, 3):
+        pipe.module[0].requires_grad_(move == 3)  # type: ignore[index]
+        losses.append(pipe.step(*_batch(move, pipe.replica)))
+    return losses
+
+
+def test_a_route_found_ahead_is_used_as_long_as_the_same_parameters_train() -> None:
+    expected = run_gloo(_stays, 4)[0]
+    for found, losses in run_gloo(_ahead, 4):
+        assert found == ["moved", "anew", "moved"]
+        assert losses == expected
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    pipe = _pipeline(size, 1)
+    pipe.step(*_batch(0, pipe.replica))
+    if rank == 3:
+        pipe.module[0].requires_grad_(False)  # type: ignore[index]
+    before = digests(pipe.module, pipe.optimizer)
+    with pytest.raises(SpecError) as caught:
+        pipe.rebuild(_maps(1, pipe.ranks))
+    assert digests(pipe.module, pipe.optimizer) == before
+    pipe.module[0].requires_grad_(True)  # type: ignore[index]
+    pipe.rebuild(_maps(1, pipe.ranks))
+    pipe.step(*_batch(1, pipe.replica))
+    return [str(caught.value)]
+
+
+def test_ranks_that_would_share_out_the_state_differently_are_named_before_it_moves() -> None:
+    for (text,) in run_gloo(_refused, 4):
+        assert text == "ranks [3] would update other parameters than rank 0"
