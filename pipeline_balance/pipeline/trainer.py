@@ -155,6 +155,8 @@ class ElasticPipeline:
         self.optimizers = agree_on_optimizers(make, self.owned, self.groups.world, joins=joins)
         for collective in self.experts.collectives:
             self.groups.include(collective)
+        if self.experts.any and rank_assignment is None:
+            self.groups.share_experts()
         self.mover = StateMover(self.builder, self.owned, self.optimizers, budget_bytes)
         owners = Owners(self.owned, self.groups.grid, agreed, zero)
         self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, built[0], owners)

@@ -89,9 +89,11 @@ def pipeline(size: int, replicas: int, **options: Any) -> ElasticPipeline:
     )
 
 
-def shared_experts(rank: int, size: int, replicas: int, updates: int, balanced: bool, split: bool) -> Outcome:
+def shared_experts(
+    rank: int, size: int, replicas: int, updates: int, balanced: bool, split: bool, zero: int = 0
+) -> Outcome:
     """The run with experts shared over `replicas`; `balanced`, every expert has a copy on every rank in each step."""
-    pipe = pipeline(size, replicas, split_backward=split)
+    pipe = pipeline(size, replicas, split_backward=split, zero=zero)
     engine: Any = None
     if balanced:
         config = prophet.EngineConfig(

@@ -7,7 +7,7 @@ all ranks do around a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
@@ -141,6 +141,10 @@ class PipelineGroups:
             # torch makes a group only if all ranks call, also those that are not in it
             row, column = (self._part(parts) for parts in (list(grid.rows), columns))
             self.assign(RankAssignment(grid=grid, collective=row, column=column))
+
+    def share_experts(self) -> None:
+        """Note that every replica of a stage has another part of its layers' experts."""
+        self.assign(replace(self.rank_assignment, grid=replace(self.grid, ep=self.replicas)))
 
     def assign(self, rank_assignment: RankAssignment) -> None:
         """Have this process run what its place in `rank_assignment` does from now on. Cannot fail."""
