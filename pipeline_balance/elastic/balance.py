@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.pipeline.run.experts import MOST_BYTES
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from prophet.engine.attach import attach
 from prophet.engine.carry import carry, memories
@@ -21,8 +22,6 @@ from prophet.ranks.process_group import process_rank
 from prophet.spec import Topology
 from prophet.state.json_values import from_json, to_json
 
-# of one tensor in a message
-_MOST_BYTES = 1 << 28
 _MEMORY = {"ranks", "step", "plan", "history"}
 
 BalanceConfig = EngineConfig | Callable[[Parallelism], EngineConfig]
@@ -77,7 +76,7 @@ class Balance:
         if self.engine is None or place is None or place.ep:
             return {}
         every = zip(self._layers, memories(self.engine), strict=True)
-        return {name: [place.edp, to_json(memory, name, most_bytes=_MOST_BYTES)] for name, memory in every}
+        return {name: [place.edp, to_json(memory, name, most_bytes=MOST_BYTES)] for name, memory in every}
 
     def learn(self, every: Sequence[Mapping[str, Any]]) -> None:
         """Keep what all processes have exported; `every` [N] is in the order of ranks."""
@@ -90,7 +89,7 @@ class Balance:
 
     def kept(self) -> dict[str, Any]:
         """All that is known, in the form that a checkpoint has."""
-        return {name: [to_json(m, name, most_bytes=_MOST_BYTES) for m in every] for name, every in self._known.items()}
+        return {name: [to_json(m, name, most_bytes=MOST_BYTES) for m in every] for name, every in self._known.items()}
 
     def keep(self, kept: Mapping[str, Any]) -> None:
         """Know this and nothing else. Raises `SpecError`, nothing changed, for what `kept` did not write."""

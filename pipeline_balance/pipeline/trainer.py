@@ -6,6 +6,7 @@ Shape legend: L layers, P ranks, M microbatches. `run` has what runs a stage map
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -359,6 +360,8 @@ class ElasticPipeline:
         """Balance the expert-parallel layers of this rank's stages; call it on every rank.
 
         `attach` gets these layers as one module. Returns what `attach` returned, None on a rank without such layers.
+        Where such layers come or go in a move, what it returned is closed, and it is called again. The new one goes on
+        with what the old ones remembered, and is the `balancer` from then on.
 
         >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
         >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
@@ -366,6 +369,11 @@ class ElasticPipeline:
         # a balancer counts backward passes, and each slice has one
         passes = self.config.microbatches * (self.model.slicing.slices if self.model.slicing is not None else 1)
         return self.experts.balance(attach, self.stage_map.layers_on(self.rank), passes, self.collective)
+
+    @property
+    def balancer(self) -> Balancer | None:
+        """What balances the experts of this rank's stages now; None where nothing does."""
+        return self.experts.balancer
 
     @together("evaluation before step")
     def evaluate(self, inputs: Batch, labels: Labels) -> float:
@@ -445,7 +453,8 @@ class ElasticPipeline:
     ) -> Switched:
         """Change to another stage map, between steps; collective over all ranks, whether they run a stage or not.
 
-        Gradients that an update has used are dropped.
+        Gradients that an update has used are dropped. With zero=1 optimizer state goes to its owners under the new map.
+        Layers whose balanced experts are shared move only between updates.
 
         Args:
             stage_map: The map to go to, equal on all ranks.
@@ -458,12 +467,15 @@ class ElasticPipeline:
 
         Raises:
             TransitionError: On every rank, with everything as it was, if the state cannot be moved.
-            SpecError: On every rank, if ranks are given different maps, or replicas differ.
+            SpecError: On every rank, if ranks are given different maps, or replicas differ. Also if layers have moved,
+                and their experts cannot be balanced any more.
         """
         self._refuse_in_job("moves layers by job.switch(dataclasses.replace(job.layout, stages=(...)))")
-        self.experts.check_static("move layers")
         move = StageMove(self.mover, self._passes, stage_map, durations, prepared or Prepared())
-        return run(move, world=self.groups.world, carrier=self.mover.carrier(self.owners))
+        began, before = time.perf_counter(), self.stage_map.layers_on(self.rank)
+        done = run(move, world=self.groups.world, carrier=self.mover.carrier(self.owners))
+        self.experts.follow(before, stage_map.layers_on(self.rank), move.remembered, self.groups.world)
+        return replace(done, seconds=time.perf_counter() - began)
 
     def state(self) -> PipelineState:
         """Return the training state, to be taken elsewhere; see `pipeline_balance.elastic`."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import prophet
 import prophet.parallel
+from pipeline_balance.pipeline.run.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.ranks.collective import Collective
@@ -59,20 +60,22 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
     return torch.optim.SGD([p for _, p in named], lr=0.5, momentum=0.9)
 
 
-def one_process(updates: int) -> Outcome:
-    """All experts on one rank, no pipeline."""
+def one_process(updates: int, make: MakeOptimizer = make_optimizer, calls: int = 1) -> Outcome:
+    """All experts on one rank, no pipeline. Every update adds up `calls` times the same batch."""
     model = layers(ThreadWorld(1).collective(0))
-    optimizer = make_optimizer(list(model.named_parameters()))
+    made = make(list(model.named_parameters()))
+    optimizers = [made] if isinstance(made, torch.optim.Optimizer) else made
     losses, norms = [], []
     for update in range(updates):
-        optimizer.zero_grad()
+        model.zero_grad()
         total = 0.0
-        for x, y in zip(*(t.chunk(PARTS) for t in batch(update)), strict=True):
-            loss = nn.functional.mse_loss(model(x), y) / PARTS
+        for x, y in zip(*(t.chunk(PARTS) * calls for t in batch(update)), strict=True):
+            loss = nn.functional.mse_loss(model(x), y) / (PARTS * calls)
             loss.backward()
             total += float(loss.detach())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append(total)
     with torch.no_grad():
         x, y = batch(999)
@@ -82,11 +85,10 @@ def one_process(updates: int) -> Outcome:
 
 def pipeline(size: int, replicas: int, **options: Any) -> ElasticPipeline:
     group = prophet.parallel.expert_groups(size // replicas, timeout_s=60.0)[1]
-    given: dict[str, Any] = {"microbatches": PARTS // replicas, "replicas": replicas, "timeout_s": 60.0, **options}
+    given: dict[str, Any] = {"microbatches": PARTS // replicas, "replicas": replicas, "timeout_s": 60.0}
+    given |= {"make_optimizer": make_optimizer, **options}
     stage_map = StageMap((0, 3, UNITS), (0, 1)) if size // replicas > 1 else StageMap((0, UNITS), (0,))
-    return ElasticPipeline.from_modules(
-        layers(group), nn.functional.mse_loss, stage_map, make_optimizer=make_optimizer, **given
-    )
+    return ElasticPipeline.from_modules(layers(group), nn.functional.mse_loss, stage_map, **given)
 
 
 def shared_experts(

@@ -45,6 +45,27 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
     )
 
 
+class Decaying(torch.optim.Optimizer):
+    """SGD with momentum, whose rate falls with a plain number that it keeps for each parameter."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state["count"] = state.get("count", 0) + 1
+            state["sum"] = state["sum"] * 0.9 + p.grad if "sum" in state else p.grad.clone()
+            p.sub_(0.1 / state["count"] * state["sum"])
+
+
+def adam_and_decaying(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    """One optimizer for matrices, another for the rest."""
+    matrices = torch.optim.AdamW([p for _, p in named if p.dim() > 1], lr=1e-2)
+    return [matrices, Decaying([p for _, p in named if p.dim() <= 1])]
+
+
 def batch(update: int, call: int) -> tuple[Tensor, Tensor]:
     """The batch of all replicas; how many labels count differs between its parts."""
     generator = torch.Generator().manual_seed(100 * update + call)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
-from prophet.errors import SpecError
+from prophet.errors import SpecError, TransitionError
+from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
 from tests.helpers.move_faults import digests
-from tests.helpers.pipeline_replicas import Outcome, compare_with_one_process, replicated
+from tests.helpers.pipeline_replicas import Outcome, adam_and_decaying, compare_with_one_process, replicated
 
 UNITS, DIM, PARTS, UPDATES = 6, 4, 4, 12
 
@@ -38,7 +39,7 @@ def _pipeline(size: int, zero: int, stage_map: StageMap | None = None, **options
         nn.functional.mse_loss,
         stage_map or _maps(0, size // 2),
         **{
-            "make_optimizer": lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
+            "make_optimizer": adam_and_decaying,
             "microbatches": PARTS // 2,
             "replicas": 2,
             "zero": zero,
@@ -89,7 +90,11 @@ def _train(rank: int, size: int, zero: int, moves: bool) -> _Run:
         losses.append(pipe.step(*_batch(2 * update + 1, pipe.replica), max_norm=0.5))
     here = pipe.owned.of(pipe.stage_map.layers_on(pipe.rank))
     owns = [n for n in here if pipe.collective.rank in pipe.owners.updaters(n, pipe.rank)]
-    return _Run(losses, digests(pipe.module, pipe.optimizer), owns, pipe.replica)
+    return _Run(losses, _held(pipe), owns, pipe.replica)
+
+
+def _held(pipe: ElasticPipeline) -> dict[str, str]:
+    return {name: digest for optimizer in pipe.optimizer for name, digest in digests(pipe.module, optimizer).items()}
 
 
 @functools.cache
@@ -120,7 +125,7 @@ def test_moves_change_no_bit_where_optimizer_state_has_owners() -> None:
 
 def test_after_moves_each_owner_alone_keeps_its_state() -> None:
     for got in _runs(1, True):
-        assert sorted(n for n in got.held if n.endswith("@exp_avg")) == sorted(f"{n}@exp_avg" for n in got.owns)
+        assert {n.partition("@")[0] for n in got.held if n.endswith(("@exp_avg", "@sum"))} == set(got.owns)
     # both replicas have a part of it
     assert all(got.owns for got in _runs(1, True) if any(n.endswith("weight") for n in got.held))
 
@@ -150,19 +155,45 @@ def _ahead(rank: int, size: int) -> tuple[list[str], list[float]]:
     return found, losses
 
 
-def _stays(rank: int, size: int) -> list[float]:
+def _stays(rank: int, size: int, frozen: bool = False) -> list[float]:
     pipe = _pipeline(size, 0)
     losses = []
     for move in (0, 1, 3):
-        pipe.module[0].requires_grad_(move == 3)  # type: ignore[index]
+        pipe.module[0].requires_grad_(move == 3 or not frozen)  # type: ignore[index]
         losses.append(pipe.step(*_batch(move, pipe.replica)))
     return losses
 
 
 def test_a_route_found_ahead_is_used_as_long_as_the_same_parameters_train() -> None:
-    expected = run_gloo(_stays, 4)[0]
+    expected = run_gloo(_stays, 4, True)[0]
     for found, losses in run_gloo(_ahead, 4):
         assert found == ["moved", "anew", "moved"]
+        assert losses == expected
+
+
+def _without_room(rank: int, size: int) -> list[float]:
+    pipe = _pipeline(size, 1)
+    losses = [pipe.step(*_batch(0, pipe.replica))]
+    before, owners = _held(pipe), pipe.owners
+    if rank == 2:
+        pipe.mover.allocate = _no_memory  # type: ignore[assignment]
+    with pytest.raises(TransitionError, match=r"rank 2.*the state from before the move is whole"):
+        pipe.rebuild(_maps(1, pipe.ranks))
+    assert _held(pipe) == before
+    assert pipe.owners is owners
+    pipe.mover.allocate = empty
+    losses.append(pipe.step(*_batch(1, pipe.replica)))
+    pipe.rebuild(_maps(1, pipe.ranks))
+    return [*losses, pipe.step(*_batch(3, pipe.replica))]
+
+
+def _no_memory(*_: object) -> Tensor:
+    raise MemoryError("none left")
+
+
+def test_a_move_that_fails_leaves_all_owners_as_they_were() -> None:
+    expected = run_gloo(_stays, 4)[0]
+    for losses in run_gloo(_without_room, 4):
         assert losses == expected
 
 
@@ -171,10 +202,10 @@ def _refused(rank: int, size: int) -> list[str]:
     pipe.step(*_batch(0, pipe.replica))
     if rank == 3:
         pipe.module[0].requires_grad_(False)  # type: ignore[index]
-    before = digests(pipe.module, pipe.optimizer)
+    before = _held(pipe)
     with pytest.raises(SpecError) as caught:
         pipe.rebuild(_maps(1, pipe.ranks))
-    assert digests(pipe.module, pipe.optimizer) == before
+    assert _held(pipe) == before
     pipe.module[0].requires_grad_(True)  # type: ignore[index]
     pipe.rebuild(_maps(1, pipe.ranks))
     pipe.step(*_batch(1, pipe.replica))

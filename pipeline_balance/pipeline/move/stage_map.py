@@ -1,7 +1,8 @@
 """Moving training state to another stage map, within every replica of a pipeline.
 
 Layers that stay keep their memory. Layers that move bring parameters, buffers, optimizer state and gradients along, so
-the loss does not notice.
+the loss does not notice. With zero=1 the state of an optimizer goes to its owner under the new map, who may be in
+another replica: then all replicas move in one route.
 """
 
 from __future__ import annotations
@@ -262,6 +263,7 @@ class StageMove(Move):
         stage_map: The map to go to.
         durations: The new stages' expected seconds (None: not known).
         prepared: What was made ahead.
+        remembered: What balancers remember of the layers on ranks where some come or go; from `compare` on.
     """
 
     mover: StateMover
@@ -277,6 +279,7 @@ class StageMove(Move):
         self._ties: tuple[Tie, ...] = ()
         self._schedule: Schedule | None = None
         self._owners = self.passes.owners
+        self.remembered: dict[str, Any] = {}
 
     def vote(self) -> Vote:
         mover, before, owners = self.mover, self.passes.now.stage_map, self.passes.owners
@@ -288,6 +291,9 @@ class StageMove(Move):
         if self._midway and any(len(tie.holders(m)) > 1 for tie in self._ties for m in (before, self.stage_map)):
             # the parts are summed up only when the update is complete, and could not be distinguished from copies
             raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
+        experts, rank = self.passes.experts, mover.groups.rank
+        if experts.under_way and self._regroups(range(mover.groups.grid.pipeline_ranks)):
+            raise SpecError("gradients of balanced experts come home at the end of an update: move after update=True")
         self._held = held = mover.collect(self.passes.now, owners, gradients=not self.passes.used)
         ahead, target = self.prepared, (self.stage_map, self._owners.table)
         ready = ahead.route is not None and ahead.target == target and ahead.specs == specs_of(held)
@@ -301,13 +307,15 @@ class StageMove(Move):
                 "would update other parameters": number_of(str(self._owners.table)),
             },
             ready=ready,
+            # all replicas remember the same
+            more=experts.memory() if mover.groups.replica == 0 and self._regroups([rank]) else {},
         )
         if isinstance(held, str):
             return vote
-        rank, replicas = mover.groups.rank, mover.groups.grid.replicas
+        replicas = mover.groups.grid.replicas
         # digests read every weight once, so a pipeline without replicas does without
         names = mover.owned.of(before.layers_on(rank)) if replicas > 1 else []
-        own = {n: p for n in names if (p := mover.owned.parameters[n]) not in self.passes.experts.parameters}
+        own = {n: p for n in names if (p := mover.owned.parameters[n]) not in experts.parameters}
         weights = {name: digest_of([(name, parameter)]) for name, parameter in own.items()}
         # moments of one owner have no copies
         state = mover.optimizers.state() if not owners.zero else {}
@@ -316,6 +324,7 @@ class StageMove(Move):
     def compare(self, votes: Sequence[Vote]) -> None:
         refuse_against(votes, self.whole)
         self._space, self._numbers = union(votes, WHOLE, self.mover.in_one_route(self.passes.owners))
+        self.remembered = {unit: memory for vote in votes for unit, memory in vote.more.items()}
         grid = self.mover.groups.grid
         for rank in range(grid.pipeline_ranks):
             refuse_apart({process: votes[process].copies for process in grid.column(rank)})
@@ -356,6 +365,11 @@ class StageMove(Move):
         # gradients that have moved are other tensors, whose marks must be set anew
         kept = [passes.gradients.keep] if self._midway else []
         return [change.make, lambda: passes.go_on(stages, owners), *kept]
+
+    def _regroups(self, ranks: Sequence[int]) -> bool:
+        """Whether layers that share experts come to any of these pipeline ranks, or go."""
+        before, after, shared = self.passes.now.stage_map, self.stage_map, self.passes.experts.shared
+        return any(shared(before.layers_on(r)) != shared(after.layers_on(r)) for r in ranks)
 
     @property
     def _midway(self) -> bool:

@@ -2,30 +2,39 @@
 
 Such a layer exchanges tokens over the column of its stage, so all replicas must run the same actions in the same order.
 It has communicators that neither the gradients' means nor the stages' messages use. Its experts' gradients come out as
-the mean over the column, so they stay out of the pipeline's means. The stage map is fixed: a layer cannot move.
+the mean over the column, so they stay out of the pipeline's means. A layer that moves takes its experts along within
+each replica, and is balanced in its new column with what was remembered in the old one.
 
 Shape legend: R replicas, which are the ranks of the expert-parallel group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.expert_layers import expert_layers
-from prophet.errors import SpecError
+from prophet.errors import CollectiveError, SpecError, in_a_line
 from prophet.ranks.collective import Channel, Collective, Pending
 from prophet.ranks.forwarding import ForwardingCollective, ForwardingPending
+from prophet.ranks.json_messages import gather_json, reasons_text
 from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
+from prophet.state.json_values import from_json, to_json
+
+MOST_BYTES = 1 << 28
+"""The most bytes of one tensor that a balancer remembers, in a message."""
 
 
 class Balancer(Protocol):
-    """What balances a stage's expert-parallel layers, as far as a pipeline drives it; `prophet.attach` returns one."""
+    """What balances a stage's expert-parallel layers, as far as a pipeline drives it; `prophet.attach` returns one.
+
+    What it remembers moves with its layers where it has the `state_dict` and the `load_state_dict` of an engine.
+    """
 
     def ensure_step(self) -> None:
         """Begin an update, unless one is under way."""
@@ -55,13 +64,23 @@ class StageExperts:
             whoever made them calls `read` after every change.
         meter: Times layers; their waits for others are none of a layer's work.
 
+    Attributes:
+        units: Numbers of the units with such layers.
+        parameters: What replicas share of them.
+        balancer: What balances those that run here; None without any.
+        under_way: Whether it is in the middle of an update, with gradients of experts away.
+
     Raises:
         SpecError: A layer's expert-parallel group is not the column.
     """
 
     def __init__(self, units: Sequence[nn.Module], process: int, column: Sequence[int], meter: Meter) -> None:
         self._units, self._process, self._column, self._meter = units, process, column, meter
-        self._balancer: Balancer | None = None
+        self._attach: Callable[[nn.Module], Balancer] | None = None
+        # the units that `balancer` has, in its order
+        self._balanced: tuple[int, ...] = ()
+        self.balancer: Balancer | None = None
+        self.under_way = False
         self.parameters: set[nn.Parameter] = set()
         self.read()
 
@@ -127,49 +146,129 @@ class StageExperts:
             SpecError: On all ranks of `world` where a balancer counts on another number of passes: gradients would come
                 home at the wrong moment.
         """
-        shared = [unit for unit in mine if unit in self.units]
-        if shared:
-            self._balancer = attach(nn.ModuleList(self._units[unit] for unit in shared))
+        self._attach = attach
+        self._attach_to(self.shared(mine))
         if self.any:
-            steps = getattr(getattr(self._balancer, "config", None), "accumulation_steps", 1)
+            steps = getattr(getattr(self.balancer, "config", None), "accumulation_steps", 1)
             op = Operation("comparing accumulation_steps")
             every = gather_numbers(world, [steps], op=op)[:, 0].tolist()
             # with 1 a balancer takes every pass for the last, which is right, too
             # compared on all ranks, those without a balancer too, as the check is collective
             wrong = [rank for rank, n in enumerate(every) if n not in (1, passes)]
             if wrong:
-                self._balancer = None
+                self.balancer = self._attach = None
                 raise SpecError(
                     f"ranks {wrong} balance experts with accumulation_steps={every[wrong[0]]}: a step of this pipeline "
                     f"has {passes} backward passes, its microbatches times their slices; give that number, or leave 1"
                 )
-        return self._balancer
+        return self.balancer
 
     def release(self) -> None:
         """Have nobody balance the layers from now on; between two steps."""
-        balancer, self._balancer = self._balancer, None
+        self._attach = None
+        self._close()
+
+    def _close(self) -> None:
+        balancer, self.balancer, self.under_way = self.balancer, None, False
         if balancer is not None:
             balancer.close()
+
+    def _attach_to(self, shared: tuple[int, ...]) -> None:
+        self._balanced = shared
+        if shared:
+            assert self._attach is not None
+            self.balancer = self._attach(nn.ModuleList(self._units[unit] for unit in shared))
+
+    # --- around a move ----------------------------------------------------------------------------------------
+
+    def shared(self, mine: Sequence[int]) -> tuple[int, ...]:
+        """Those of these units that share experts."""
+        return tuple(unit for unit in mine if unit in self.units)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether layers are balanced, on any rank."""
+        return self.any and self._attach is not None
+
+    def memory(self) -> dict[str, Any]:
+        """What is remembered of each unit here, as JSON holds it, by its number; between two steps.
+
+        All ranks of a column remember the same. Nothing where the balancer has no `state_dict`.
+        """
+        state_dict = getattr(self.balancer, "state_dict", None)
+        if state_dict is None:
+            return {}
+        state, found, first = state_dict(), dict[str, Any](), 0
+        for unit in self._balanced:
+            end = first + sum(1 for _ in expert_layers([self._units[unit]]))
+            own = {**state, **{name: state[name][first:end] for name in ("plans", "histories")}}
+            found[str(unit)], first = to_json(own, f"what is remembered of layer {unit}", most_bytes=MOST_BYTES), end
+        return found
+
+    def follow(
+        self, before: Sequence[int], mine: Sequence[int], remembered: Mapping[str, Any], world: Collective
+    ) -> None:
+        """Balance the layers that run here after a move, if they were balanced before; collective over `world`.
+
+        Where layers have come or gone, another balancer takes the place of the one from before.
+
+        Args:
+            before: Numbers of the units that ran here.
+            mine: Numbers of the units that run here now.
+            remembered: The `memory` of all units that ran where layers have come or gone.
+            world: Over all ranks.
+
+        Raises:
+            SpecError: On all ranks where one cannot. Nothing is balanced then, and training goes on correctly.
+        """
+        if not self.balanced:
+            return
+        problem = ""
+        try:
+            if self.shared(before) != self.shared(mine):
+                self._close()
+                self._attach_to(self.shared(mine))
+                self._remember(remembered)
+        except CollectiveError:
+            raise
+        # raised after all have reported: balancers on some ranks alone would wait for the others
+        except Exception as error:
+            problem = in_a_line(error)
+        every = gather_json(problem, world, Operation("balancing experts that have moved"))
+        if any(every):
+            self.release()
+            raise SpecError(f"the layers have moved, but their experts are not balanced: {reasons_text(every)}")
+
+    def _remember(self, remembered: Mapping[str, Any]) -> None:
+        load = getattr(self.balancer, "load_state_dict", None)
+        every = [from_json(remembered[str(unit)]) for unit in self._balanced if str(unit) in remembered]
+        if load is None or not every:
+            return
+        joined = {name: [one for state in every for one in state[name]] for name in ("plans", "histories")}
+        # steps count up in traces, so all go on after the layer that is furthest
+        load({**every[0], **joined, "step": max(state["step"] for state in every)})
 
     # --- around a step ----------------------------------------------------------------------------------------
 
     def passing(self, *, update: bool) -> AbstractContextManager[None]:
         """The context of a training pass; without `update`, gradients stay where they are."""
-        if self._balancer is None:
+        if self.balancer is None:
             return nullcontext()
-        self._balancer.ensure_step()
+        self.under_way = True
+        self.balancer.ensure_step()
         # gradients come home once per update, so passes before the last one must not send them
-        return nullcontext() if update else self._balancer.no_sync()
+        return nullcontext() if update else self.balancer.no_sync()
 
     def complete(self) -> None:
         """Bring all gradients home."""
-        if self._balancer is not None:
-            self._balancer.complete_gradients()
+        if self.balancer is not None:
+            self.balancer.complete_gradients()
 
     def finish(self) -> None:
         """End the update: the optimizers have run, or a scaler has skipped them."""
-        if self._balancer is not None:
-            self._balancer.finish_step()
+        self.under_way = False
+        if self.balancer is not None:
+            self.balancer.finish_step()
 
 
 class TimedCollective(ForwardingCollective):

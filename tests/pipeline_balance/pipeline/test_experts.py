@@ -28,7 +28,7 @@ def units(column: Collective) -> list[nn.Module]:
     return [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), moe), MoE(4, 8, 2, 1, group=alone)]
 
 
-def test_experts_over_the_column_are_found_and_stay_where_they_are() -> None:
+def test_experts_over_the_column_are_found() -> None:
     def run(column: Collective) -> list[int]:
         made = units(column)
         found = StageExperts(made, column.rank, (0, 1), Meter())
@@ -36,12 +36,12 @@ def test_experts_over_the_column_are_found_and_stay_where_they_are() -> None:
         moe = made[1][1]
         assert found.parameters == set(moe.experts.parameters())
         assert all(p.prophet_averaged for p in found.parameters)
-        with pytest.raises(SpecError, match=r"cannot move layers while the replicas of layers \[1\] share"):
-            found.check_static("move layers")
+        with pytest.raises(SpecError, match=r"cannot save a model while the replicas of layers \[1\] share"):
+            found.check_static("save a model")
         return list(found.units)
 
     assert ThreadWorld(2, timeout_s=20.0).run(run) == [[1], [1]]
-    StageExperts([nn.Linear(2, 2)], 0, (0,), Meter()).check_static("move layers")
+    StageExperts([nn.Linear(2, 2)], 0, (0,), Meter()).check_static("save a model")
 
 
 def test_another_group_than_the_column_is_refused_on_all_of_its_ranks() -> None:
