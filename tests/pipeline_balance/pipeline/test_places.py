@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from pipeline_balance.pipeline.move.pipeline_state import layout_over
+from pipeline_balance.pipeline.move.state import Held, layout_over, without_replica
 from pipeline_balance.spec import StageMap
 from prophet.state.space import Space, TensorSpec
 
@@ -29,3 +30,33 @@ def test_each_kind_lies_where_it_is_used(first: bool) -> None:
     layout = layout_over(SPACE, [[0, 1], [2, 3]], stages, owners, {"tied": (0, 1)}, 4, first=first)
     found = {t.name: [r for r in range(4) if any(p.name == t.name for p in layout.on(r))] for t in SPACE.tensors}
     assert found == {"w": [0, 2], "w@exp_avg": [2], "mean": [1] if first else [1, 3], "tied": [0, 1, 2, 3]}
+
+
+def test_what_a_replica_has_for_itself_is_named_after_it_and_lies_there() -> None:
+    """The second replica updates the weight; each one updates its part of the experts."""
+    owners: Any = SimpleNamespace(
+        updates=lambda name, p, replica: name == "experts" or replica == 1,
+        updaters=lambda name, p: (2 + p,),
+        parted=lambda name: name == "experts",
+    )
+    kinds = {"w": "parameter", "w#grad": "gradient", "w@sum": "optimizer", "mean": "buffer", "experts@sum": "optimizer"}
+    specs = [TensorSpec(name=name, shape=(2,), kind=kind, layer=0) for name, kind in kinds.items()]  # type: ignore[arg-type]
+    tensors = {name: torch.full((2,), float(i)) for i, name in enumerate(kinds)}
+    held = Held(specs=specs, tensors=tensors, scalars={"w@count": 3, "experts@count": 4})
+    first, second = (held.of_replica(owners, 0, replica) for replica in (0, 1))
+    own = ["w of replica 1", "w#grad of replica 1", "mean of replica 1", "experts@sum of replica 1"]
+    assert sorted(second.tensors) == sorted([*own, "w@sum"])
+    # what it keeps of another's moments is no state of the run
+    assert sorted(first.tensors) == sorted(name[:-1] + "0" for name in own)
+    assert (first.scalars, second.scalars) == (
+        {"experts@count of replica 0": 4},
+        {"w@count": 3, "experts@count of replica 1": 4},
+    )
+    for described in (first, second):
+        assert [spec.name for spec in described.specs] == list(described.tensors)
+        for name, tensor in described.tensors.items():
+            assert tensor is tensors[without_replica(name)[0]]
+    space = Space((*first.specs, *second.specs))
+    layout = layout_over(space, [[0, 1], [2, 3]], StageMap((0, 1), (1,)), owners, {}, 4)
+    assert layout.names_on(1) == set(first.tensors)
+    assert layout.names_on(3) == set(second.tensors)
