@@ -160,6 +160,11 @@ class Engine:
             self._hooks.append(Following(optimizer, self))
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` has ended balancing."""
+        return self._closed
+
+    @property
     def device(self) -> torch.device:
         """The device on which ranks exchange tensors."""
         return self.layers[0].experts.device

@@ -250,6 +250,26 @@ def test_a_controller_moves_layers_whose_experts_are_balanced(ahead: bool) -> No
         assert set(columns) == {1, 2}
 
 
+def _closed(rank: int, size: int) -> list[float]:
+    pipe = pipeline(size, 2, make_optimizer=_two)
+    engine = pipe.balance_experts(lambda part: prophet.attach(part, config=_engine_config(PARTS // 2)))
+    losses = []
+    for update in range(4):
+        if update == 2:
+            assert engine is not None
+            engine.close()
+            pipe.rebuild(MOVES[2])
+            assert pipe.balancer is None
+        losses.append(pipe.step(*(t.chunk(2)[pipe.replica] for t in batch(update)), max_norm=MAX_NORM))
+    return losses
+
+
+def test_balancing_that_was_ended_does_not_begin_again_with_a_move() -> None:
+    expected = one_process(4, _two).losses
+    for losses in run_gloo(_closed, 4):
+        assert largest_difference(losses, expected) < TOLERANCE
+
+
 def _no_balancer(rank: int, size: int) -> tuple[list[float], str]:
     pipe = pipeline(size, 2, make_optimizer=_two)
     calls = 0

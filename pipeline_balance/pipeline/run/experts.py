@@ -33,7 +33,8 @@ MOST_BYTES = 1 << 28
 class Balancer(Protocol):
     """What balances a stage's expert-parallel layers, as far as a pipeline drives it; `prophet.attach` returns one.
 
-    What it remembers moves with its layers where it has the `state_dict` and the `load_state_dict` of an engine.
+    What it remembers moves with its layers where it has the `state_dict` and the `load_state_dict` of an engine. One
+    that is `closed` is not made anew after a move.
     """
 
     def ensure_step(self) -> None:
@@ -193,11 +194,14 @@ class StageExperts:
     def memory(self) -> dict[str, Any]:
         """What is remembered of each unit here, as JSON holds it, by its number; between two steps.
 
-        All ranks of a column remember the same. Nothing where the balancer has no `state_dict`.
+        All ranks of a column remember the same. None where the balancer has no `state_dict`; nothing where units are
+        not balanced, or not any more.
         """
+        if self.balancer is None or getattr(self.balancer, "closed", False):
+            return {}
         state_dict = getattr(self.balancer, "state_dict", None)
         if state_dict is None:
-            return {}
+            return {str(unit): None for unit in self._balanced}
         state, found, first = state_dict(), dict[str, Any](), 0
         for unit in self._balanced:
             end = first + sum(1 for _ in expert_layers([self._units[unit]]))
@@ -225,10 +229,13 @@ class StageExperts:
             return
         problem = ""
         try:
-            if self.shared(before) != self.shared(mine):
+            shared = self.shared(mine)
+            if self.shared(before) != shared:
                 self._close()
-                self._attach_to(self.shared(mine))
-                self._remember(remembered)
+                # what was closed by hand stays so
+                if all(str(unit) in remembered for unit in shared):
+                    self._attach_to(shared)
+                    self._remember([remembered[str(unit)] for unit in shared])
         except CollectiveError:
             raise
         # raised after all have reported: balancers on some ranks alone would wait for the others
@@ -239,11 +246,11 @@ class StageExperts:
             self.release()
             raise SpecError(f"the layers have moved, but their experts are not balanced: {reasons_text(every)}")
 
-    def _remember(self, remembered: Mapping[str, Any]) -> None:
+    def _remember(self, remembered: Sequence[Any]) -> None:
         load = getattr(self.balancer, "load_state_dict", None)
-        every = [from_json(remembered[str(unit)]) for unit in self._balanced if str(unit) in remembered]
-        if load is None or not every:
+        if load is None or not remembered or None in remembered:
             return
+        every = [from_json(one) for one in remembered]
         joined = {name: [one for state in every for one in state[name]] for name in ("plans", "histories")}
         # steps count up in traces, so all go on after the layer that is furthest
         load({**every[0], **joined, "step": max(state["step"] for state in every)})
