@@ -83,7 +83,8 @@ class Trial:
     def _try(self, unit: int, both: SlicePart, parts: tuple[SlicePart, SlicePart]) -> None:
         """Raise `SpecError` if a unit gives other outputs for `parts` in turn than for `both` at once."""
         model = self.model
-        given = tuple(_made_up(t) for t in model.activations(both)[unit])
+        device = next(iter(both.inputs.values())).device
+        given = tuple(_made_up(t, device) for t in model.activations(both)[unit])
         self._calls[unit] = set()
         at_once = self._run(unit, given, both, _Noting(self._calls[unit]))
         # a store apart: the pipeline's chunks stay as they are
@@ -149,11 +150,11 @@ def _joined(first: SlicePart, second: SlicePart) -> SlicePart:
     )
 
 
-def _made_up(like: Tensor) -> Tensor:
+def _made_up(like: Tensor, device: torch.device) -> Tensor:
     """Random numbers, or zeros where integers are expected: any index is valid then."""
-    return (
-        torch.randn(like.shape).to(like.dtype) if like.is_floating_point() else torch.zeros(like.shape).to(like.dtype)
-    )
+    # drawn on the host, whose generator `trying` puts back
+    drawn = torch.randn(like.shape) if like.is_floating_point() else torch.zeros(like.shape)
+    return drawn.to(device, like.dtype)
 
 
 def _cut(tensor: Tensor, like: Tensor, start: int, length: int) -> Tensor:

@@ -139,7 +139,7 @@ class _Place:
 
 def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to scores [B, 1, T, S]: zero, or -inf where a token is not seen."""
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +198,9 @@ def _triangle(start: int, stop: int) -> Iterator[tuple[slice, slice, bool]]:
     yield slice(middle, stop), slice(start, middle), False
 
 
-def _by_token(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _by_token(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Undefined memory [B, H, T, D] in the order [B, T, H, D], which kernels and layers both use."""
-    return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype)
+    return torch.empty_permuted(like.shape, (0, 2, 1, 3), dtype=dtype, device=like.device)
 
 
 class _Attend(torch.autograd.Function):
@@ -259,7 +259,7 @@ class _Attend(torch.autograd.Function):
             if block.alone:
                 totals = [t.to(wide) for t in found]
             elif block.first is own:
-                totals = totals or [_by_token(t.shape, wide) for t in (query, *line.room.tokens(*own.place))]
+                totals = totals or [_by_token(t, wide) for t in (query, *line.room.tokens(*own.place))]
                 for total, part, at in zip(totals, found, (block.rows, block.columns, block.columns), strict=True):
                     _gather(total[:, :, at], part, first=block.diagonal)
             else:
@@ -296,7 +296,7 @@ def _merged(query: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
             out, lse = part.to(wide), part_lse.to(wide)
             continue
         if not out.numel():
-            out, lse = _by_token(query.shape, wide), torch.empty(query.shape[:3], dtype=wide)
+            out, lse = _by_token(query, wide), query.new_empty(query.shape[:3], dtype=wide)
         # Every token sees itself, so the first block of its row is never empty
         if block.diagonal:
             block.of_rows(out).copy_(part)
