@@ -7,6 +7,7 @@ nothing else can run. So a result that is used too early, and an input that is c
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from prophet.errors import CollectiveTimeout, PeerLost
+from prophet.ranks import waiting
 from prophet.ranks.collective import Rows
 from prophet.ranks.operation import Operation
 from tests.helpers.late_operators import poison
@@ -25,8 +27,10 @@ from tests.helpers.pretend_device import unwrap
 
 # Where collectives of tensors on the host are: they wait for nothing but each other
 BESIDE = "beside the device"
-# So long a thread may take to launch more before collectives run that it has launched
+# So long a rank's threads may take to launch more before collectives run that one of them has launched
 LULL_S = 1.0
+# How often a host that waits looks whether all others do, too
+LOOK_S = 0.02
 
 
 class DeviceDeadlock(RuntimeError):
@@ -186,7 +190,7 @@ class Queues:
                     if not work.over:
                         self._find_deadlock()
                     if not work.over and self.failure is None:
-                        self.changed.wait(LULL_S / 4)
+                        self.changed.wait(LOOK_S)
                         if time.monotonic() > deadline:
                             raise CollectiveTimeout(work.rank, Operation(work.name), f"not over in {self.timeout_s} s")
             finally:
@@ -241,10 +245,13 @@ class Queues:
         return moved
 
     def _goes_on(self, work: Work) -> bool:
-        """Whether the thread that has launched `work` may launch more before it waits."""
+        """Whether the thread that has launched `work` may launch more before it, or all threads of its rank, wait."""
         if work.queue == BESIDE or work.thread in self._blocked or not work.thread.is_alive():
             return False
-        return work.thread in self.threads[work.rank] and time.monotonic() - self._launched_at[work.thread] < LULL_S
+        mine = self.threads[work.rank]
+        if work.thread not in mine or time.monotonic() - self._launched_at[work.thread] >= LULL_S:
+            return False
+        return not all(thread in self._blocked or _is_idle(thread) for thread in mine)
 
     # --- deadlocks ---
 
@@ -286,6 +293,15 @@ class Queues:
                 return [*map(str, path), f"rank(s) {absent}, which have ended"]
             work = late[0]
         return [*map(str, path[path.index(work) :]), str(work)]
+
+
+def _is_idle(thread: threading.Thread) -> bool:
+    """Whether a thread waits for another one of its rank, or for a call that it is to run."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return False
+    code = frame.f_code
+    return code is waiting._serve.__code__ or (code.co_name == "wait" and code.co_filename == threading.__file__)
 
 
 def _over(work: Work, ends: set[Work]) -> bool:

@@ -10,6 +10,7 @@ Ranks that are threads work: the backward pass of a rank runs on the rank's own 
 from __future__ import annotations
 
 import inspect
+import linecache
 import os
 import threading
 import traceback
@@ -94,6 +95,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if only_shapes():
+            return func(*args, **kwargs)
         inputs = _tensors((args, kwargs))
         here = [t for t in inputs if isinstance(t, OnDevice)]
         target = kwargs.get("device")
@@ -131,9 +134,10 @@ class Watch(TorchDispatchMode):
     def wait(self, func: Any) -> None:
         """Note that an operator would make the host wait."""
         own = (_TORCH, __file__, inspect.getfile(type(self)))
-        asked = [f for f in traceback.extract_stack() if not f.filename.startswith(own)]
-        if not asked[-1].filename.endswith("conftest.py"):  # its checks look at values
-            self.waits.append(f"{func} at {asked[-1].filename}:{asked[-1].lineno}: {asked[-1].line}")
+        asked = next((f, line) for f, line in traceback.walk_stack(None) if not f.f_code.co_filename.startswith(own))
+        name, line = asked[0].f_code.co_filename, asked[1]
+        if not name.endswith("conftest.py"):  # its checks look at values
+            self.waits.append(f"{func} at {name}:{line}: {linecache.getline(name, line).strip()}")
 
     def _check(
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], here: list[Tensor], to_device: bool
@@ -156,6 +160,11 @@ class Watch(TorchDispatchMode):
             torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
         ):
             self.wait(func)
+
+
+def only_shapes() -> bool:
+    """Whether a mode is in force that asks for shapes: torch puts its own below this one, and it is for all devices."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def unwrap(x: Any) -> Any:

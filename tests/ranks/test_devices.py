@@ -7,10 +7,22 @@ import pytest
 from tests.helpers.own_process import passed
 from tests.helpers.pretend_device import ALONE, SUPPORTED
 
+PIPELINES = "pipeline_balance/pipeline/test_pipelines_on_a_device.py"
+
 
 @pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
 @pytest.mark.parametrize(
-    "file", ["ranks/test_device_ranks.py", "pipeline_balance/pipeline/test_replicas_on_a_device.py"]
+    "arguments",
+    [
+        ("ranks/test_device_ranks.py",),
+        ("pipeline_balance/pipeline/test_replicas_on_a_device.py",),
+        (PIPELINES, "-m", "not slow"),
+        # "queues" is of those that have one for each communicator
+        pytest.param((PIPELINES, "-m", "slow", "-k", "queues"), marks=pytest.mark.slow),
+        pytest.param((PIPELINES, "-m", "slow", "-k", "not queues"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
 )
-def test_ranks_with_devices_that_run_behind_their_hosts(file: str) -> None:
-    assert "skipped" not in passed(f"tests/{file}", told=ALONE)
+def test_ranks_with_devices_that_run_behind_their_hosts(arguments: tuple[str, ...]) -> None:
+    file, *options = arguments
+    assert "skipped" not in passed(f"tests/{file}", *options, told=ALONE)
