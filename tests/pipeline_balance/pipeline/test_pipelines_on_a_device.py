@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -12,20 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import prophet
 from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
 from pipeline_balance.elastic import Batches, Job, Parallelism, reshard
+from pipeline_balance.pipeline.model.added_loss import add_loss
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices import SliceOptions
 from pipeline_balance.spec import LayerCost, StageMap
-from tests.helpers import sliced_layers
+from tests.helpers import pipeline_experts, sliced_layers
 from tests.helpers.device_ranks import DeviceWorld
 from tests.helpers.pretend_device import skip_beside_others
+from tests.helpers.support import FixedPlanner, everywhere
 from tests.helpers.thread_pipelines import Rank, on_devices, on_host, threads_for_groups
 
 skip_beside_others()
 
 DIM, VOCABULARY, UNITS, PARTS, ROWS, STEPS = 6, 11, 6, 4, 2, 2
 MAX_NORM = 0.3
+DRAWING = threading.Lock()
 
 
 class Mode(NamedTuple):
@@ -75,6 +80,14 @@ class Block(nn.Module):
         return found
 
 
+class Adding(Block):
+    """Adds a loss of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return add_loss(found, 0.1 * found.square().mean())
+
+
 class Half(Block):
     """Computes in half precision, and hands that on."""
 
@@ -101,7 +114,8 @@ def layers(kind: type[nn.Module] = Block, *, tied: bool = True) -> nn.Sequential
     return made
 
 
-TIED, FREE, HALF, SLICED = layers(), layers(tied=False), layers(Half), sliced_layers.layers()
+TIED, FREE, HALF, ADDING = layers(), layers(tied=False), layers(Half), layers(Adding)
+SLICED = sliced_layers.layers()
 for part in SLICED.modules():
     if isinstance(part, nn.Dropout):
         part.p = 0.0
@@ -238,6 +252,27 @@ def scaled(stage_map: StageMap, replicas: int = 1) -> Callable[[Rank], Seen]:
     return run
 
 
+def experts(rank: Rank) -> Seen:
+    """Two replicas share experts, of which every one has a copy on both in each step."""
+    members = (rank.world.rank % 2, rank.world.rank % 2 + 2)
+    # torch's generator is that of all threads
+    with DRAWING:
+        model = pipeline_experts.layers(rank.part(f"experts of {members}", members))
+    seen, pipe = Seen(), pipeline(rank, TWO, 2, model, nn.functional.mse_loss)
+    config = prophet.EngineConfig(
+        planner=FixedPlanner(everywhere(pipeline_experts.EXPERTS, 2)),
+        accumulation_steps=PARTS // 2,
+        slots_per_rank=pipeline_experts.EXPERTS,
+    )
+    engine: Any = pipe.balance_experts(lambda part: prophet.attach(part, config=config))
+    for update in range(2):
+        mine = [t.chunk(2)[pipe.replica] for t in pipeline_experts.batch(update)]
+        seen.step(pipe, pipe.step(*mine, max_norm=MAX_NORM))
+    assert engine.last_step.copies.sum(), "no expert had a copy"
+    engine.close()
+    return seen.end(pipe)
+
+
 def switched(*layouts: str, **options: Any) -> Callable[[Rank], Seen]:
     """A job that goes from layout to layout and back: every second one is prepared beside a step, and one in place."""
 
@@ -300,11 +335,11 @@ UNEVEN = StageMap((0, 1, 2, 3, 4, UNITS), (0, 0, 1, 0, 1))
 RUNS: dict[str, tuple[int, Callable[[Rank], Seen]]] = {
     "two stages": (2, trained(TWO)),
     "four stages, one forward one backward": (4, trained(FOUR, schedule="1f1b")),
-    "gpipe": (2, trained(TWO, schedule="gpipe")),
     "interleaved": (2, trained(TURNS, schedule="interleaved")),
     "split backward": (4, trained(FOUR, split_backward=True)),
-    "replicas": (4, trained(TWO, 2)),
-    "replicas, uneven": (4, trained(UNEVEN, 2, split_backward=True)),
+    "replicas": (4, trained(UNEVEN, 2, split_backward=True)),
+    "added losses": (2, trained(TWO, model=ADDING)),
+    "experts, replicas": (4, experts),
     "owners": (4, trained(TURNS, 2, zero=1)),
     "slices": (2, sliced(StageMap((0, 2, 4), (0, 1)))),
     "slices, four ranks": (4, sliced(StageMap((0, 1, 2, 3, 4), (0, 1, 2, 3)), order="aligned")),
@@ -332,11 +367,18 @@ EXCEPTIONS = {
 # groups that torch holds itself. Checkpoints are written by torch's own processes. A rank that is lost is noticed by
 # its pulse in a store, and here by the world of threads itself. Layers that draw random numbers share a generator.
 
-# One run in `make test`, all of them in `make test-all`: of the sides, "early" alone shows an event that is missing
+# One mode runs in `make test`, all of them in `make test-all`: "early" alone shows an event that is missing
 QUICK = Mode(one_queue=False, side="early")
 MODES = [Mode(one_queue, side) for one_queue in (False, True) for side in ("early", "late", 1, 2)]
+
+
+def is_quick(name: str, mode: Mode) -> bool:
+    """Whether a case runs in `make test`; what the same run with replicas covers does not."""
+    return mode == QUICK and f"{name}, replicas" not in RUNS
+
+
 CASES = [
-    pytest.param(name, mode, id=f"{mode}-{name}", marks=[] if mode == QUICK else [pytest.mark.slow])
+    pytest.param(name, mode, id=f"{mode}-{name}", marks=[] if is_quick(name, mode) else [pytest.mark.slow])
     for mode in MODES
     for name in RUNS
     if not (mode.one_queue and name in EXCEPTIONS)
@@ -352,6 +394,7 @@ def on_hosts() -> dict[str, list[Seen]]:
     return {}
 
 
+@pytest.mark.filterwarnings("ignore:no topology")
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_a_device_changes_no_bit(name: str, mode: Mode, on_hosts: dict[str, list[Seen]]) -> None:
     size, body = RUNS[name]
