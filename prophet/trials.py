@@ -9,10 +9,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-# The generators belong to all threads. Reading a state allocates while torch holds the generator's lock. Where that
-# collects garbage with tensors in it, the interpreter's lock is given up, and a thread that takes it and wants the
-# generator then waits for ever. So threads take turns.
+# The generators belong to all threads
 _ALONE = threading.RLock()
+# Reading a state allocates while torch holds the generator's lock. Where that collects garbage with tensors in it, the
+# interpreter's lock is given up, and a thread that takes it and wants the generator then waits for ever. So threads
+# take turns; nobody waits for anything else while it has this lock.
+_AT_GENERATOR = threading.RLock()
 
 
 class RandomState:
@@ -24,13 +26,13 @@ class RandomState:
 
     def __init__(self, *devices: torch.device) -> None:
         self._devices = [d for d in devices if d.type not in ("cpu", "meta")]
-        with _ALONE:
+        with _AT_GENERATOR:
             self.states = [torch.get_rng_state()]  #: as bytes, the CPU's first
             self.states += [torch.get_device_module(d).get_rng_state(d) for d in self._devices]
 
     def put_back(self) -> None:
         """Set the generators to these states."""
-        with _ALONE:
+        with _AT_GENERATOR:
             torch.set_rng_state(self.states[0])
             for device, state in zip(self._devices, self.states[1:], strict=True):
                 torch.get_device_module(device).set_rng_state(state, device)
@@ -69,7 +71,7 @@ def seed_all(seed: int) -> None:
 
 def seed_host(seed: int) -> None:
     """Seed the CPU's generator alone."""
-    with _ALONE:
+    with _AT_GENERATOR:
         torch.default_generator.manual_seed(seed)
 
 

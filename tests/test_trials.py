@@ -34,18 +34,21 @@ def test_random_state_is_put_back_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("touch", [RandomState, RandomState().put_back, lambda: seed_host(0)])
-def test_threads_take_turns_at_the_generator(touch: object) -> None:
+def test_threads_take_turns_at_the_generator(touch: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that reads the state while another one holds torch's lock of the generator can wait for ever."""
     holding, let_go = threading.Event(), threading.Event()
+    read = torch.get_rng_state
 
-    def hold() -> None:
-        with trying(None):
-            holding.set()
-            assert let_go.wait(20.0)
+    def slowly() -> torch.Tensor:
+        holding.set()
+        assert let_go.wait(20.0)
+        return read()
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(hold)
-        assert holding.wait(20.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "get_rng_state", slowly)
+            first = pool.submit(RandomState)
+            assert holding.wait(20.0)
         second = pool.submit(touch)  # type: ignore[arg-type]
         try:
             with pytest.raises(TimeoutError):
@@ -54,3 +57,10 @@ def test_threads_take_turns_at_the_generator(touch: object) -> None:
             let_go.set()
         first.result(20.0)
         second.result(20.0)
+
+
+def test_a_trial_keeps_no_other_thread_from_the_generator() -> None:
+    """On a GPU backward runs in autograd's thread, and a trial may wait for it."""
+    with trying(None), ThreadPoolExecutor(1) as pool:
+        pool.submit(RandomState).result(20.0)
+        pool.submit(seed_host, 0).result(20.0)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from pipeline_balance.pipeline.run.stages import alone
@@ -101,10 +102,18 @@ class Groups:
         self._made: dict[tuple[Members, str], Collective | None] = {}
         self._new: list[tuple[Members, str]] = []
         self._thread = Waiter("makes groups")
+        # a new thread begins on the first device, and the first call of a group would be made there
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def beside(self, call: Callable[[], T]) -> Future[T]:
         """Call this on the thread that makes groups, after what it was given before."""
-        return self._thread.submit(call)
+
+        def on_device() -> T:
+            if self._device is not None:
+                torch.accelerator.set_device_index(self._device)
+            return call()
+
+        return self._thread.submit(on_device)
 
     def idle(self) -> None:
         """Wait until the thread has done what it was given."""

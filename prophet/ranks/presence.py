@@ -118,7 +118,8 @@ class Presence:
             begun more than another has left that one behind.
         find_blocked: Returns the user's call in which this process waits for others, and for which ranks. Called from
             another thread.
-        on_pulse: Called after every pulse by the thread that sends them, with whether the store is gone.
+        on_pulse: Called after every pulse by the thread that sends them, with whether the store is gone. Returns
+            whether it is to be called without a store, too.
     """
 
     def __init__(self, find_store: Callable[[], Store | None], rank: int, machine: int) -> None:
@@ -127,7 +128,7 @@ class Presence:
         self.where: object = ""
         self.counters: dict[str, Counter] = {}
         self.find_blocked: Callable[[], tuple[str, list[int]]] = lambda: ("", [])
-        self.on_pulse: Callable[[bool], None] = lambda store_is_gone: None
+        self.on_pulse: Callable[[bool], bool] = lambda store_is_gone: False
         self._machine = machine
         self._who = (os.getpid(), _started(os.getpid()))
         self._work: list[str] = []
@@ -537,15 +538,19 @@ def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
         try:
             if not gone:
                 here.beat()
-            if not gone and here.rank != KEEPER:
-                # Remember where the keeper is: once it is gone, so may be the store that knows
-                here.pulse(KEEPER)
-            here.on_pulse(gone)
+                if here.rank != KEEPER:
+                    # Remember where the keeper is: once it is gone, so may be the store that knows
+                    here.pulse(KEEPER)
         except Exception:  # the store is gone, and with it whoever could read this
-            # Or the group was destroyed, and there is nothing more to look at
-            if gone or here.find_store() is None:
-                return
             gone = True
+        goes_on = False
+        # A device may not let itself be asked; the pulse is not to end for that
+        with suppress(Exception):
+            if here.find_store() is None:
+                return
+            goes_on = here.on_pulse(gone)
+        if gone and not goes_on:
+            return
         # No strong reference while the thread sleeps, or the object would never be collected
         del here
     here = presence()

@@ -40,7 +40,7 @@ from prophet.ranks.messages import Frames
 from prophet.ranks.operation import Operation
 from prophet.ranks.places import known_places, machine, place
 from prophet.ranks.presence import Lost, Presence, Pulse, crossed, explained
-from prophet.ranks.stuck import StuckWatch
+from prophet.ranks.stuck import Reached, StuckWatch
 from prophet.ranks.threads import ThreadWorld
 from prophet.ranks.waiting import Waiter, joined
 from prophet.ranks.watch import Watch
@@ -481,16 +481,17 @@ def presence() -> Presence:
             before.close()
         _present[:] = [Presence(find_store, dist.get_rank(), machine())]
         _present[0].find_blocked = _find_blocked
-        _stuck[:] = [StuckWatch(_present[0], dist.get_world_size(), _device_is_busy)]
+        _stuck[:] = [StuckWatch(_present[0], dist.get_world_size(), _mark_devices)]
         _present[0].on_pulse = _stuck[0].look
     return _present[0]
 
 
-def _device_is_busy() -> bool:
-    """Whether a device that this process has groups on has work in its default stream."""
+def _mark_devices() -> Reached:
+    """Mark the default streams of the devices that this process has groups on."""
     devices = set().union(*(collective._devices for collective in list(_made) if collective.groups))
     streams = [getattr(torch.get_device_module(d), "default_stream", None) for d in devices]
-    return any(make is not None and not make(d).query() for d, make in zip(devices, streams, strict=True))
+    events = [make(d).record_event() for d, make in zip(devices, streams, strict=True) if make is not None]
+    return lambda: all(event.query() for event in events)
 
 
 def _find_blocked() -> tuple[str, list[int]]:

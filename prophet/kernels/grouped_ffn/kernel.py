@@ -409,7 +409,7 @@ class _Launch:
                 stride = stacked.stride(0) * stacked.element_size()
                 rows.append([stacked.data_ptr() + e * stride for e in range(m)] + [p.data_ptr() for p in single])
         # not read in other streams, which would have to wait for the copy
-        stream = torch.cuda.current_stream(x.device).cuda_stream if torch.cuda.is_initialized() else 0
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.device.type == "cuda" else 0
         table = _table(tuple(map(tuple, (*rows, *more))), x.device, stream)
         self.table, self.more = table.split([len(rows), len(more)])
         self.aligned = [all(a % 16 == 0 for a in addresses) for addresses in rows]

@@ -16,6 +16,8 @@ from torch import Tensor
 from prophet.kernels.choice import on_its_device
 
 BLOCK = 128
+# where one program goes through all cells
+_WIDE = 1024
 
 
 @triton.jit(do_not_specialize=["choices"])  # counts change from step to step
@@ -144,7 +146,7 @@ def send_order(ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int) ->
     has_kept = kept is not None
     _count_kernel[(blocks,)](flat, flags, counts, choices, experts, HAS_KEPT=has_kept, BLOCK=BLOCK)
     shares, starts = (torch.empty((experts, ranks), dtype=torch.int64, device=ids.device) for _ in range(2))
-    _begins_kernel[(2,)](split_ED.to(torch.int64).contiguous(), shares, starts, experts, ranks, BLOCK=BLOCK)
+    _begins_kernel[(2,)](split_ED.to(torch.int64).contiguous(), shares, starts, experts, ranks, BLOCK=_WIDE)
     # with sums over blocks, counting and placing make a stable counting sort, without atomics on places
     _place_kernel[(blocks,)](
         flat, flags, counts.cumsum(0), shares, starts, order, position, choices, experts, ranks, rows,

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipeline_balance.elastic import groups as module
@@ -116,3 +117,19 @@ def test_a_collective_has_two_groups_and_one_for_shards_has_one(asked: list[tupl
     with pytest.raises(KeyError, match=r"this process is not one of \[2\]"):
         groups.get((2,), "stages")
     groups.close()
+
+
+def test_groups_are_made_on_the_device_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread begins on the first device, where all ranks would meet in a group's first call."""
+    chosen: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: chosen.append((index, threading.current_thread().name))
+    )
+    groups = Groups(timeout_s=5.0)
+    try:
+        assert groups.beside(lambda: 7).result(20.0) == 7
+    finally:
+        groups.close()
+    assert chosen == [(3, "makes groups")]
