@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -202,11 +204,18 @@ class _Landing(ForwardingPending):
         return super().wait()
 
 
-@pytest.mark.parametrize("transfers", ["direct", "two-phase"])
-@pytest.mark.parametrize("schedule", ["block-wise", "look-ahead", "operator"])
-@pytest.mark.parametrize(
-    "variant", [{}, {"refetch": False}, {"microbatches": 2}, {"uses": 2}, {"refetch": False, "uses": 2}]
-)
+def _cases() -> Iterator[Any]:
+    """Every variant in the form that has most in flight, and one beside it; all others are slow."""
+    variants: list[dict[str, object]] = [{}, {"refetch": False}, {"microbatches": 2}, {"uses": 2}]
+    variants += [{"refetch": False, "uses": 2}]
+    for transfers, schedule, variant in product(
+        ["direct", "two-phase"], ["block-wise", "look-ahead", "operator"], variants
+    ):
+        quick = (transfers, schedule) == ("two-phase", "block-wise") or (schedule == "look-ahead" and not variant)
+        yield pytest.param(transfers, schedule, variant, marks=[] if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("transfers", "schedule", "variant"), _cases())
 def test_what_is_in_flight_counts(transfers: str, schedule: str, variant: dict[str, object]) -> None:
     """With nothing but the memory of replicas in the budget, it holds here two to three times as much."""
     given: dict[str, Any] = {"ranks": 3, "blocks": 4, "shapes": ((2, 3), (4,), (5,)), "steps": 3, "slots": 8}
