@@ -164,9 +164,14 @@ class Route:
         computed = np.searchsorted(arrival, experts)
         # runs of rows from one source for one expert, in the order in which they are computed
         runs, begins = lengths[:, computed].T.reshape(-1), starts[:, computed].T.reshape(-1)
-        used = np.stack((begins, runs, np.cumsum(runs) - runs))[:, runs > 0]
+        some = np.flatnonzero(runs)
+        used = np.empty((3, len(some)), dtype=np.int64)
+        used[0], used[1] = begins[some], runs[some]
         # runs that rise are in place: reordering rows would only copy them
         grouped = bool((used[0, 1:] > used[0, :-1]).all())
+        if not grouped:
+            np.cumsum(used[1], out=used[2])
+            used[2] -= used[1]
         return cls(
             send_ED=torch.from_numpy(send_ED),
             send_rows=send_ED.sum(axis=0).tolist(),

@@ -70,8 +70,8 @@ def digest(*arrays: npt.NDArray[Any]) -> int:
 def odd_ones_out(values: npt.ArrayLike) -> list[int]:
     """List ranks whose entry of `values` [R] differs from the most common one (of several the smallest)."""
     array = np.asarray(values)
-    # The case of every step, checked first because to count votes takes longer
-    if (array == array[:1]).all():
+    # The case of every step and layer. Bytes take a fifth of a comparison's time; of floats they may mislead.
+    if array.dtype.kind in "iub" and array.tobytes() == array[:1].tobytes() * len(array):
         return []
     found, votes = np.unique(array, return_counts=True)
     return [int(r) for r in np.flatnonzero(array != found[votes.argmax()])] if found.size > 1 else []
