@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -199,7 +199,13 @@ def box_of(space: Space, tensor: int, low: IntArray, high: IntArray) -> Box:
         high: Where it ends, [D].
     """
     dims = len(space.tensors[tensor].shape)
-    return Box(tuple(low[:dims].tolist()), tuple(high[:dims].tolist()))
+    return _box(tuple(low[:dims].tolist()), tuple(high[:dims].tolist()))
+
+
+@lru_cache(maxsize=1 << 14)
+def _box(start: tuple[int, ...], stop: tuple[int, ...]) -> Box:
+    # Tensors of a model have few shapes, and each move asks again: to check a box takes longer than to look it up
+    return Box(start, stop)
 
 
 def table_of(
