@@ -52,7 +52,7 @@ class Balance:
             passes: Forward passes in a step, which its engine takes for `accumulation_steps`.
 
         Raises:
-            SpecError: For a machine of another size.
+            SpecError: For a machine of another size, or a time limit of its own.
         """
         config = self.config(layout) if callable(self.config) else self.config
         if not isinstance(config, EngineConfig):
@@ -61,6 +61,12 @@ class Balance:
             raise SpecError(
                 f"balance_experts: the topology has {config.topology.ranks} ranks, {layout} shares experts over "
                 f"{layout.ep}: give a function from the layout to a configuration"
+            )
+        # it would need groups beside the job's, which nobody makes in one order on all processes
+        if config.timeout_s is not None:
+            raise SpecError(
+                f"balance_experts: expected timeout_s=None, got {config.timeout_s:g}: experts have the job's limit, "
+                f"so give it as Job(timeout_s={config.timeout_s:g})"
             )
         return replace(config, accumulation_steps=passes)
 

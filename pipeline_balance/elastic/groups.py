@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -214,11 +215,15 @@ class Groups:
         return problem
 
     def _destroy(self, left: Sequence[tuple[Members, str]]) -> None:
-        for key in left:
-            found = self._made.pop(key)
-            # a process alone has no group, nor has one that is not a member
-            if isinstance(found, ProcessGroupCollective):
+        # all at once: whatever happens below, the processes go on counting alike
+        every = [self._made.pop(key) for key in left]
+        # a process alone has no group, nor has one that is not a member
+        for found in (one for one in every if isinstance(one, ProcessGroupCollective)):
+            try:
                 found.close()
+            # the step is made, and nobody uses the group: what it holds is all that is lost
+            except RuntimeError as error:
+                warnings.warn(f"a process group of an old layout was not given back: {error}", stacklevel=2)
 
     def _group(self, members: list[int], options: dict[str, Any]) -> Any:
         try:

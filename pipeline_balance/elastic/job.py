@@ -354,4 +354,4 @@ class Job:
     def close(self) -> None:
         """End the job's threads and balancing. Groups of the last layout stay until the process group is destroyed."""
         self.pipeline.experts.release()
-        self._switching.groups.close()
+        self._switching.close()

@@ -253,6 +253,11 @@ class Switching:
             self.groups.give_back(self.wanted(self.layout), pipe.failures.watch.turns(self.groups.timeout_s))
         self._left = False
 
+    def close(self) -> None:
+        """End the thread that makes groups; those that are there stay."""
+        self._left = False
+        self.groups.close()
+
     def wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""
         return [self._preparers, self._carrier, *groups_of(layout, experts=self._has_experts)]

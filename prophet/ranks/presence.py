@@ -36,6 +36,8 @@ LEFT_AFTER = f"{LEFT} after "
 GRACE_S = 3.0
 # The rank that may run the store in its process, so that the store ends with it
 KEEPER = 0
+# So many pulses in a row that the store did not take: it is gone
+_FAILURES = 3
 
 Outcome = Literal["met", "late", "ended", "moved on"]
 
@@ -214,6 +216,11 @@ class Presence:
     def has_ended(self, pulse: Pulse) -> bool:
         """Whether the process is known to have ended; never known of a process on another machine."""
         return pulse.machine == self._machine and not _runs(pulse.process, pulse.started)
+
+    def keeper_has_ended(self) -> bool:
+        """Whether the process that may keep the store is known to have ended, by its last pulse."""
+        last = self._last.get(KEEPER)
+        return last is not None and self.has_ended(last)
 
     def ended(self, ranks: Sequence[int]) -> bool:
         """Whether the process of one of `ranks` is known to have ended."""
@@ -530,25 +537,32 @@ def _pulse_key(rank: int) -> str:
 
 
 def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
-    gone = False
+    failed = 0
     while not stop.wait(PULSE_S):
         here = presence()
         if here is None:
             return
         try:
-            if not gone:
+            if failed < _FAILURES:
                 here.beat()
                 if here.rank != KEEPER:
                     # Remember where the keeper is: once it is gone, so may be the store that knows
                     here.pulse(KEEPER)
-        except Exception:  # the store is gone, and with it whoever could read this
-            gone = True
-        goes_on = False
+                failed = 0
+        except RuntimeError:  # what torch's stores raise
+            # One that is slow is asked again
+            failed = _FAILURES if here.keeper_has_ended() else failed + 1
+        # What the process is at could not be told; the next pulse may
+        except Exception:
+            pass
+        gone = failed >= _FAILURES
+        goes_on = gone
         # A device may not let itself be asked; the pulse is not to end for that
         with suppress(Exception):
             if here.find_store() is None:
                 return
             goes_on = here.on_pulse(gone)
+        # The store is gone, and with it whoever could read a pulse
         if gone and not goes_on:
             return
         # No strong reference while the thread sleeps, or the object would never be collected

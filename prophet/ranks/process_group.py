@@ -430,15 +430,16 @@ class ProcessGroupCollective(Collective):
 
     def close(self) -> None:
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
-        if dist.is_initialized():
-            for group in dict.fromkeys(self.groups.values()):
-                self._presence.counters.pop(group.group_name, None)
-                dist.destroy_process_group(group)
+        groups = list(dict.fromkeys(self.groups.values()))
+        self.groups.clear()
         for waiter in (w for both in self._threads.values() for w in both):
             waiter.close()
         if self._single is not None:
             self._single.close()
-        self.groups.clear()
+        if dist.is_initialized():
+            for group in groups:
+                self._presence.counters.pop(group.group_name, None)
+                dist.destroy_process_group(group)
 
 
 # All that this process has made: whichever of them a stream waits for, it keeps all that follow from running

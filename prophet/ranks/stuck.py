@@ -7,6 +7,7 @@ thread of the pulse ends the process.
 Three things must hold. A rank has failed or ended since this process last made a group: one that has recovered goes on.
 For `STUCK_S` the main thread is found at the same instruction. And for half of that its device does not come to an
 event, so that a loop is told from a wait. A rank that is only silent proves nothing: it may be stopped, or at work.
+All look at all, so with more than 64 processes nobody does.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ STUCK_S = 20.0
 _KEY = "prophet failure on a device"
 # of a second, for each rank, between two looks at all ranks: many share one store
 _SHARE_S = 0.2
+# With more processes nobody looks
+_MOST_RANKS = 64
 
 Reached = Callable[[], bool]
 """Whether a device has come to where it was marked."""
@@ -55,9 +58,13 @@ class StuckWatch:
 
     def renew(self) -> None:
         """Take the failures so far for over: groups are made anew."""
-        self._over = {}
+        if self._ranks > _MOST_RANKS:
+            return
+        before, self._over = self._over, {}
         with suppress(RuntimeError):
-            self._ended = self._have_ended()
+            # several groups are made in a row
+            if before is None or time.monotonic() - self._looked > PULSE_S:
+                self._looked, self._ended = time.monotonic(), self._have_ended()
             self._over = self._failures()
 
     def report(self, error: Exception) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import prophet
+from pipeline_balance.elastic.balance import Balance
 from pipeline_balance.elastic.groups import Groups
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.schedules.simulate import Durations
-from prophet.errors import TransitionError
+from prophet.errors import SpecError, TransitionError
 from prophet.ranks.process_group import presence
 from tests.helpers.elastic_jobs import plain_losses, same, start, train, whole
 from tests.helpers.launch import run_gloo
@@ -49,6 +51,25 @@ def test_as_many_groups_as_the_layout_in_force_uses() -> None:
         # from the fourth layout on the group of its mesh is there
         assert counts == [9, 9, 11, 8, 12, 10]
         assert losses == pytest.approx(plain_losses(len(TOUR)), abs=1e-9)
+
+
+def _closed(rank: int, size: int) -> list[float]:
+    job = start("dp2")
+    losses = train(job, 1)
+    job.switch(Parallelism(pp=2))
+    job.close()
+    return losses + train(job, 2)
+
+
+def test_a_job_that_was_closed_after_a_switch_trains_on() -> None:
+    for losses in run_gloo(_closed, 2, timeout_s=60.0):
+        assert losses == pytest.approx(plain_losses(3), abs=1e-9)
+
+
+def test_experts_of_a_job_have_its_time_limit() -> None:
+    """A limit of their own would need groups that only some processes make, under names that come again."""
+    with pytest.raises(SpecError, match=r"expected timeout_s=None, got 20: .*give it as Job\(timeout_s=20\)"):
+        Balance(prophet.EngineConfig(timeout_s=20)).check(Parallelism(dp=2, ep=2))
 
 
 def _failing(rank: int, size: int) -> list[int]:

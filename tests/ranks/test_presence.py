@@ -311,3 +311,51 @@ def test_the_keeper_of_the_store_stays_until_the_others_know(there: Callable[...
     assert known.gave_up == (0,)
     assert found.gave_up == (1,)
     assert found.at[1] == "in comparison of placements"
+
+
+def _later(presence: Presence, more: int = 2) -> bool:
+    """Whether so many more pulses come."""
+    until, deadline = presence._count + more, time.monotonic() + 5.0
+    while presence._count < until and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return presence._count >= until
+
+
+def test_a_pulse_outlasts_what_goes_wrong_beside_it(there: Callable[..., Presence]) -> None:
+    here, said = there(1), []
+
+    def wrong(*_: object) -> Any:
+        said.append(1)
+        raise TypeError("no frame")
+
+    here.on_pulse = wrong
+    assert _later(here)
+    here.find_blocked = wrong
+    deadline = time.monotonic() + 5.0
+    while len(said) < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    here.find_blocked = lambda: ("", [])
+    assert _later(here)
+
+
+def test_a_store_that_is_slow_once_is_not_gone(there: Callable[..., Presence], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, gone = there(1), []
+    here.on_pulse = lambda store_is_gone: gone.append(store_is_gone) or True  # type: ignore[func-returns-value]
+    right, failures = here.store, 2
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            nonlocal failures
+            if name == "set" and failures > 0:
+                failures -= 1
+                raise RuntimeError("timed out")
+            return getattr(right, name)
+
+    here.find_store = Slow
+    assert _later(here, 4)
+    assert not any(gone)
+    failures = 10
+    deadline = time.monotonic() + 5.0
+    while not any(gone) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert any(gone)

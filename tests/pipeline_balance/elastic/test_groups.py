@@ -119,6 +119,23 @@ def test_a_collective_has_two_groups_and_one_for_shards_has_one(asked: list[tupl
     groups.close()
 
 
+def test_a_group_that_cannot_be_given_back_is_a_warning(asked: list[tuple[Any, ...]]) -> None:
+    """The step is made by then, and the other processes go on."""
+    groups, closed = Groups(7.0), []
+    assert groups.make([((0, 1), "stages"), ((0, 2), "stages"), ((0,), "replicas")]) == ""
+    first, second = (groups.get(members, "stages") for members in ((0, 1), (0, 2)))
+
+    def fail() -> None:
+        raise RuntimeError("not now")
+
+    first.close, second.close = fail, lambda: closed.append(2)  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="a process group of an old layout was not given back: not now"):
+        groups._destroy([((0, 1), "stages"), ((0, 2), "stages")])
+    assert closed == [2]
+    assert list(groups._made) == [((0,), "replicas")]
+    groups.close()
+
+
 def test_groups_are_made_on_the_device_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread begins on the first device, where all ranks would meet in a group's first call."""
     chosen: list[tuple[int, str]] = []
