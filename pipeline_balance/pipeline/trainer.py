@@ -361,7 +361,8 @@ class ElasticPipeline:
 
         `attach` gets these layers as one module. Returns what `attach` returned, None on a rank without such layers.
         Where such layers come or go in a move, what it returned is closed, and it is called again. The new one goes on
-        with what the old ones remembered, and is the `balancer` from then on.
+        with what the old ones remembered, and is the `balancer` from then on. Close one by hand on all ranks or none:
+        layers that join those of a closed one are not balanced.
 
         >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
         >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
@@ -547,6 +548,8 @@ class ElasticPipeline:
 
         def build() -> Optimizers:
             self._passes.now = self.builder.build(agreed, self.stages.durations)
+            # its table has the numbers that ranks have in the new group
+            self._passes.owners = Owners(self.owned, self.groups.grid, agreed, self.owners.zero)
             return self.optimizers
 
         # also on ranks that stay: whoever joins takes the groups' rates from them

@@ -57,6 +57,9 @@ class Counts(NamedTuple):
 
     config: prophet.EngineConfig
 
+    def close(self) -> None:
+        """It is attached to nothing."""
+
 
 class Outcome(NamedTuple):
     """Losses by update, all-to-alls of a step by layer of experts, replicas made, choices that the planner saw."""

@@ -12,6 +12,7 @@ from torch import nn
 
 import pipeline_balance
 import prophet
+import prophet.parallel
 from pipeline_balance.control.controller import ControllerConfig, MoveCost
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import LayerCost, StageMap
@@ -301,3 +302,51 @@ def test_layers_whose_balancing_cannot_go_on_train_without_it() -> None:
         assert largest_difference(losses, expected) < TOLERANCE
         assert told.startswith("the layers have moved, but their experts are not balanced: ")
         assert "no engine today" in told
+
+
+def _begin_again(rank: int, size: int) -> tuple[list[float], list[str]]:
+    pipe, told = pipeline(size, 2, make_optimizer=_two), []
+
+    def first_fails(part: nn.Module) -> Any:
+        if pipe.rank == 0:
+            raise ArithmeticError("no engine today")
+        return prophet.attach(part, config=_engine_config(PARTS // 2))
+
+    def counts_wrong(part: nn.Module) -> Any:
+        return prophet.attach(part, config=_engine_config(PARTS // 2 + 1))
+
+    for attach in (first_fails, counts_wrong):
+        with pytest.raises(SpecError) as caught:
+            pipe.balance_experts(attach)
+        assert pipe.balancer is None
+        told.append(str(caught.value))
+    assert pipe.balance_experts(lambda part: prophet.attach(part, config=_engine_config(PARTS // 2))) is not None
+    losses = [pipe.step(*(t.chunk(2)[pipe.replica] for t in batch(update)), max_norm=MAX_NORM) for update in range(2)]
+    return losses, told
+
+
+def test_balancing_that_cannot_begin_is_an_error_on_all_ranks_and_may_begin_later() -> None:
+    """The first error is one column's alone."""
+    expected = one_process(2, _two).losses
+    for losses, (failed, wrong) in run_gloo(_begin_again, 4):
+        assert largest_difference(losses, expected) < TOLERANCE
+        assert failed.startswith("experts are not balanced: ")
+        assert "no engine today" in failed
+        assert "give that number, or leave 1" in wrong
+
+
+def _tied(rank: int, size: int) -> str:
+    group = prophet.parallel.expert_groups(size)[0]
+    units = list(layers(group))
+    units[4] = units[1]
+    with pytest.raises(SpecError) as caught:
+        ElasticPipeline.from_modules(
+            nn.Sequential(*units), nn.functional.mse_loss, StageMap((0, UNITS), (0,)), make_optimizer=_sgd,
+            microbatches=2, replicas=size, timeout_s=40.0,
+        )  # fmt: skip
+    return str(caught.value)
+
+
+def test_layers_that_are_one_module_cannot_share_experts() -> None:
+    for told in run_gloo(_tied, 2):
+        assert told.startswith("layer 4 () is the same module as one of layer 1, and shares experts with other ranks")

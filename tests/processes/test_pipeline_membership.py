@@ -130,6 +130,40 @@ def test_a_newcomer_joins() -> None:
     assert rows[0] == pytest.approx(plain_losses(5)[0], rel=TOLERANCE)
 
 
+def _renumbered(rank: int, size: int, members: str, saved: str) -> list[float]:
+    """A newcomer gets the lowest number; one of those that were there gets a number that the old group had not."""
+    _leave_first_group()
+    membership = Membership(dist.FileStore(members, -1), rank, timeout_s=40.0)
+    if rank == 2:
+        assert membership.wait_for_call()
+        run = pipeline(joins=True)
+    else:
+        membership.start([0, 1])
+        run = pipeline(_spread(2))
+        for step in range(2):
+            run.step(*batch(step))
+        assert membership.switch(run, [2, 0, 1])
+    run.rebuild(_spread(3))
+    losses = [run.step(*batch(step)) for step in range(2, 4)]
+    run.save(saved)
+    membership.end()
+    return losses
+
+
+def _loaded(rank: int, size: int, saved: str) -> list[float]:
+    run = pipeline(_spread(size))
+    run.load(saved)
+    return [run.step(*batch(step)) for step in range(4, 8)]
+
+
+def test_what_is_saved_after_ranks_were_renumbered_is_whole() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        members, saved = str(Path(folder) / "members"), str(Path(folder) / "saved")
+        first = run_gloo(_renumbered, 3, members, saved)[0]
+        losses = first + run_gloo(_loaded, 1, saved)[0]
+    assert losses == pytest.approx(plain_losses(8)[0][2:], rel=TOLERANCE)
+
+
 def test_members_are_checked() -> None:
     membership = Membership(dist.HashStore(), 3)
     with pytest.raises(SpecError, match="not among"):

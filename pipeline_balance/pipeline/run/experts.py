@@ -10,6 +10,7 @@ Shape legend: R replicas, which are the ranks of the expert-parallel group.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -91,6 +92,13 @@ class StageExperts:
             # marks are set anew below: parameters may have left these layers
             p.prophet_averaged = False  # type: ignore[attr-defined]
         layers = list(expert_layers(self._units))
+        first: dict[int, int] = {}
+        for unit, name, module in layers:
+            if first.setdefault(id(module), unit) != unit:
+                raise SpecError(
+                    f"layer {unit} ({name}) is the same module as one of layer {first[id(module)]}, and shares experts "
+                    "with other ranks: give each layer experts of its own"
+                )
         self.units = tuple(dict.fromkeys(unit for unit, _, _ in layers))
         self.parameters = set()
         timed: dict[int, TimedCollective] = {}
@@ -144,20 +152,22 @@ class StageExperts:
             What `attach` returned; None where the units share no experts.
 
         Raises:
-            SpecError: On all ranks of `world` where a balancer counts on another number of passes: gradients would come
-                home at the wrong moment.
+            SpecError: On all ranks of `world`, with nothing balanced, where `attach` fails on all ranks of a column, or
+                a balancer counts on another number of passes: gradients would come home at the wrong moment.
         """
         self._attach = attach
-        self._attach_to(self.shared(mine))
+        problem = self._attempt(lambda: self._attach_to(self.shared(mine)))
         if self.any:
             steps = getattr(getattr(self.balancer, "config", None), "accumulation_steps", 1)
-            op = Operation("comparing accumulation_steps")
-            every = gather_numbers(world, [steps], op=op)[:, 0].tolist()
+            told = gather_json([problem, steps], world, Operation("beginning to balance experts"))
+            self._refuse([problem for problem, _ in told], "experts are not balanced")
             # with 1 a balancer takes every pass for the last, which is right, too
             # compared on all ranks, those without a balancer too, as the check is collective
+            every = [steps for _, steps in told]
             wrong = [rank for rank, n in enumerate(every) if n not in (1, passes)]
             if wrong:
-                self.balancer = self._attach = None
+                # closed, so that another one can be attached
+                self.release()
                 raise SpecError(
                     f"ranks {wrong} balance experts with accumulation_steps={every[wrong[0]]}: a step of this pipeline "
                     f"has {passes} backward passes, its microbatches times their slices; give that number, or leave 1"
@@ -223,12 +233,13 @@ class StageExperts:
             world: Over all ranks.
 
         Raises:
-            SpecError: On all ranks where one cannot. Nothing is balanced then, and training goes on correctly.
+            SpecError: On all ranks, where all of a column cannot. Nothing is balanced then, and training goes on
+                correctly.
         """
         if not self.balanced:
             return
-        problem = ""
-        try:
+
+        def attach() -> None:
             shared = self.shared(mine)
             if self.shared(before) != shared:
                 self._close()
@@ -236,15 +247,27 @@ class StageExperts:
                 if all(str(unit) in remembered for unit in shared):
                     self._attach_to(shared)
                     self._remember([remembered[str(unit)] for unit in shared])
+
+        every = gather_json(self._attempt(attach), world, Operation("balancing experts that have moved"))
+        self._refuse(every, "the layers have moved, but their experts are not balanced")
+
+    def _attempt(self, attach: Callable[[], None]) -> str:
+        """Return what went wrong: raised after all have reported, as balancers on some ranks would wait for others."""
+        try:
+            attach()
         except CollectiveError:
             raise
-        # raised after all have reported: balancers on some ranks alone would wait for the others
         except Exception as error:
-            problem = in_a_line(error)
-        every = gather_json(problem, world, Operation("balancing experts that have moved"))
-        if any(every):
+            # the others of the column may wait for this rank before they can report
+            warnings.warn(f"experts are not balanced: {in_a_line(error)}", stacklevel=2)
+            return in_a_line(error)
+        return ""
+
+    def _refuse(self, problems: Sequence[str], what: str) -> None:
+        """Raise `SpecError`, with nothing balanced, where a rank has a problem."""
+        if any(problems):
             self.release()
-            raise SpecError(f"the layers have moved, but their experts are not balanced: {reasons_text(every)}")
+            raise SpecError(f"{what}: {reasons_text(problems)}")
 
     def _remember(self, remembered: Sequence[Any]) -> None:
         load = getattr(self.balancer, "load_state_dict", None)
