@@ -159,7 +159,7 @@ class StageExperts:
         problem = self._attempt(lambda: self._attach_to(self.shared(mine)))
         if self.any:
             steps = getattr(getattr(self.balancer, "config", None), "accumulation_steps", 1)
-            told = gather_json([problem, steps], world, Operation("beginning to balance experts"))
+            told = gather_json([problem, steps], world, Operation("comparing accumulation_steps"))
             self._refuse([problem for problem, _ in told], "experts are not balanced")
             # with 1 a balancer takes every pass for the last, which is right, too
             # compared on all ranks, those without a balancer too, as the check is collective
