@@ -82,7 +82,8 @@ def test_every_tile_shape_compiles_and_fits(arch: int, dtype: str) -> None:
         assert row["async"], row  # weights are found through a table of addresses, and pipelined all the same
         if arch == 90 and dtype != "fp32" and row["tile"][0] >= 64:
             assert row["wgmma"], row  # Hopper's matrix instructions
-    ruled = [row for row in rows if arch != 90 or row["tile"][1:] == [128, 64, 8, 3]]
+    # 256 rows are tuned over, where a spill costs what is measured, and no rule chooses them
+    ruled = [row for row in rows if arch != 90 or (row["tile"][1:] == [128, 64, 8, 3] and row["tile"][0] == 128)]
     assert len(ruled) >= 5 or dtype in ("fp32", "tf32")
     for row in ruled:
         assert row["spilled_bytes"] <= (64 if row["kernel"] == "weights" else 32), row
