@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def on_device(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def to_device(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copy int64 tables of the host to a device, all in one copy, for which the host does not wait.
 
     Args:

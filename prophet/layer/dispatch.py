@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from prophet.kernels.tables import on_device
+from prophet.kernels.tables import to_device
 from prophet.spec import Placement, Split
 
 # moves rows, given how many go to and come from each rank, under a name for messages
@@ -185,5 +185,5 @@ class Route:
         if device.type == "cpu":
             return self
         tables = [self.send_ED, torch.tensor(self.sizes, device="cpu"), *([] if self.runs is None else [self.runs])]
-        send_ED, sizes, *runs = on_device(tables, device)
+        send_ED, sizes, *runs = to_device(tables, device)
         return replace(self, send_ED=send_ED, sizes_on_device=sizes, runs=runs[0] if runs else None)

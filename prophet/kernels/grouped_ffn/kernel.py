@@ -27,7 +27,7 @@ from torch import Tensor
 from prophet.kernels.choice import on_its_device
 from prophet.kernels.grouped_ffn.blocked import GradTarget
 from prophet.kernels.grouped_ffn.naive import CLAMP_PASSES, QUICK_SLOPE, ExpertWeights
-from prophet.kernels.tables import on_device
+from prophet.kernels.tables import to_device
 from prophet.kernels.tuning import Architecture, Config, architecture_of, config_for, rule, shape_class
 from prophet.spec import Activation, ActivationParts, parts_of
 
@@ -362,7 +362,7 @@ def float32_precision() -> str:
 @lru_cache(maxsize=512)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
     """Return a small table of integers on the device, made in `stream`; addresses mostly come again step by step."""
-    return on_device([torch.tensor(rows, device="cpu")], device)[0]
+    return to_device([torch.tensor(rows, device="cpu")], device)[0]
 
 
 def _contiguous(p: Tensor | None) -> Any:

@@ -16,7 +16,7 @@ from prophet.kernels.choice import Impl, choose
 from prophet.kernels.grouped_ffn import blocked, naive
 from prophet.kernels.grouped_ffn.blocked import GradTarget
 from prophet.kernels.grouped_ffn.naive import ExpertWeights
-from prophet.kernels.tables import on_device
+from prophet.kernels.tables import to_device
 from prophet.spec import Activation, parts_of
 
 
@@ -76,7 +76,7 @@ def grouped_ffn(
             sizes = sizes_on_device
         else:
             sizes = torch.tensor(list(sizes), dtype=torch.int64)
-            sizes = on_device([sizes], x.device)[0] if chosen == "triton" else sizes
+            sizes = to_device([sizes], x.device)[0] if chosen == "triton" else sizes
     flat_home, flat_replicas = _flat(home), [p for w in replicas for p in _flat(w)]
     biases = _biases(home)
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *flat_home, *flat_replicas))
