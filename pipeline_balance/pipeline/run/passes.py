@@ -5,9 +5,10 @@ Shape legend: M microbatches.
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Callable, Collection
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -285,13 +286,25 @@ class Passes:
         self.progress, self.used, self._weights = progress, False, None
 
 
+# ranks may be threads of one process
+_lock = threading.Lock()
+# weak: torch's hooks are global, and a strong reference would keep every pipeline alive
+_watched: WeakSet[Passes] = WeakSet()
+_hooked: list[Any] = []
+
+
 def _watch_steps(passes: Passes) -> None:
     """Call its `check_step` before every step of an optimizer, as long as it lives."""
-    # torch's hooks are global: a strong reference would keep every pipeline alive
-    one = weakref.ref(passes)
+    with _lock:
+        _watched.add(passes)
+        # One hook for all, which stays: torch iterates over its hooks, and a pipeline may be collected meanwhile
+        if not _hooked:
+            _hooked.append(register_optimizer_step_pre_hook(_before_any_step))
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (alive := one()) is not None:
-            alive.check_step(optimizer)
 
-    weakref.finalize(passes, register_optimizer_step_pre_hook(before).remove)
+@torch._compile._disable_dynamo
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    with _lock:
+        watched = list(_watched)
+    for passes in watched:
+        passes.check_step(optimizer)
