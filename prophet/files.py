@@ -20,6 +20,11 @@ _SHOWN = 60
 _LONG_KEY = re.compile(r"""(?:\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*){32}""")
 
 
+def cache_folder() -> Path:
+    """Return the folder of what this library remembers for a user, which need not exist."""
+    return Path.home() / ".cache" / "moe-prophet"
+
+
 def shown(value: object) -> str:
     """Word a value that JSON or TOML can hold for a message, in at most 60 characters."""
     if isinstance(value, list | dict):

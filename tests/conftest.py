@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prophet.experts.replica import ReplicaPool
 from prophet.ranks.launch import PRELOADED
+from tests.helpers import unmeasured  # noqa: F401
 
 PRELOADED[:] = ["tests.helpers.warm_ranks"]  # before the first process is forked
 

@@ -41,14 +41,16 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.trials": set(),
     "prophet.terminal": set(),
     "prophet.spec": {"prophet.errors"},
-    "prophet.kernels": {"prophet.spec"},  # the table of activations
+    "prophet.kernels": {"prophet.spec", "prophet.files"},  # the table of activations
     "prophet.ranks": {"prophet.errors"},
     "prophet.experts": _VALUES | {"prophet.kernels", "prophet.trials"},
     "prophet.planner": _VALUES,
     "prophet.scheduler": _VALUES | {"prophet.ranks", "prophet.experts"},
     "prophet.layer": _LAYER,
-    "prophet.engine": _LAYER - {"prophet.kernels"} | {"prophet.layer", "prophet.planner", "prophet.state"},
-    "prophet.machine": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts"},
+    "prophet.engine": _LAYER - {"prophet.kernels"}
+    | {"prophet.layer", "prophet.planner", "prophet.state", "prophet.machine"},
+    "prophet.machine": _VALUES
+    | {"prophet.files", "prophet.trials", "prophet.terminal", "prophet.ranks", "prophet.experts"},
     "prophet.traces": _VALUES | {"prophet.files", "prophet.planner", "prophet.scheduler"},
     "prophet.state": _VALUES | {"prophet.files", "prophet.ranks"},
     "prophet.convert": _LAYER - {"prophet.scheduler"}
@@ -140,7 +142,6 @@ _INNER: dict[str, dict[str, set[str]]] = {
 
 # A room that may import a part of another one, and nothing else of it.
 _MAY_IMPORT_A_PART = {
-    "prophet.engine": "prophet.machine.topology",  # a configuration takes the path of a file
     "pipeline_balance.maps": "prophet.planner.core",  # one compiled module serves both halves
     "pipeline_balance.dynamics": "pipeline_balance.pipeline.model.added_loss",  # its layers have losses
     "pipeline_balance.elastic": "prophet.commands.arguments",  # its command's options are those of the others

@@ -192,7 +192,7 @@ class Bench:
         calibration = self.calibration
         return EngineConfig(
             planner=planner_of(p),
-            topology=None if calibration is None else calibration.topology,
+            topology="uniform" if calibration is None else calibration.topology,
             windows=calibration.windows if calibration is not None and p.use_windows else Windows(),
             slots_per_rank=self.slots,
             refetch=p.refetch,

@@ -68,7 +68,7 @@ class Training:
         self.rank, self.limit_s, self.folder = dist.get_rank(), limit_s, folder
         self.model = Model(collective_for(None, timeout_s=limit_s), experts)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        config = prophet.EngineConfig(slots_per_rank=slots)
+        config = prophet.EngineConfig(topology="uniform", slots_per_rank=slots)
         self.engine = prophet.attach(self.model, self.optimizer, config=config)
         self.wrapped = DistributedDataParallel(self.model)
 

@@ -86,12 +86,6 @@ def attach(
     engine = Engine(layers, collective, config, experiment)
     engine.follow(model, optimizer)
     share_overflows(layers)
-    if config.topology is None and engine.device.type != "cpu" and first.size > 1 and first.rank == 0:
-        warnings.warn(
-            "no topology: replicas are planned for ranks of 100 FLOP per byte of network, and a GPU does thousands; "
-            "pass EngineConfig(topology=...) what `prophet calibrate` wrote here",
-            stacklevel=3,
-        )
     if first.rank == 0:
         _log.info("attached %r, topology %s", engine, engine.contexts[0].topology.name)
     return engine

@@ -18,6 +18,7 @@ from prophet.errors import ArgumentError, ConfigMismatch, ReplicaMemoryError
 from prophet.experts.elsewhere import Elsewhere
 from prophet.layer.expert_watch import CHECK_EVERY
 from prophet.layer.moe import MoE
+from prophet.machine.presets import CLUSTERS
 from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES, core, get_planner, planner_with
 from prophet.planner.base import EFFORT, Planner
@@ -32,6 +33,8 @@ from prophet.spec import LayerShape, PlanContext, Topology, Windows, checked, di
 _PLANNER = ("name", "replicates", "withdraws", "needs_core", "place", "split")
 
 
+AUTO, UNIFORM = "auto", "uniform"
+
 _SHARE = "a share of the step, from 0 to 1"
 
 
@@ -45,8 +48,10 @@ class EngineConfig:
         effort: The share of a step that the planner may search for better placements, from 0 to 1. Work is counted by
             assumed times, never by a clock. Planners that do not search have no use for it; a planner that is passed as
             an object keeps its own.
-        topology: The machine, for the performance model, or the path of a file that `prophet calibrate` wrote, which is
-            read at once; None assumes equal ranks on one node.
+        topology: The machine, for the performance model. "auto": ranks measure it on first use, in about three seconds,
+            and remember it (see `prophet.machine.auto`). Otherwise a value, the path of a file that `prophet calibrate`
+            wrote, which is read at once, a preset's name such as "h100-ib", or "uniform": one node of equal ranks of 1
+            TFLOP/s and 10 GB/s.
         slots_per_rank: Replicas of one layer that a rank may hold.
         replica_memory_bytes: Budget per rank for the replicas of all layers, parameters and gradients, and for what of
             them may be in flight at once; None sets no limit.
@@ -64,7 +69,7 @@ class EngineConfig:
 
     planner: str | Planner = "prophet"
     effort: float = field(default=EFFORT, metadata={"expected": _SHARE})
-    topology: Topology | str | os.PathLike[str] | None = None
+    topology: Topology | str | os.PathLike[str] = AUTO
     slots_per_rank: int = 4
     replica_memory_bytes: int | None = None
     timeout_s: float | None = None
@@ -86,7 +91,7 @@ class EngineConfig:
         if not 0 <= self.effort <= 1:
             raise ValueError(f"EngineConfig.effort must be {_SHARE}, got {self.effort!r}")
         # Read now, so that a file that is missing is an error of this line and not of a later step
-        if isinstance(self.topology, str | os.PathLike):
+        if isinstance(self.topology, str | os.PathLike) and self.topology not in (AUTO, UNIFORM, *CLUSTERS):
             object.__setattr__(self, "topology", read_topology(self.topology))
         for name in ("slots_per_rank", "replica_memory_bytes"):
             value = getattr(self, name)
@@ -153,22 +158,31 @@ def planner_of(config: EngineConfig, rank: int) -> Planner:
     return get_planner("static")
 
 
-def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
-    """Return the context in which a layer is planned.
-
-    Args:
-        layer: The layer.
-        ranks: The size of its expert-parallel group.
-        config: How it is balanced.
+def topology_for(config: EngineConfig, ranks: int) -> Topology:
+    """Return the configuration's machine for a group of `ranks`; `Topology.uniform` where it has to be measured.
 
     Raises:
         ValueError: Where the configuration's topology has another number of ranks.
     """
-    topology = config.topology if isinstance(config.topology, Topology) else Topology.uniform(ranks)
+    topology = config.topology
+    if not isinstance(topology, Topology):
+        return CLUSTERS[str(topology)].topology(ranks) if topology in CLUSTERS else Topology.uniform(ranks)
     if topology.ranks != ranks:
         raise ValueError(
             f"the topology {topology.name!r} has {topology.ranks} ranks, the expert-parallel group has {ranks}"
         )
+    return topology
+
+
+def context_of(layer: MoE, topology: Topology, config: EngineConfig) -> PlanContext:
+    """Return the context in which a layer is planned.
+
+    Args:
+        layer: The layer.
+        topology: The machine that its expert-parallel group runs on.
+        config: How it is balanced.
+    """
+    ranks = topology.ranks
     # Homes as plain expert parallelism has them; layers refuse experts that do not divide among the ranks
     per_rank = layer.num_experts // ranks
     budget, shape = config.replica_memory_bytes, layer.experts.shape()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
 from prophet.engine.checkpoint.balancing import engine_state, engine_state_from
-from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of, planner_of
+from prophet.engine.config import AUTO, EngineConfig, Experiment, check_budget, context_of, planner_of, topology_for
 from prophet.engine.identical_experts import check_not_copies
 from prophet.engine.overflow import Following
 from prophet.engine.parallel import clip_grad_norm_, update_biases
@@ -34,6 +34,7 @@ from prophet.experts.replica import ReplicaPool
 from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.gradient_watch import GradientWatch
 from prophet.layer.moe import MoE
+from prophet.machine.auto import topology_of
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective
 from prophet.ranks.waiting import Waiter
@@ -79,7 +80,11 @@ class Engine:
         self.config, self.experiment = config, experiment
         self.planner: Planner = planner_of(config, collective.rank)
         self.compared = collective.size > 1 and self.planner.replicates
-        contexts = [context_of(layer, collective.size, config) for layer in layers]
+        if config.topology == AUTO and self.compared and config.slots_per_rank > 0:
+            topology = topology_of(collective, layers[0].experts)
+        else:
+            topology = topology_for(config, collective.size)
+        contexts = [context_of(layer, topology, config) for layer in layers]
         # No experts come before those of the first block, so only non-MoE compute can hide its transfers
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))
         check_budget(config, self.planner, contexts)
@@ -429,15 +434,17 @@ class Engine:
         """Return the engine's memory between two steps as numbers and tensors: the histories, and the next plans.
 
         A run that loads it on as many ranks uses the placements that this one is going to use, and so goes on bit by
-        bit; without it the first step has no replicas, and its sums another order. Not collective, and the same on
-        every rank.
+        bit; without it the first step has no replicas, and its sums another order. It also has the machine that this
+        run plans for, which a run with `topology="auto"` goes on with, on other hosts too. Not collective, and the same
+        on every rank.
 
         Raises:
             RuntimeError: Within a step.
         """
         self._between_steps("state_dict()")
         plans = [layer.plans.latest() for layer in self.balanced]
-        return engine_state(self.step, plans, [layer.history for layer in self.balanced])
+        topology = self.contexts[0].topology
+        return engine_state(self.step, plans, [layer.history for layer in self.balanced], topology)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; collective in effect: call it with the same state on all ranks.
@@ -448,11 +455,13 @@ class Engine:
         """
         self._between_steps("load_state_dict()")
         homes, present = [x.homes for x in self.balanced], [x.history for x in self.balanced]
-        step, plans, histories = engine_state_from(state, homes, present)
+        step, plans, histories, topology = engine_state_from(state, homes, present)
         # All plans are checked before anything is changed
         for layer, plan in zip(self.balanced, plans, strict=True):
             if plan is not None:
                 layer.check(plan.placement)
+        if topology is not None and self.config.topology == AUTO:
+            self.set_topology(topology)
         self._drop_plans()
         for layer, plan, history in zip(self.balanced, plans, histories, strict=True):
             layer.resume(plan, history)

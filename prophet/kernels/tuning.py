@@ -18,6 +18,8 @@ from typing import Literal
 
 import torch
 
+from prophet.files import cache_folder
+
 Kind = Literal["rows", "weights"]
 # most bytes of a file that is read: a few thousand entries are far below
 FILE_BYTES = 1 << 20
@@ -82,7 +84,7 @@ def architecture_of(device: torch.device) -> Architecture | None:
 
 def cache_file() -> Path:
     """Return the path where measured choices are kept."""
-    return Path.home() / ".cache" / "moe-prophet" / "tiles.json"
+    return cache_folder() / "tiles.json"
 
 
 def shape_class(rows: int, cols: int, depth: int) -> tuple[int, int, int]:

@@ -76,12 +76,17 @@ class Probe:
         collective: The ranks.
         device: Where the operations run.
         repeats: Turns of every run.
+        budget_s: Seconds of samples after which no further turn begins. All ranks count the slowest one's.
     """
 
-    def __init__(self, collective: Collective, device: torch.device, repeats: int) -> None:
+    def __init__(
+        self, collective: Collective, device: torch.device, repeats: int, *, budget_s: float = math.inf
+    ) -> None:
         self.collective = collective
         self.device = device
         self.repeats = repeats
+        self.budget_s = budget_s
+        self._spent_s = 0.0
 
     def sync(self) -> None:
         """Wait until the device has done what it was given."""
@@ -108,14 +113,17 @@ class Probe:
         for run in runs:
             # First touch of memory and connections
             run()
-        first = [float(self._sample(run).max()) for run in runs]
+        first = [float(self.sample(run).max()) for run in runs]
         turn_s = max(*first, _TURN_S)
         often = [max(1, min(_OFTEN, int(turn_s / max(seconds, 1e-9)))) for seconds in first]
         samples: list[list[FloatArray]] = [[] for _ in runs]
-        for _ in range(self.repeats):
+        end_s = self._spent_s + self.budget_s - sum(first)
+        for turn in range(self.repeats):
+            if turn and self._spent_s > end_s:
+                break
             # In turns: other load on the machine meets all runs alike
             for run, times, found in zip(runs, often, samples, strict=True):
-                found.extend(self._sample(run) for _ in range(times))
+                found.extend(self.sample(run) for _ in range(times))
         return [np.stack(found) for found in samples]
 
     def differences(self, first: Callable[[], float], second: Callable[[], float]) -> FloatArray:
@@ -124,7 +132,7 @@ class Probe:
         Both time themselves.
         """
         # Each pair in one sample, so slow drifts of the machine cancel out.
-        return np.array([self._sample(lambda: -first() + second()).max() for _ in range(self.repeats)])
+        return np.array([self.sample(lambda: -first() + second()).max() for _ in range(self.repeats)])
 
     def lower(self, runs: Sequence[Callable[[], float | None]]) -> list[float]:
         """Lower-quartile seconds of every run by the slowest rank."""
@@ -132,7 +140,7 @@ class Probe:
         found: list[float] = lower.tolist()
         return found
 
-    def _sample(self, run: Callable[[], float | None]) -> FloatArray:
+    def sample(self, run: Callable[[], float | None]) -> FloatArray:
         """Seconds of one call on every rank, [R]; collective."""
         # All ranks start together, as in training
         self.collective.all_gather(torch.zeros(1, device=self.device), op=Operation("start of a probe"))
@@ -143,6 +151,7 @@ class Probe:
         took = time.perf_counter() - before if own is None else own
         mine = torch.tensor([took], dtype=torch.float64, device=self.device)
         found: FloatArray = self.collective.all_gather(mine, op=Operation("end of a probe")).cpu().numpy().reshape(-1)
+        self._spent_s += float(found.max())
         return found
 
 
@@ -201,10 +210,19 @@ def _measure(
     return Measured(operation, unit, tuple(points[: len(fitted)]), tuple(points[len(fitted) :]), by_rank)
 
 
-def _measure_exchange(
+def measure_exchange(
     probe: Probe, operation: str, peers: np.ndarray, bank: Bank, ranges: Ranges, parts: Parts
 ) -> Measured:
-    """Time an all-to-all in which every rank sends the same number of rows [D], in all, to its `peers` [R]."""
+    """Time an all-to-all in which every rank sends the same number of rows [D], in all, to its `peers`.
+
+    Args:
+        probe: Times it.
+        operation: Its name.
+        peers: Whether this rank sends to each rank, [R].
+        bank: Has the rows' width and dtype.
+        ranges: Sizes to measure.
+        parts: Chooses among the fitted and the held-out sizes.
+    """
     op = Operation("probe of the all-to-all")
     count = max(1, int(peers.sum()))
     row_bytes = bank.dim * bank.dtype.itemsize
@@ -233,10 +251,15 @@ def discard(_: object) -> None:
     """Let go of a result, so that a run returns None and the whole call counts as its time."""
 
 
-def _measure_experts(
-    probe: Probe, banks: Mapping[int, Bank], ranges: Ranges, parts: Parts
-) -> tuple[Measured, Measured]:
-    """Time forward and backward pass of `tokens` rows over G experts, for every G of `banks`."""
+def measure_experts(probe: Probe, banks: Mapping[int, Bank], ranges: Ranges, parts: Parts) -> tuple[Measured, Measured]:
+    """Time forward and backward pass of `tokens` rows over G experts.
+
+    Args:
+        probe: Times them.
+        banks: Of G experts, by G.
+        ranges: Sizes to measure.
+        parts: Chooses among the fitted and the held-out sizes.
+    """
     tokens, between = _spaced(*ranges.tokens, ranges.points)
     fitted = [(n, g) for g in banks for n in tokens]
     held_out = [(n, g) for g in banks for n in between]
@@ -272,8 +295,15 @@ def _measure_experts(
     )
 
 
-def _measure_transfers(probe: Probe, bank: Bank, ranges: Ranges, parts: Parts) -> tuple[Measured, Measured]:
-    """Time Trans and Agg: every rank sends half experts to the ranks after it, and takes in as many."""
+def measure_transfers(probe: Probe, bank: Bank, ranges: Ranges, parts: Parts) -> tuple[Measured, Measured]:
+    """Time Trans and Agg: every rank sends half experts to the ranks after it, and takes in as many.
+
+    Args:
+        probe: Times them.
+        bank: Of one expert at least.
+        ranges: Sizes to measure.
+        parts: Chooses among the fitted and the held-out sizes.
+    """
     size, rank = probe.collective.size, probe.collective.rank
     numel = max(1, bank.expert_numel // 2)
     fitted, held_out = _spaced(*ranges.halves, ranges.points)
@@ -405,10 +435,10 @@ def measure_all(
     for level, peers in (("intra", (node == node[rank]) & (np.arange(size) != rank)), ("inter", node != node[rank])):
         # The last node may be smaller, and a rank without peers must still take part.
         if _collective_max(collective, int(peers.sum()), device):
-            found.append(_measure_exchange(probe, f"a2a_{level}", peers, first, ranges, parts))
-    found += _measure_experts(probe, banks, ranges, parts)
+            found.append(measure_exchange(probe, f"a2a_{level}", peers, first, ranges, parts))
+    found += measure_experts(probe, banks, ranges, parts)
     if size > 1:
-        found += _measure_transfers(probe, first, ranges, parts)
+        found += measure_transfers(probe, first, ranges, parts)
     return {m.operation: m for m in found}
 
 

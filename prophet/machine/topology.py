@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ _FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, *_RATES, "i
 def read_topology(path: str | os.PathLike[str]) -> Topology:
     """Read a topology file; raises `TopologyError` for one that is missing, too large, damaged or contradictory."""
     file = Path(path)
-    return _from_file(file, _topology)
+    return _from_file(file, topology_from)
 
 
 def read_fits(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
@@ -57,7 +58,8 @@ def _fits(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
-def _topology(table: Mapping[str, Any]) -> Topology:
+def topology_from(table: Mapping[str, Any]) -> Topology:
+    """Read what `topology_table` returned, of unknown origin; raises `SpecError` or `TopologyError`."""
     _known(table, "", _FIELDS)
     # A later format may mean something else by the same names
     if table.get("format") != FORMAT:
@@ -133,6 +135,23 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def topology_table(topology: Topology) -> dict[str, Any]:
+    """Return a topology as numbers, strings, lists and tables by name, as its file has it."""
+    return {
+        "format": FORMAT,
+        "name": topology.name,
+        "ranks": topology.ranks,
+        "ranks_per_node": topology.ranks_per_node,
+        **{name: getattr(topology, name) for name in (*_OVERHEADS, *_RATES)},
+        "intra": asdict(topology.intra),
+        "inter": asdict(topology.inter),
+        "rank": {
+            "flops_per_s": [float(f) for f in topology.flops_per_s],
+            "free_bytes": [int(b) for b in topology.free_bytes],
+        },
+    }
+
+
 def write_topology(
     path: str | os.PathLike[str], topology: Topology, *, fits: Mapping[str, Mapping[str, float]] | None = None
 ) -> None:
@@ -143,31 +162,23 @@ def write_topology(
         topology: What to write.
         fits: Figures of the measured lines by operation (see `read_fits`); None records none.
     """
-    lines = [
-        f"format = {FORMAT}",
-        f"name = {_quoted(topology.name)}",
-        f"ranks = {topology.ranks}",
-        f"ranks_per_node = {topology.ranks_per_node}",
-        # repr gives as many digits as it takes to read back the same number.
-        f"expert_overhead_s = {topology.expert_overhead_s!r}",
-        f"call_overhead_s = {topology.call_overhead_s!r}",
-        f"trans_rate = {topology.trans_rate!r}",
-        f"agg_rate = {topology.agg_rate!r}",
-        f"overlap_cost = {topology.overlap_cost!r}",
-    ]
-    for key, link in (("intra", topology.intra), ("inter", topology.inter)):
-        lines += ["", f"[{key}]", f"bytes_per_s = {link.bytes_per_s!r}", f"latency_s = {link.latency_s!r}"]
-    lines += [
-        "",
-        "[rank]",
-        f"flops_per_s = {[float(f) for f in topology.flops_per_s]}",
-        f"free_bytes = {[int(b) for b in topology.free_bytes]}",
-    ]
-    for operation, figures in (fits or {}).items():
-        lines += ["", f"[fit.{operation}]"] + [f"{name} = {float(value)!r}" for name, value in figures.items()]
+    tables = topology_table(topology)
+    # Plain values come before the first table in TOML
+    lines = _lines({name: value for name, value in tables.items() if not isinstance(value, dict)})
+    tables |= {
+        f"fit.{operation}": {n: float(v) for n, v in figures.items()} for operation, figures in (fits or {}).items()
+    }
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *_lines(table)]
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     # Under another name first: whoever reads meanwhile sees the old file.
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
     temporary.replace(file)
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    # repr gives as many digits as it takes to read back the same number
+    return [f"{n} = {_quoted(v) if isinstance(v, str) else repr(v)}" for n, v in values.items()]

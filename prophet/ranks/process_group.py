@@ -157,13 +157,17 @@ class ProcessGroupCollective(Collective):
             level = dist.get_debug_level()  # type: ignore[attr-defined]
             # At DETAIL torch compares the ranks' message counts, which differ where some rows are empty
             counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
-            over_gloo = "cpu:gloo" in str(dist.get_backend_config(self.groups["tokens"]))
+            over_gloo = "cpu:gloo" in self.backend()
             self._receive_first = not counted and over_gloo and self._on_several_hosts()
         # For posting and for waiting; made by the first all-to-all
         self._threads: dict[Channel, tuple[Waiter, Waiter]] = {}
         self._posted: dict[Channel, int] = dict.fromkeys(self.groups, 0)
         self._single: Waiter | None = None
         _made.add(self)
+
+    def backend(self) -> str:
+        """Return the backends of its groups as text, such as "cpu:gloo,cuda:nccl"."""
+        return str(dist.get_backend_config(self.groups["tokens"]))
 
     def _on_several_hosts(self) -> bool:
         """Whether the ranks are on more than one host; collective unless all places are known."""

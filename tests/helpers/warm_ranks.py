@@ -24,6 +24,7 @@ IMPORTED = (
     "transformers.models.mixtral.modeling_mixtral",
     "prophet.convert.record",  # names of `prophet` load when they are used
     "prophet.monitor.writer",
+    "tests.helpers.unmeasured",
     "tests.helpers.training",
     "tests.helpers.elastic_experts",
     "tests.helpers.sliced_models",

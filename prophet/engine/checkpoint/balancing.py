@@ -19,8 +19,9 @@ import torch
 
 from prophet.engine.history import History
 from prophet.engine.replan import KeptPlan, Reason
-from prophet.errors import SpecError
-from prophet.spec import Placement
+from prophet.errors import SpecError, TopologyError
+from prophet.machine.topology import topology_from, topology_table
+from prophet.spec import Placement, Topology
 
 # The fields of a plan that are saved as they are, and their types
 _NUMBERS: dict[str, Any] = {
@@ -32,25 +33,29 @@ _NUMBERS: dict[str, Any] = {
 }
 
 
-def engine_state(step: int, plans: Sequence[KeptPlan | None], histories: Sequence[History]) -> dict[str, Any]:
+def engine_state(
+    step: int, plans: Sequence[KeptPlan | None], histories: Sequence[History], topology: Topology
+) -> dict[str, Any]:
     """Return the memory as numbers and tensors by name.
 
     Args:
         step: The number of the next step.
         plans: What is planned for it, by layer, or None.
         histories: By layer.
+        topology: The machine that is planned for.
     """
     return {
         "step": step,
         "ranks": histories[0].ranks,
         "plans": [None if plan is None else plan_state(plan) for plan in plans],
         "histories": [{k: torch.from_numpy(v) for k, v in h.arrays().items()} for h in histories],
+        "topology": topology_table(topology),
     }
 
 
 def engine_state_from(
     state: Mapping[str, Any], homes: Sequence[Placement], like: Sequence[History]
-) -> tuple[int, list[KeptPlan | None], list[History]]:
+) -> tuple[int, list[KeptPlan | None], list[History], Topology | None]:
     """Read what `engine_state` returned.
 
     Args:
@@ -59,13 +64,13 @@ def engine_state_from(
         like: Histories of the same kind, by layer; they are not changed.
 
     Returns:
-        The step, the plans and the histories.
+        The step, the plans, the histories and the machine; None for that where an earlier release has not saved it.
 
     Raises:
         SpecError: For the state of another number of ranks or of other layers, and for a value that is no state.
     """
     # A checkpoint may come from anywhere, so each field is checked before the next one relies on it
-    if set(state) != {"step", "ranks", "plans", "histories"}:
+    if set(state) - {"topology"} != {"step", "ranks", "plans", "histories"}:
         raise SpecError(f"expected the state of an engine, got {', '.join(sorted(map(str, state))) or 'nothing'}")
     if not isinstance(state["step"], int) or state["step"] < 0:
         raise SpecError(f"step: expected an integer from 0 on, got {state['step']!r}")
@@ -83,7 +88,27 @@ def engine_state_from(
         # A copy, restored: nothing of the engine changes where a later layer's state is refused
         histories.append(copy.deepcopy(like[i]))
         histories[i].restore({k: array(saved.get(k), f"{where}, {k}", v.shape, v.dtype) for k, v in mine.items()})
-    return int(state["step"]), plans, histories
+    topology = _topology(state["topology"], homes[0].ranks) if "topology" in state else None
+    return int(state["step"]), plans, histories, topology
+
+
+def _topology(table: Any, ranks: int) -> Topology:
+    """Read the machine of an engine's state.
+
+    Args:
+        table: The state, of unknown origin.
+        ranks: How many it must have.
+
+    Raises:
+        SpecError: For anything that is no topology of so many ranks.
+    """
+    try:
+        topology = topology_from(table) if isinstance(table, Mapping) else None
+    except TopologyError as error:
+        raise SpecError(f"topology: {error}") from None
+    if topology is None or topology.ranks != ranks:
+        raise SpecError(f"topology: expected a machine of {ranks} ranks")
+    return topology
 
 
 def plan_state(plan: KeptPlan) -> dict[str, Any]:
