@@ -185,8 +185,6 @@ def _sizes(c: _Fields, family: Family, name: str, assumed: list[str]) -> ModelSi
     kv_heads = c.whole("num_key_value_heads", least=1) or heads
     if heads % kv_heads:
         raise c.refused("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    if dim % heads and c.get("head_dim") is None and c.get("kv_lora_rank") is None:
-        raise c.refused("num_attention_heads", f"a divisor of hidden_size = {dim}, where there is no head_dim")
     experts = c.whole("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") or 0
     # Without experts the fields about them mean nothing
     sparse = _blocks_with_experts(c, layers) if experts else 0
