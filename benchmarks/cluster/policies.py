@@ -17,11 +17,12 @@ System = Literal["prophet", "deepspeed", "tutel"]
 class Policy:
     """How a run is balanced.
 
-    system: whose MoE layer runs. planner: of our engine, a name or "MODULE:FUNCTION" (see `planner_of`). schedule: how
-    its transfers are laid out. even: the routing is replaced by a perfectly even one. plain: our layer without the
-    engine. use_windows: whether the planner knows of the compute under which transfers hide (Eq. 8). transfers: the
-    form of Trans and Agg. refetch: replicas' parameters are fetched again for the backward pass. replan: when
-    placements are planned anew, and for which load.
+    system: whose MoE layer runs. planner: of our engine, a name or "MODULE:FUNCTION" (see `planner_of`). schedule:
+    how its transfers are laid out. even: the routing is replaced by a perfectly even one. plain: our layer without
+    the engine. use_windows: whether the planner knows of the compute under which transfers hide (Eq. 8). transfers:
+    the form of Trans and Agg. topology: what the planner knows of the machine, the run's own calibration by
+    default. refetch: replicas' parameters are fetched again for the backward pass. replan: when placements are
+    planned anew, and for which load.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Policy:
     planner: str = "static"
     schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
     transfers: Literal["auto", "direct", "two-phase"] = "auto"
+    topology: Literal["calibrated", "auto", "uniform"] = "calibrated"
     refetch: bool = False
     even: bool = False
     plain: bool = False
@@ -54,6 +56,8 @@ _ALL = (
     Policy(name="prophet-refetch", planner="prophet", refetch=True),
     Policy(name="prophet-no-windows", planner="prophet", use_windows=False),
     Policy(name="prophet-best-prediction", planner="prophet", replan=replace(EVERY_STEP, predict="best")),
+    Policy(name="prophet-auto", planner="prophet", topology="auto", use_windows=False),
+    Policy(name="prophet-uniform", planner="prophet", topology="uniform", use_windows=False),
     Policy(name="forced-balance", even=True, plain=True),
     Policy(name="forced-balance-prophet", planner="prophet", even=True),
     Policy(name="deepspeed", system="deepspeed"),

@@ -349,6 +349,8 @@ class Testbed:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTHONFAULTHANDLER": "1",
             "DS_ACCELERATOR": "cpu",
+            # topology="auto" must not remember these hosts, which have this machine's name
+            "HOME": str(self.scratch),
         }
         popen = subprocess.Popen(
             command,

@@ -190,9 +190,10 @@ class Bench:
 
     def config(self, p: Policy) -> EngineConfig:
         calibration = self.calibration
+        known = "uniform" if calibration is None else calibration.topology
         return EngineConfig(
             planner=planner_of(p),
-            topology="uniform" if calibration is None else calibration.topology,
+            topology=known if p.topology == "calibrated" else p.topology,
             windows=calibration.windows if calibration is not None and p.use_windows else Windows(),
             slots_per_rank=self.slots,
             refetch=p.refetch,
