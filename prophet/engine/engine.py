@@ -185,6 +185,8 @@ class Engine:
             return
         if self.runtime.recording is not None:
             self.runtime.recording.begin()
+        # The model may have gone to a device since `attach`
+        self.stopwatch.on(self.device)
         with self.stopwatch("exposed_plan"):
             for layer in self.balanced:
                 layer.take_plan()
@@ -258,11 +260,10 @@ class Engine:
         if self.runtime.recording is not None:
             self.runtime.recording.end()
         update_biases(self.layers, [layer.counts.choices for layer in self.balanced])
-        # On an accelerator the host's clock says when work was launched, not how long it took
-        if self.device.type == "cpu":
-            seconds = self.runtime.windows.take()
-            for layer in self.balanced:
-                layer.windows.measured(seconds)
+        # On a device those of the step before, which are over: none at the end of the first step
+        seconds = self.runtime.windows.take()
+        for layer in self.balanced if seconds else ():
+            layer.windows.measured(seconds)
         self.last_step = self._report(step, [layer.end_step() for layer in self.balanced])
         if self.collective.rank == 0:
             # The first plan is in force from the second step on, so two steps show what balancing does
@@ -355,8 +356,7 @@ class Engine:
         """The measured value of `EngineConfig.windows`, to be read between two steps.
 
         It is the non-MoE compute of a block: the mean over ranks and the last steps, the median over blocks. None
-        before the third step, with one rank, with `planner="static"`, and on accelerators, whose windows the host
-        cannot time.
+        before the third step (on accelerators the fourth), with one rank, and with `planner="static"`.
         """
         found_us = self._agreed_us()
         if not found_us:

@@ -25,7 +25,7 @@ class StepReport:
         rank_load_static: Rows [L, R] that it would have computed without replicas.
         copies: Replicas [L, R] that it held.
         dropped: Choices [L] dropped for lack of capacity.
-        seconds: Host seconds on this rank by activity.
+        seconds: Seconds on this rank by activity: the host's, or on a device its own, of the step before.
         actions: The transfers in the order in which this rank launched them.
         placements: The placement in force, by layer.
         forms: How its Trans and Agg travelled, by layer.

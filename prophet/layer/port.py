@@ -88,7 +88,7 @@ class Port(Protocol):
 
     @property
     def stopwatch(self) -> Stopwatch:
-        """Where the layer counts its host seconds."""
+        """Where the layer counts its seconds."""
 
     def begin(self, forward: Pass) -> None:
         """Note that a forward pass has reached the layer: all calls up to the next `begin` belong to it."""

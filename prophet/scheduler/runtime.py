@@ -43,7 +43,7 @@ class Runtime:
         accumulation_steps: Microbatches of a step.
         refetch: Drop replicas' parameters after the forward pass, and fetch them again for the backward pass (the last
             block's stay).
-        stopwatch: Counts host seconds; None for a new one.
+        stopwatch: Counts seconds; None for a new one.
 
     Attributes:
         step: The step under way.

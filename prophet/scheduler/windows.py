@@ -1,7 +1,8 @@
-"""How long the windows of a step are: as this rank's host sees them, as all ranks agree, and by the model.
+"""How long the windows of a step are: as this rank measures them, as all ranks agree, and by the model.
 
 Each rank measures its windows itself. The lengths travel with the counts, and the mean over ranks cuts the
-transfers, which has to be the same everywhere.
+transfers, which has to be the same everywhere. On a device that computes behind the host's back, events mark the time.
+They are read one step later, so that nothing waits for the device.
 
 Shape legend: R ranks, L layers, W windows of a block.
 """
@@ -13,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from prophet.ranks.clocks import Mark, clock_on, on_host, seconds
 from prophet.scheduler.actions import Window, WindowKind
 from prophet.spec import FloatArray, IntArray, PlanContext
 
@@ -24,22 +27,24 @@ KINDS: tuple[WindowKind, ...] = ("FEC", "FNEC", "BNEC", "BEC")
 _ENDS: tuple[WindowKind, ...] = ("START", "END")
 # of four parts: how much of the lengths so far a new measurement leaves
 _KEEP = 3
+# pairs of marks that a stopwatch keeps unread
+_MOST_MARKS = 1 << 14
 
 
 class Timing:
     """One stretch of time that a stopwatch counts: a context, or `start` and `stop` where the two lie apart."""
 
-    __slots__ = ("_began_s", "_name", "_stopwatch")
+    __slots__ = ("_began", "_name", "_stopwatch")
 
     def __init__(self, stopwatch: Stopwatch, name: str) -> None:
         self._stopwatch, self._name = stopwatch, name
-        self._began_s = 0.0
+        self._began: Mark = 0.0
 
     def start(self) -> None:
-        self._began_s = time.perf_counter()
+        self._began = self._stopwatch.now()
 
     def stop(self) -> None:
-        self._stopwatch.add(self._name, time.perf_counter() - self._began_s)
+        self._stopwatch.between(self._name, self._began, self._stopwatch.now())
 
     def __enter__(self) -> None:
         self.start()
@@ -49,10 +54,25 @@ class Timing:
 
 
 class Stopwatch:
-    """Host seconds by name, summed over a step: `with stopwatch("split"): ...`."""
+    """Seconds by name, summed over a step: `with stopwatch("split"): ...`.
+
+    Attributes:
+        now: Marks the time: by the host's clock until `on` is called.
+        seconds: What is known so far.
+        waits: The stretches of waiting on a device since a `WindowClock` put a list here; None: nobody asks.
+    """
 
     def __init__(self) -> None:
+        self.now: Callable[[], Mark] = time.perf_counter
         self.seconds: dict[str, float] = {}
+        self.waits: list[tuple[Mark, Mark]] | None = None
+        # of a device, by name: of this step, and of the one before it
+        self._stretches: list[tuple[str, Mark, Mark]] = []
+        self._earlier: list[tuple[str, Mark, Mark]] = []
+
+    def on(self, device: torch.device) -> None:
+        """Time what runs on `device` from now on."""
+        self.now = clock_on(device)
 
     def __call__(self, name: str) -> Timing:
         """Return a stretch of time that counts towards `name`."""
@@ -62,8 +82,30 @@ class Stopwatch:
         """Count `seconds` towards `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
+    def between(self, name: str, began: Mark, ended: Mark) -> None:
+        """Count the time from one mark to another towards `name`."""
+        if on_host(ended):
+            self.add(name, ended - began)
+            return
+        self._stretches.append((name, began, ended))
+        if self.waits is not None and name in WAITS:
+            self.waits.append((began, ended))
+        # a long evaluation has no step that would end: its marks must not pile up, and the first ones are long over
+        if len(self._stretches) > _MOST_MARKS:
+            first, self._stretches = self._stretches[: _MOST_MARKS // 2], self._stretches[_MOST_MARKS // 2 :]
+            self._count(first)
+
+    def _count(self, stretches: Sequence[tuple[str, Mark, Mark]]) -> None:
+        for name, began, ended in stretches:
+            self.add(name, seconds(began, ended))
+
     def take(self) -> dict[str, float]:
-        """Return what was measured, and start again from zero."""
+        """Return what was measured, and start again from zero.
+
+        What ran on a device is returned one call later. Until then it may not be over.
+        """
+        self._count(self._earlier)
+        self._earlier, self._stretches = self._stretches, []
         taken, self.seconds = self.seconds, {}
         return taken
 
@@ -75,38 +117,52 @@ class Stopwatch:
 class WindowClock:
     """Seconds of compute by window: from one window's start to the next one's, less what was waiting.
 
-    On a device that computes behind the host's back these are not the device's seconds.
-
     Args:
         stopwatch: Knows how long was waited.
-        now: Returns seconds; another one in tests.
+        now: Marks the time, as the stopwatch does; another one in tests.
     """
 
-    def __init__(self, stopwatch: Stopwatch, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, stopwatch: Stopwatch, now: Callable[[], Mark] | None = None) -> None:
         self._stopwatch = stopwatch
-        self._now = now
-        self._open: tuple[Window, float, float] | None = None
+        self._now = now or (lambda: stopwatch.now())
+        self._open: tuple[Window, Mark, float] | None = None
         self._seconds: dict[Window, list[float]] = {}
+        # of a device, with the waits in it: of this step, and of the one before it
+        self._marked: list[tuple[Window, Mark, Mark, list[tuple[Mark, Mark]]]] = []
+        self._earlier: list[tuple[Window, Mark, Mark, list[tuple[Mark, Mark]]]] = []
 
     def enter(self, window: Window) -> None:
         """Note that a window starts, and that the one before it ends."""
         self.close()
+        self._stopwatch.waits = []
         self._open = (window, self._now(), self._stopwatch.waited())
 
     def close(self) -> None:
         """Note that the window under way ends."""
         if self._open is not None:
-            window, began_s, waited_s = self._open
-            spent = self._now() - began_s - (self._stopwatch.waited() - waited_s)
-            # two clocks are read, one after the other: a window of nothing could come out negative
-            self._seconds.setdefault(window, []).append(max(spent, 0.0))
+            (window, began, waited_s), ended = self._open, self._now()
+            waits, self._stopwatch.waits = self._stopwatch.waits or [], None
+            if on_host(ended):
+                self._add(window, ended - began - (self._stopwatch.waited() - waited_s))
+            else:
+                self._marked.append((window, began, ended, waits))
             self._open = None
 
+    def _add(self, window: Window, spent_s: float) -> None:
+        # two clocks are read, one after the other: a window of nothing could come out negative
+        self._seconds.setdefault(window, []).append(max(spent_s, 0.0))
+
     def take(self) -> dict[Window, float]:
-        """Return every window's mean length, and start again: with several microbatches each is measured often."""
+        """Return every window's mean length, and start again: with several microbatches each is measured often.
+
+        Windows on a device are returned one call later. Until then they may not be over.
+        """
         self.close()
+        for window, began, ended, waits in self._earlier:
+            self._add(window, seconds(began, ended) - sum(seconds(*wait) for wait in waits))
+        self._earlier, self._marked = self._marked, []
         taken, self._seconds = self._seconds, {}
-        return {window: sum(seconds) / len(seconds) for window, seconds in taken.items()}
+        return {window: sum(found) / len(found) for window, found in taken.items()}
 
 
 class BlockWindows:
@@ -141,7 +197,7 @@ class BlockWindows:
 
 
 def predicted_window_us(contexts: Sequence[PlanContext], rank_load_LR: Sequence[IntArray]) -> dict[Window, int]:
-    """Return microseconds by window from the performance model, for devices whose windows the host cannot time.
+    """Return microseconds by window from the performance model, for the steps before the first measurement.
 
     Args:
         contexts: The machine and the layer, by block, [L].

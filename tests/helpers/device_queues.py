@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,7 +44,10 @@ class DeviceHazard(RuntimeError):
 
 @dataclass(eq=False)
 class Work:
-    """Something in a queue of a rank's device. It starts after `needs`; with its meetings it is over."""
+    """Something in a queue of a rank's device. It starts after `needs`; with its meetings it is over.
+
+    operators: how many it is. The device's clock counts them in each queue.
+    """
 
     name: str
     rank: int
@@ -53,6 +57,7 @@ class Work:
     meetings: list[Meeting] = field(default_factory=list)
     started: bool = False
     over: bool = False
+    operators: int = 0
     thread: threading.Thread = field(default_factory=threading.current_thread)
 
     def __str__(self) -> str:
@@ -138,6 +143,7 @@ class Queues:
     Attributes:
         changed: To be held while something is launched.
         last: The work at the end of each rank's queues.
+        operators: How many have run in each rank's queues.
         threads: Those of each rank that may launch work.
     """
 
@@ -146,6 +152,7 @@ class Queues:
         self._chance = random.Random(side)
         self.changed = threading.Condition(threading.RLock())
         self.last: dict[tuple[int, str], Work] = {}
+        self.operators: dict[tuple[int, str], int] = defaultdict(int)
         self.threads: dict[int, set[threading.Thread]] = {rank: set() for rank in range(size)}
         self.failure: BaseException | None = None
         self._meetings: dict[Hashable, Meeting] = {}
@@ -230,6 +237,7 @@ class Queues:
                 if work.run is not None:
                     work.run()
                     work.run = None
+                self.operators[work.rank, work.queue] += work.operators
             if work.started and all(meeting.over for meeting in work.meetings):
                 work.over = moved = True
         self._ahead = [work for work in self._ahead if not work.over]

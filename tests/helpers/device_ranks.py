@@ -158,8 +158,12 @@ class CurrentStream:
     def __init__(self, world: DeviceWorld, rank: int) -> None:
         self.world, self.rank, self.name = world, rank, "default stream"
 
-    def launch(self, name: str, run: Callable[[], None] | None, *needs: Work) -> Work:
-        return self.world.launch(Work(name, self.rank, self.name, list(needs), run))
+    def launch(self, name: str, run: Callable[[], None] | None, *needs: Work, operators: int = 0) -> Work:
+        return self.world.launch(Work(name, self.rank, self.name, list(needs), run, operators=operators))
+
+    def timed_event(self, waits: list[str]) -> TimedEvent:
+        """An event that notes how many operators have run in this stream."""
+        return TimedEvent(self, waits)
 
     def record_event(self) -> Work | None:
         """What is at its end now, as `torch.Stream` does it."""
@@ -177,6 +181,38 @@ class CurrentStream:
         last = self.world.last.get((self.rank, self.name))
         if last is not None:
             self.world.read(last)
+
+    def synchronize_all(self) -> None:
+        """Wait on the host for all that was launched on this rank."""
+        with self.world.changed:
+            ends = [work for (rank, _), work in self.world.last.items() if rank == self.rank]
+        for work in ends:
+            self.world.read(work)
+
+
+class TimedEvent:
+    """An event of a stream that notes the device's time, when the device comes to it.
+
+    waits: Where the host had to wait; it has to if it asks too early.
+    """
+
+    def __init__(self, stream: CurrentStream, waits: list[str]) -> None:
+        self.world, self.waits, self.operators = stream.world, waits, 0
+        self._place = (stream.rank, stream.name)
+        self._work = stream.launch("timed event", self._note)
+
+    def _note(self) -> None:
+        self.operators = self.world.operators[self._place]
+
+    def synchronize(self) -> None:
+        if not self._work.over:
+            self.waits.append("a time of the device that it has not come to")
+            self.world.read(self._work)
+
+    def elapsed_time(self, later: TimedEvent) -> float:
+        assert self._place == later._place, "times of two streams"
+        assert self._work.over and later._work.over
+        return float(later.operators - self.operators)
 
 
 class OwnStream(CurrentStream):

@@ -22,9 +22,13 @@ _STANDS_OUT = {torch.uint8: 0xA5, torch.int8: -0x5B, torch.int16: -0x5A5B, torch
 class Stream(Protocol):
     """The stream that is current in the calling thread."""
 
-    def launch(self, name: str, run: Callable[[], None]) -> None: ...
+    def launch(self, name: str, run: Callable[[], None], *, operators: int = 0) -> Any: ...
+
+    def timed_event(self, waits: list[str]) -> Any: ...
 
     def synchronize(self) -> None: ...
+
+    def synchronize_all(self) -> None: ...
 
     def beside(self) -> Any: ...
 
@@ -58,6 +62,12 @@ class Late(Watch):
 
     def current_stream(self) -> Any:
         return self.stream
+
+    def timed_event(self) -> Any:
+        return self.stream.timed_event(self.waits)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize_all()
 
     def wait(self, func: Any) -> None:
         super().wait(func)
@@ -96,7 +106,7 @@ class Late(Watch):
                 for o, f, w in zip(out or (), found or (), written, strict=True):
                     _fill(o, f, w)
 
-        self.stream.launch(str(func), run)
+        self.stream.launch(str(func), run, operators=1)
         return out
 
 

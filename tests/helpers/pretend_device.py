@@ -28,7 +28,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from prophet.ranks import side_stream
+from prophet.ranks import clocks, side_stream
 
 NAME = "pretended"
 SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
@@ -87,11 +87,15 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class Watch(TorchDispatchMode):
-    """Runs operators of the pretended device. waits: what would have made the host wait, with the line that asked."""
+    """Runs operators of the pretended device. waits: what would have made the host wait, with the line that asked.
+
+    The device's clock counts operators: each takes a millisecond.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -117,6 +121,7 @@ class Watch(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on the values of its arguments."""
+        self.operators += 1
         return func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
 
     def storage(self, host: Tensor) -> Any:
@@ -130,6 +135,13 @@ class Watch(TorchDispatchMode):
     def current_stream(self) -> Any:
         """The stream of the calling thread."""
         raise NotImplementedError
+
+    def timed_event(self) -> Any:
+        """What notes the device's time, in the stream of the calling thread."""
+        return Reached(self.operators)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given."""
 
     def wait(self, func: Any) -> None:
         """Note that an operator would make the host wait."""
@@ -160,6 +172,20 @@ class Watch(TorchDispatchMode):
             torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
         ):
             self.wait(func)
+
+
+class Reached:
+    """An event that the device has come to, after so many operators of its stream."""
+
+    def __init__(self, operators: int) -> None:
+        self.operators = operators
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+    def elapsed_time(self, later: Reached) -> float:
+        """Milliseconds, as torch's events have it."""
+        return float(later.operators - self.operators)
 
 
 def only_shapes() -> bool:
@@ -243,6 +269,11 @@ def _register() -> None:
     side_stream.new_stream = lambda device: _watching.watch.new_stream() if device.type == NAME else made(device)
     side_stream.current_stream = lambda device: (
         _watching.watch.current_stream() if device.type == NAME else current(device)
+    )
+    event, wait = clocks.timed_event, clocks.wait_for_all_streams
+    clocks.timed_event = lambda device: _watching.watch.timed_event() if device.type == NAME else event(device)
+    clocks.wait_for_all_streams = lambda device: (
+        _watching.watch.synchronize() if device.type == NAME else wait(device)
     )
 
 

@@ -34,7 +34,8 @@ from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Placement
 from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceHazard, DeviceWorld, stream
 from tests.helpers.pretend_device import NAME, skip_beside_others, values
-from tests.helpers.training import Case, compare, expected, train
+from tests.helpers.support import FixedPlanner, everywhere
+from tests.helpers.training import Case, Run, compare, expected, train
 
 skip_beside_others()
 
@@ -112,6 +113,37 @@ def test_an_engine_trains_as_the_oracle_does(one_queue: bool, monkeypatch: pytes
     with pytest.warns(UserWarning, match="no topology: replicas are planned for ranks of 100 FLOP per byte"):
         found = on_device(one_queue).run(lambda group: train(case, group))
     compare(expected(case), found)
+
+
+def test_windows_are_as_long_as_on_the_device_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's clock counts operators, so its windows are whole milliseconds, which the host's are not."""
+    monkeypatch.setattr(choice, "triton_available", lambda: False)
+    case = Case(shapes=((2, 3), (4,)), steps=4, seed=7, device=NAME)
+
+    def body(group: DeviceCollective) -> tuple[list[list[int]], list[dict[str, float]], list[Any]]:
+        run = Run(case, group, FixedPlanner(everywhere(case.num_experts, case.ranks)), slots_per_rank=8)
+        told, seconds, steps = [], [], []
+        for step in range(case.steps):
+            steps.append(run.whole_step(step))
+            told.append([us for layer in run.engine.balanced for us in layer.windows.own_us])
+            seconds.append(run.engine.last_step.seconds)  # type: ignore[union-attr]
+        assert run.engine.measured_windows is not None
+        run.close()
+        return told, seconds, steps
+
+    world = on_device()
+    with pytest.warns(UserWarning, match="no topology"):
+        found = world.run(body)
+    compare(expected(case), [steps for _, _, steps in found])
+    for told, seconds, _ in found:
+        assert not any(told[0]), "the first step is read at the end of the second"
+        # No BNEC comes before the first backward pass of experts
+        assert sum(us > 0 for us in told[-1]) == len(told[-1]) - 1
+        assert not any(us % 1000 for us in told[-1])
+        assert "expert" not in seconds[0]
+        assert seconds[-1]["expert"] > 0
+        assert round(1e6 * seconds[-1]["expert"]) % 1000 == 0
+    assert not [wait for waits in world.waits.values() for wait in waits if wait.startswith("a time")]
 
 
 @pytest.mark.parametrize("side", ["late", 1])

@@ -7,11 +7,20 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+import torch
 
+from prophet.ranks import clocks
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import GRAIN, HALVES
 from prophet.scheduler.schedules import block_wise, blocking, cut_of
-from prophet.scheduler.windows import KINDS, BlockWindows, Stopwatch, WindowClock, predicted_window_us
+from prophet.scheduler.windows import (
+    _MOST_MARKS,
+    KINDS,
+    BlockWindows,
+    Stopwatch,
+    WindowClock,
+    predicted_window_us,
+)
 from prophet.spec import LayerShape, PlanContext, Topology, Windows
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
 from tests.helpers.training import Case, Run, compare, expected
@@ -155,3 +164,67 @@ def test_an_engine_says_which_windows_it_measured() -> None:
     last = by_rank[0][-1]
     assert last is not None
     assert min(last.fnec_s, last.bnec_s) > 0
+
+
+class _Event:
+    """Of a device whose clock the test sets; `told`: the milliseconds, once the device has come there."""
+
+    def __init__(self) -> None:
+        self.told: float | None = None
+
+    def synchronize(self) -> None:
+        assert self.told is not None, "the host would wait"
+
+    def elapsed_time(self, later: _Event) -> float:
+        assert self.told is not None
+        assert later.told is not None
+        return later.told - self.told
+
+
+def test_a_devices_marks_are_read_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[_Event] = []
+    monkeypatch.setattr(clocks, "timed_event", lambda _: events.append(_Event()) or events[-1])
+    watch = Stopwatch()
+    watch.on(torch.device("cuda"))
+    clock = WindowClock(watch)
+
+    def step() -> tuple[dict[str, float], dict[Window, float]]:
+        clock.enter(Window("FEC", 0))
+        with watch("expert"):
+            pass
+        with watch("a2a"):
+            pass
+        clock.enter(Window("FNEC", 0))
+        return watch.take(), clock.take()
+
+    assert step() == ({}, {})
+    # the window from 1 to 9 with experts from 2 to 4 and a wait from 4 to 7, then one from 9 to 10
+    for event, ms in zip(events, (1, 2, 4, 4, 7, 9, 9, 10), strict=True):
+        event.told = float(ms)
+    taken, windows = step()
+    assert taken == pytest.approx({"expert": 2e-3, "a2a": 3e-3})
+    assert windows == pytest.approx({Window("FEC", 0): 5e-3, Window("FNEC", 0): 1e-3})
+    # plans are made on the host, whatever computes
+    watch.add("plan", 0.5)
+    for event in events[8:]:
+        event.told = 20.0
+    assert watch.take() == {"plan": 0.5, "expert": 0.0, "a2a": 0.0}
+
+
+def test_marks_of_a_long_evaluation_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter(range(1 << 30))
+
+    def timed_event(_: torch.device) -> _Event:
+        event = _Event()
+        event.told = float(next(made))
+        return event
+
+    monkeypatch.setattr(clocks, "timed_event", timed_event)
+    watch = Stopwatch()
+    watch.on(torch.device("cuda"))
+    for _ in range(3 * _MOST_MARKS):
+        with watch("expert"):
+            pass
+    assert len(watch._stretches) <= _MOST_MARKS
+    first = watch.take()["expert"]
+    assert first + watch.take()["expert"] == pytest.approx(3e-3 * _MOST_MARKS)
