@@ -20,12 +20,20 @@ def add(commands: Any) -> None:
         "demo",
         description="Train byte-level MoE language models on real text with several expert-parallel ranks "
         "(processes of this machine), without and with balancing in turns, and compare the two. This takes about "
-        "two minutes on two cores.",
+        "two minutes on two cores. With --device cuda each rank has a GPU, and the model is larger.",
         epilog="Writes report.html, routing.npz, metrics.jsonl, step.json (a trace of the last step, for "
         "Perfetto) and summary.json into the output folder.",
     )
     add = demo.add_argument
-    add("--ranks", type=positive, metavar="N", help="expert-parallel ranks (default: one per core, two to eight)")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where ranks train, cuda over NCCL (default: %(default)s)",
+    )
+    add(
+        "--ranks", type=positive, metavar="N", help="expert-parallel ranks (default: one per core or GPU, two to eight)"
+    )
     add("--steps", type=positive, default=40, metavar="N", help="steps of each run and seed (default: %(default)s)")
     add(
         "--text",
@@ -45,20 +53,28 @@ def run(arguments: argparse.Namespace) -> int:
     # What can be refused is refused before torch is imported, which takes seconds
     check_can_write("--out", arguments.out, folder=True)
     say_torch_is_imported()
+    import torch
+
     from prophet.demo.launch import LaunchConfig, default_ranks
     from prophet.demo.main import run_demo
-    from prophet.demo.train import TrainConfig
+    from prophet.demo.train import TrainConfig, sizes_for_gpus
     from prophet.ranks.cores import usable_cores
+    from prophet.ranks.launch import check_gpus
     from prophet.terminal import console
 
     # Found once, since the output names the number that decided on the ranks
-    cores = usable_cores()
+    cores, on_gpus = usable_cores(), arguments.device == "cuda"
+    ranks = arguments.ranks or default_ranks(torch.cuda.device_count() if on_gpus else cores)
+    if on_gpus:
+        check_gpus(ranks)
+    train = TrainConfig(steps=arguments.steps)
     config = LaunchConfig(
         out=arguments.out,
-        train=TrainConfig(steps=arguments.steps),
-        ranks=default_ranks(cores) if arguments.ranks is None else arguments.ranks,
+        train=sizes_for_gpus(train) if on_gpus else train,
+        ranks=ranks,
         text=arguments.text,
         limit_s=max(_LIMIT_S, _LIMIT_S_PER_STEP * arguments.steps),
+        on_gpus=on_gpus,
     )
     try:
         summary = run_demo(config, None if arguments.json else console(), cores=cores)

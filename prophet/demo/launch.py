@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from prophet.demo.model import ModelConfig
 from prophet.demo.progress import StatusWriter, shown_progress
 from prophet.demo.text import VOCABULARY, load_corpus
@@ -37,6 +39,7 @@ class LaunchConfig:
         seeds: Seeds, all different.
         text: A file or folder to train on; None: the standard library's sources.
         limit_s: Limit in seconds on all ranks together.
+        on_gpus: Whether each rank trains on the GPU of its number, over NCCL.
 
     Raises:
         SpecError: The experts cannot be divided among the ranks, or seeds are equal.
@@ -48,6 +51,7 @@ class LaunchConfig:
     seeds: tuple[int, ...] = SEEDS
     text: Path | None = None
     limit_s: float = 1200.0
+    on_gpus: bool = False
 
     def __post_init__(self) -> None:
         check_experts_per_rank(self.train.model.experts, self.ranks)
@@ -56,7 +60,7 @@ class LaunchConfig:
 
 
 def default_ranks(cores: int, *, experts: int = ModelConfig().experts) -> int:
-    """A rank per core, as far as the experts can be divided among them; two at least, eight at most."""
+    """A rank per core or GPU, as far as the experts can be divided among them; two at least, eight at most."""
     return max(n for n in range(_FEWEST, _MOST + 1) if n <= max(_FEWEST, cores) and experts % n == 0)
 
 
@@ -88,6 +92,7 @@ def launch(config: LaunchConfig) -> Results:
                 timeout_s=config.train.timeout_s,
                 what="the demo",
                 traces=config.out,
+                on_gpus=config.on_gpus,
             )
         # Read before the folder of the ranks' files goes
         return {seed: {n: _of_all_ranks(folder, seed, n, config.ranks) for n in PLANNERS} for seed in config.seeds}
@@ -106,6 +111,7 @@ def _of_all_ranks(folder: Path, seed: int, name: str, ranks: int) -> RunResult:
 def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
     """Run one rank, in its process."""
     status = StatusWriter(folder, rank)
+    device = torch.device("cuda", rank) if config.on_gpus else torch.device("cpu")
     status.begin("reading the text")
     corpus = load_corpus(config.text)
     for seed in config.seeds:
@@ -118,7 +124,7 @@ def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
             if rank == 0:
                 listeners = [*_listeners(config, seed, corpus.source, stack), status.step]
             own = replace(config.train, seed=seed)
-            results = train(own, corpus, planners=PLANNERS, listeners=listeners, on_phase=on_phase)
+            results = train(own, corpus, planners=PLANNERS, device=device, listeners=listeners, on_phase=on_phase)
         for name, result in results.items():
             result.save(_file_of(folder, seed, name, rank))
     status.begin("ending")

@@ -52,12 +52,19 @@ class Outcome:
         ranks: Expert-parallel ranks.
         cores: Physical cores that the ranks may use.
         pairs: Step times of both runs; None where ranks share cores, and time shows nothing.
+        on_gpus: Whether each rank had a GPU.
     """
 
     results: Results
     ranks: int
     cores: int
     pairs: Pairs | None
+    on_gpus: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks shared cores to compute on."""
+        return not self.on_gpus and self.cores < self.ranks
 
     @property
     def first(self) -> dict[str, RunResult]:
@@ -90,13 +97,13 @@ def outcome_of(results: Results, config: LaunchConfig, *, cores: int) -> Outcome
     turn = config.train.turn
     # Ranks that share a core work one after the other, so an even share of work cannot make a step shorter. With a
     # single turn there is no pair besides the warm-up.
-    if cores >= config.ranks and config.train.steps // turn > 1:
+    if (config.on_gpus or cores >= config.ranks) and config.train.steps // turn > 1:
         pairs = Pairs(
             names=[f"seed {seed}" for seed in results],
             before_s=np.stack([turn_medians(r["off"].step_s, turn) for r in runs]),
             after_s=np.stack([turn_medians(r["on"].step_s, turn) for r in runs]),
         )
-    return Outcome(results=results, ranks=config.ranks, cores=cores, pairs=pairs)
+    return Outcome(results=results, ranks=config.ranks, cores=cores, pairs=pairs, on_gpus=config.on_gpus)
 
 
 def turn_medians(step_s: np.ndarray[Any, Any], turn: int) -> np.ndarray[Any, Any]:
@@ -113,7 +120,7 @@ def turn_medians(step_s: np.ndarray[Any, Any], turn: int) -> np.ndarray[Any, Any
 def headline(outcome: Outcome) -> str:
     """Say what balancing gains in time on this machine, or why there is no such figure."""
     pairs, ranks, cores = outcome.pairs, outcome.ranks, outcome.cores
-    if cores < ranks:
+    if outcome.shared:
         shared = "1 core" if cores == 1 else f"{cores} cores"
         return f"Time shows nothing here: {ranks} ranks share {shared}."
     if pairs is None or pairs.interval is None:
@@ -157,7 +164,7 @@ def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
     """Say what this machine can and cannot show."""
     ranks, cores, train = outcome.ranks, outcome.cores, config.train
     seeds = ", ".join(map(str, outcome.results))
-    if cores < ranks:
+    if outcome.shared:
         time = (
             f"{ranks} ranks share {_count(cores, 'core')} here. A step's work is the same with balancing on or off, "
             "only its distribution changes. The cores are busy either way, so times would only show what balancing "
@@ -166,7 +173,10 @@ def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
         warm_up = []
     else:
         time = (
-            "Each rank has its own core here, but all share one memory bus and one loopback network. Step times on "
+            "Each rank has its own GPU here, on one machine. The planner works from the preset of a slower one, so that "
+            "every demo plans alike; a calibrated topology fits yours better."
+            if outcome.on_gpus
+            else "Each rank has its own core here, but all share one memory bus and one loopback network. Step times on "
             "real machines differ."
         )
         warm_up = [
@@ -176,7 +186,8 @@ def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
         ]
     busy = []
     if outcome.pairs is not None and outcome.pairs.interval is not None and not outcome.pairs.measurable:
-        busy = ["Other work on the cores widens the interval: try a quiet machine, or more steps (--steps)."]
+        where = "GPUs or the cores" if outcome.on_gpus else "cores"
+        busy = [f"Other work on the {where} widens the interval: try a quiet machine, or more steps (--steps)."]
     return (
         time,
         *busy,
@@ -186,7 +197,7 @@ def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
         "token, and from there the losses differ a little more.",
         "Load by rank and the figures after the losses are those of the first seed.",
         "With balancing on, each rank computes more different experts on fewer tokens each, and parameters travel "
-        "between processes through the cores that compute.",
+        + ("between GPUs." if outcome.on_gpus else "between processes through the cores that compute."),
         *(() if outcome.pairs is None else ("Times in all-to-all include waiting for the slowest rank.",)),
     )
 
@@ -220,7 +231,11 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
         }
         for seed, runs in outcome.results.items()
     }
-    return found | {"ranks": outcome.ranks, "cores": outcome.cores}
+    return found | {
+        "ranks": outcome.ranks,
+        "cores": outcome.cores,
+        "device": "cuda" if outcome.on_gpus else "cpu",
+    }
 
 
 def _ratio(pairs: Pairs) -> dict[str, Any]:
@@ -297,10 +312,11 @@ def measured_table(outcome: Outcome) -> Table:
             activity("  splitting", "split"),
             activity("planning, beside the step", "plan"),
         ]
+    where = "passes on the GPU" if outcome.on_gpus else "the host does"
     return Table(
         title="Both runs in numbers",
         caption="The same seeds and tokens; only the balancing differs."
-        + (" What the host does in a step follows the losses: medians over steps, means over ranks." if step_s else ""),
+        + (f" What {where} in a step follows the losses: medians over steps, means over ranks." if step_s else ""),
         columns=("", "balancing off", "balancing on"),
         rows=rows,
     )
@@ -363,8 +379,8 @@ def make_report(outcome: Outcome, config: LaunchConfig, predictions: Sequence[Pr
         others=[(off, on) for off, on in others],
         counts=on.counts,
         pairs=outcome.pairs,
-        # Where ranks share cores, a timeline shows how the system schedules them
-        spans=() if outcome.pairs is None else on.spans,
+        # Where ranks share cores, a timeline shows how the system schedules them; beside GPUs, what the host launches
+        spans=() if outcome.pairs is None or outcome.on_gpus else on.spans,
         figures=(
             *_time_tiles(outcome),
             (

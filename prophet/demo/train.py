@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,15 @@ from prophet.engine.config import EngineConfig
 from prophet.engine.step_report import StepReport
 from prophet.machine.presets import CLUSTERS
 from prophet.planner.base import Planner
+from prophet.ranks.clocks import synchronize
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.scheduler.recording import Recording
 from prophet.scheduler.timeline import Span
-from prophet.spec import FloatArray, IntArray
+from prophet.spec import FloatArray, IntArray, Topology
 
+_CPU = torch.device("cpu")
 ACTIVITIES = ("gate", "counts", "a2a", "expert", "exposed_trans", "exposed_agg", "plan", "split")
 
 
@@ -75,6 +77,12 @@ class TrainConfig:
             raise ValueError(f"TrainConfig.seed must not be negative, got {self.seed}")
 
 
+def sizes_for_gpus(config: TrainConfig) -> TrainConfig:
+    """The same with a model and batches that keep a GPU busy for longer than a launch takes."""
+    model = replace(config.model, dim=1024, heads=16, hidden=4096)
+    return replace(config, model=model, sequences_per_rank=128)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class RunResult:
     """Measurements of one run. Equal on all ranks, but for `step_s` and `spans`, which are this rank's.
@@ -87,7 +95,7 @@ class RunResult:
         rank_load: Rows that every rank computed, [T, L, R].
         copies: Replicas that every rank held, [T, L, R].
         counts: Tokens by rank and expert, [T, L, R, E].
-        seconds: Host seconds of each activity: mean over ranks of the median over steps.
+        seconds: Seconds of each activity, by the host's clock or a GPU's: mean over ranks of the median over steps.
         held_out_loss: Loss on held-out text after the last step.
         spans: What happened on this rank in the last step.
     """
@@ -164,6 +172,7 @@ def train(
     *,
     planners: Mapping[str, str | Planner],
     group: Any = None,
+    device: torch.device = _CPU,
     listeners: Iterable[Listener] = (),
     on_phase: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, RunResult]:
@@ -176,6 +185,7 @@ def train(
         corpus: The text.
         planners: A planner for every run, by name of the run.
         group: The ranks, as `prophet.MoE` takes them; None: all.
+        device: Where this rank trains.
         listeners: Called with every step as it ends.
         on_phase: Called with what begins now, in a few words.
 
@@ -186,7 +196,7 @@ def train(
     listeners = list(listeners)
     with ExitStack() as stack:
         on_phase(f"building {len(planners)} equal models")
-        runs = [stack.enter_context(closing(_Run(config, n, p, ranks))) for n, p in planners.items()]
+        runs = [stack.enter_context(closing(_Run(config, n, p, ranks, device))) for n, p in planners.items()]
         on_phase("training")
         for turn, start in enumerate(range(0, config.steps, config.turn)):
             # The order within a round rotates, and begins elsewhere for the next seed, so that no run always goes first
@@ -203,19 +213,20 @@ def train(
 class _Run:
     """One model, its optimizer and the engine that balances it."""
 
-    def __init__(self, config: TrainConfig, name: str, planner: str | Planner, ranks: Collective) -> None:
-        self.config, self.name = config, name
+    def __init__(
+        self, config: TrainConfig, name: str, planner: str | Planner, ranks: Collective, device: torch.device
+    ) -> None:
+        self.config, self.name, self.device = config, name, device
         # Every run and rank draws the same initial values, so that only the planner differs
         torch.manual_seed(config.seed)
-        self.model = MoEGPT(config.model, group=ranks)
+        self.model = MoEGPT(config.model, group=ranks).to(device)
         # Adam divides each gradient by its own size: with the usual eps of 1e-8, parameters that get next to no
         # gradient turn the rounding of a re-ordered sum into full steps, and two equal runs drift apart for no good
         # reason.
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
         )
-        # A preset instead of a measurement at the start, so that every demo plans alike
-        topology = CLUSTERS["gloo-loopback"].topology(ranks.size)
+        topology = _topology(ranks.size, device)
         balancing = EngineConfig(planner=planner, slots_per_rank=config.slots_per_rank, topology=topology)
         self.engine = attach(self.model, self.optimizer, config=balancing)
         self.steps: list[StepResult] = []
@@ -223,6 +234,8 @@ class _Run:
 
     def step(self, corpus: Corpus, step: int) -> StepResult:
         """One optimizer step; the last one is recorded."""
+        # A device's time is the host's once the device has done all that it was given, at both ends
+        synchronize(self.device)
         began = time.perf_counter()
         with ExitStack() as stack:
             if step == self.config.steps - 1:
@@ -231,6 +244,7 @@ class _Run:
             loss = self._update(corpus, step)
         if self.engine.last_step is None:
             raise RuntimeError("the engine reported no step: the optimizer's hooks did not run")
+        synchronize(self.device)
         step_s = time.perf_counter() - began
         result = StepResult(self.name, self.config.seed, step, loss, step_s, self._tokens(), self.engine.last_step)
         self.steps.append(result)
@@ -249,7 +263,7 @@ class _Run:
             ranks=ranks.size,
         )
         self.optimizer.zero_grad()
-        loss = self.model.loss(torch.from_numpy(rows))
+        loss = self.model.loss(torch.from_numpy(rows).to(self.device))
         loss.backward()
         # The mean over ranks rides along with the gradients, in one collective
         shown = loss.detach().clone()
@@ -276,7 +290,7 @@ class _Run:
             copies=np.stack([r.report.copies for r in steps]),
             counts=np.stack([r.report.counts for r in steps]),
             seconds=_mean_seconds([r.report.seconds for r in steps], ranks),
-            held_out_loss=_held_out_loss(self.config, corpus, self.model, ranks),
+            held_out_loss=_held_out_loss(self.config, corpus, self.model, ranks, self.device),
             spans=() if self.recording is None else tuple(self.recording.spans()),
         )
 
@@ -285,15 +299,25 @@ class _Run:
         self.engine.close()
 
 
+def _topology(ranks: int, device: torch.device) -> Topology:
+    """A preset instead of a measurement at the start, so that every demo plans alike."""
+    if device.type == "cpu":
+        return CLUSTERS["gloo-loopback"].topology(ranks)
+    # One machine's GPUs in float32, slower than most: where a replica pays here it pays on faster links, too
+    return replace(CLUSTERS["hpwnv"], ranks_per_node=None).topology(ranks)
+
+
 @torch.no_grad()
-def _held_out_loss(config: TrainConfig, corpus: Corpus, model: MoEGPT, ranks: Collective) -> float:
+def _held_out_loss(
+    config: TrainConfig, corpus: Corpus, model: MoEGPT, ranks: Collective, device: torch.device
+) -> float:
     """Loss on text of files that training never sees, mean over the ranks' equal shares."""
     sequences = config.held_out_sequences_per_rank * ranks.size
     rows = held_out_rows(corpus.held_out, sequences=sequences, length=config.model.length)
     # Every rank has as many rows, so the mean over ranks is that over all rows
-    mine = torch.from_numpy(rows[ranks.rank :: ranks.size])
+    mine = torch.from_numpy(rows[ranks.rank :: ranks.size]).to(device)
     model.eval()
-    total = torch.zeros(())
+    total = torch.zeros((), device=device)
     for piece in mine.split(32):
         total += model.loss(piece) * (len(piece) / len(mine))
     model.train()

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from prophet.errors import PeerLost, RankFailed, SpecError
+from prophet.errors import PeerLost, RankFailed, SpecError, UsageError
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import collective_for
 
@@ -82,6 +82,21 @@ def run_ranks(
         _watch(processes, folder, limit_s, what)
     finally:
         _end(processes)
+
+
+def check_gpus(ranks: int) -> None:
+    """Check that each of so many ranks of this machine can take a GPU, as `run_ranks(on_gpus=True)` has it.
+
+    Raises:
+        UsageError: There is no GPU, or there are fewer than ranks.
+    """
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        why = "`prophet doctor` says why" if torch.version.cuda or torch.version.hip else "it was built for the CPU"
+        raise UsageError(f"--device cuda: torch sees no GPU here ({why}); --device cpu needs none")
+    if gpus < ranks:
+        seen = f"{gpus} GPU{'s' * (gpus > 1)}"
+        raise UsageError(f"--device cuda: {ranks} ranks need a GPU each, and torch sees {seen}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

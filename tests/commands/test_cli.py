@@ -248,6 +248,35 @@ def test_demo_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert json.loads(capsys.readouterr().out) == {"ranks": 2, "out": str(tmp_path / "demo")}
 
 
+@pytest.mark.parametrize(
+    ("gpus", "options", "said"),
+    [
+        (0, (), "--device cuda: torch sees no GPU here (it was built for the CPU); --device cpu needs none"),
+        (1, (), "--device cuda: 2 ranks need a GPU each, and torch sees 1 GPU"),
+        (2, ("--ranks", "4"), "--device cuda: 4 ranks need a GPU each, and torch sees 2 GPUs"),
+    ],
+)
+def test_demo_on_too_few_gpus(
+    gpus: int, options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("prophet.demo.main.run_demo", None)
+    assert main(["demo", "--device", "cuda", *options]) == BAD_INPUT
+    assert capsys.readouterr().err.endswith(f"prophet: error: {said}\n")
+
+
+def test_demo_on_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    monkeypatch.setattr("prophet.demo.main.run_demo", lambda config, *_, **__: asked.append(config) or {})
+    for options in ([], ["--ranks", "2"], ["--device", "cuda"], ["--device", "cuda", "--ranks", "2"]):
+        assert main(["demo", "--json", *options]) == OK
+    assert [config.on_gpus for config in asked] == [False, False, True, True]
+    assert [config.ranks for config in asked[1:]] == [2, 4, 2], "the most that experts can be divided among"
+    assert [config.train.model.dim for config in asked] == [96, 96, 1024, 1024]
+
+
 @pytest.mark.parametrize("place", ["/proc/page", "FILE/page", "FOLDER", "/dev/full/page"])
 def test_what_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str

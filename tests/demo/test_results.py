@@ -103,6 +103,26 @@ def test_no_difference_is_called_that() -> None:
     assert not re.search(r"<b>[^<]* ms</b>", page)
 
 
+def test_ranks_on_gpus_share_no_cores() -> None:
+    outcome = outcome_of(results(0.4), replace(CONFIG, on_gpus=True), cores=1)
+    assert headline(outcome).startswith("With balancing a step takes 0.800 of the time without")
+    assert (summarise(outcome)["device"], summarise(outcome)["cores"]) == ("cuda", 1)
+    said = " ".join(remarks(outcome, CONFIG))
+    assert "own GPU" in said
+    assert "parameters travel between GPUs." in said
+    assert not re.search(r"\bcore\b|loopback", said)
+    table = measured_table(outcome)
+    assert "What passes on the GPU in a step" in table.caption
+    assert ("  in experts", "10.0 ms", "10.0 ms") in table.rows
+    page = render_report(make_report(outcome, CONFIG, [], source="text"))
+    assert "Does a step get shorter?" in page
+    # its spans would be those of the host, which launches
+    assert "What hides under what" not in page
+    # noise on GPUs has another cause than that on cores
+    noisy = outcome_of(results(0.5, noise=0.1), replace(CONFIG, on_gpus=True), cores=1)
+    assert "Other work on the GPUs" in " ".join(remarks(noisy, CONFIG))
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_too_few_steps_have_no_ratio(steps: int) -> None:
     config = replace(CONFIG, train=replace(CONFIG.train, steps=steps))

@@ -272,9 +272,7 @@ def _register() -> None:
     )
     event, wait = clocks.timed_event, clocks.wait_for_all_streams
     clocks.timed_event = lambda device: _watching.watch.timed_event() if device.type == NAME else event(device)
-    clocks.wait_for_all_streams = lambda device: (
-        _watching.watch.synchronize() if device.type == NAME else wait(device)
-    )
+    clocks.wait_for_all_streams = lambda device: _watching.watch.synchronize() if device.type == NAME else wait(device)
 
 
 def skip_beside_others() -> None:

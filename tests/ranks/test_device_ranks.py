@@ -18,6 +18,10 @@ from torch import Tensor
 
 from pipeline_balance.schedules.sliced import sliced
 from pipeline_balance.schedules.transfers import Message, Step, received_ahead, with_messages
+from prophet.demo.model import ModelConfig, MoEGPT
+from prophet.demo.text import load_corpus
+from prophet.demo.train import RunResult, TrainConfig
+from prophet.demo.train import train as train_demo
 from prophet.errors import CollectiveError
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import ReplicaPool
@@ -33,6 +37,7 @@ from prophet.scheduler.replicas import BlockReplicas, Carrier
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Placement
 from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceHazard, DeviceWorld, stream
+from tests.helpers.late_operators import Late
 from tests.helpers.pretend_device import NAME, skip_beside_others, values
 from tests.helpers.support import FixedPlanner, everywhere
 from tests.helpers.training import Case, Run, compare, expected, train
@@ -144,6 +149,50 @@ def test_windows_are_as_long_as_on_the_device_and_nobody_waits_for_them(monkeypa
         assert seconds[-1]["expert"] > 0
         assert round(1e6 * seconds[-1]["expert"]) % 1000 == 0
     assert not [wait for waits in world.waits.values() for wait in waits if wait.startswith("a time")]
+
+
+def test_the_demo_trains_on_a_device_and_waits_for_it_before_it_reads_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice, "triton_available", lambda: False)
+    config = TrainConfig(
+        model=ModelConfig(dim=16, heads=2, blocks=2, hidden=16, experts=4, length=16),
+        steps=2,
+        turn=1,
+        sequences_per_rank=2,
+        held_out_sequences_per_rank=2,
+        timeout_s=20.0,
+    )
+    torch.manual_seed(config.seed)
+    state = MoEGPT(config.model, group=ThreadWorld(1).collective(0)).state_dict()
+
+    def model(sizes: ModelConfig, *, group: Any) -> MoEGPT:
+        # Ranks that are threads share torch's generator, so what they draw is not alike
+        made = MoEGPT(sizes, group=group)
+        made.load_state_dict(state)
+        return made
+
+    monkeypatch.setattr("prophet.demo.train.MoEGPT", model)
+    corpus = load_corpus(None)
+    planners = {"off": "static", "on": FixedPlanner(everywhere(4, 2))}
+    world = on_device()
+
+    ends: list[None] = []
+    synchronize = Late.synchronize
+    monkeypatch.setattr(Late, "synchronize", lambda self: ends.append(None) or synchronize(self))
+
+    def body(group: Collective) -> dict[str, RunResult]:
+        on = torch.device(NAME if isinstance(group, DeviceCollective) else "cpu")
+        return train_demo(config, corpus, planners=planners, group=group, device=on)
+
+    found, expected_of = world.run(body), ThreadWorld(2, timeout_s=20.0).run(body)
+    assert len(ends) == 2 * 2 * config.steps * 2, "ranks wait for their device at both ends of every run's steps"
+    for mine, host in zip(found, expected_of, strict=True):
+        assert mine["on"].copies.any()
+        for name in planners:
+            assert mine[name].loss == pytest.approx(host[name].loss, rel=1e-5)
+            assert mine[name].held_out_loss == pytest.approx(host[name].held_out_loss, rel=1e-5)
+            assert (mine[name].counts == host[name].counts).all()
 
 
 @pytest.mark.parametrize("side", ["late", 1])
