@@ -65,11 +65,14 @@ def ranks_there() -> int | None:
     return None if launch is None else launch.ranks
 
 
-def rows_on_ranks(measure: Measure, options: Mapping[str, Any], *, ranks: int, limit_s: float) -> list[Row] | None:
-    """`measure(collective, device=..., **options)` on ranks that torchrun has started, or else on `ranks` gloo ones.
+def rows_on_ranks(
+    measure: Measure, options: Mapping[str, Any], *, ranks: int, limit_s: float, on_gpus: bool = False
+) -> list[Row] | None:
+    """`measure(collective, device=..., **options)` on ranks that torchrun has started, or else on `ranks` started here.
 
     measure: importable, collective, the same rows on all ranks. Under torchrun every rank that has a GPU uses it, by
-    NCCL. None means that another rank speaks. Raises `RankFailed` where a started rank fails or takes too long.
+    NCCL; on_gpus: so do ranks that are started here, which are gloo's otherwise. None means that another rank speaks.
+    Raises `RankFailed` where a started rank fails or takes too long.
     """
     launch = launched()
     if launch is not None:
@@ -80,20 +83,22 @@ def rows_on_ranks(measure: Measure, options: Mapping[str, Any], *, ranks: int, l
         folder = Path(scratch)
         run_ranks(
             _rank_body,
-            (measure, dict(options), folder / "rows.json"),
+            (measure, dict(options), folder / "rows.json", on_gpus),
             ranks=ranks,
             folder=folder,
             limit_s=limit_s,
             timeout_s=TIMEOUT_S,
             what="the benchmark",
+            on_gpus=on_gpus,
         )
         found: list[Row] = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
     return found
 
 
-def _rank_body(rank: int, measure: Measure, options: dict[str, Any], answer: Path) -> None:
+def _rank_body(rank: int, measure: Measure, options: dict[str, Any], answer: Path, on_gpus: bool) -> None:
     """What every rank does that a benchmark has started; rank 0 writes the rows."""
-    rows = measure(collective_for(None, timeout_s=TIMEOUT_S), device="cpu", **options)
+    device = f"cuda:{rank}" if on_gpus else "cpu"
+    rows = measure(collective_for(None, timeout_s=TIMEOUT_S), device=device, **options)
     if rank == 0:
         answer.write_text(json.dumps(rows), encoding="utf-8")
 

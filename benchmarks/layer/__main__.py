@@ -12,7 +12,8 @@ from benchmarks.layer.cases import Sizes, biased_gate, visits_of
 from benchmarks.layer.implementations import NAMES, PEERS
 from benchmarks.layer.measure import measure
 from benchmarks.layer.output import about, plot, show
-from prophet.errors import RankFailed
+from prophet.errors import RankFailed, UsageError
+from prophet.ranks.launch import check_gpus
 
 
 def names_of(text: str) -> list[str]:
@@ -27,6 +28,7 @@ def names_of(text: str) -> list[str]:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.layer", description=__doc__)
     p.add_argument("--peers", type=names_of, default="deepspeed,tutel,static", metavar="LIST", help="%(default)s")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each rank (%(default)s)")
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks to start (2 4)")
     p.add_argument("--tokens", type=int, default=1024, help="tokens of a rank (%(default)s)")
     p.add_argument("--dim", type=int, default=256, help="(%(default)s)")
@@ -39,14 +41,16 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(sizes: Sizes, ranks: int, skews: Sequence[str], names: Sequence[str], n: int, limit_s: float) -> list[Row]:
+def run(
+    sizes: Sizes, ranks: int, skews: Sequence[str], names: Sequence[str], n: int, limit_s: float, on_gpus: bool
+) -> list[Row]:
     """Start `ranks` processes, and return their rows; raises `RankFailed`."""
     gates: dict[str, list[list[float]] | str] = {}
     for skew in skews:
         visits = visits_of(skew, sizes, ranks)
         gates[skew] = visits if isinstance(visits, str) else biased_gate(sizes, visits).tolist()
     options = {"sizes": sizes, "gates": gates, "names": list(names), "repetitions": n}
-    return rows_on_ranks(measure, options, ranks=ranks, limit_s=limit_s) or []
+    return rows_on_ranks(measure, options, ranks=ranks, limit_s=limit_s, on_gpus=on_gpus) or []
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,12 +63,18 @@ def main(argv: list[str] | None = None) -> int:
     for ranks in a.ranks:
         if (problem := sizes.problem(ranks)) is not None:
             p.error(problem)
+    on_gpus = a.device == "cuda"
+    if on_gpus:
+        try:
+            check_gpus(max(a.ranks))
+        except UsageError as error:
+            p.error(str(error))
     if a.repetitions < 1:
         p.error(f"--repetitions: expected at least 1, got {a.repetitions}")
     rows: list[Row] = []
     for ranks in a.ranks:
         try:
-            rows += run(sizes, ranks, a.skews, a.peers, a.repetitions, a.limit_s)
+            rows += run(sizes, ranks, a.skews, a.peers, a.repetitions, a.limit_s, on_gpus)
         except RankFailed as error:
             print(f"benchmarks.layer: {ranks} ranks: {error}", file=sys.stderr)
             return 1

@@ -6,7 +6,6 @@ Shape legend: N tokens of this rank, E experts, m experts of this rank, R ranks,
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +17,12 @@ import prophet
 from benchmarks.cluster.peers import Peer, deepspeed_layer, tutel_layer
 from benchmarks.layer.cases import Sizes
 from prophet.experts.gate import GateConfig
+from prophet.layer.port import PlainPort
 from prophet.ranks.collective import Collective
+from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Topology
 
+_CPU = torch.device("cpu")
 MODULES = ("modules", "modules-static")  # experts that are modules of the user's own, with and without replicas
 OURS = ("prophet", "static", *MODULES)
 INSTALL = {
@@ -81,18 +83,22 @@ class Implementation:
         if self.engine is not None:
             self.engine.runtime.finish_gradients()
             self.engine.finish_step()
-            began = time.perf_counter()
-            for layer in self.engine.balanced:
-                layer.plans.latest()
-            waited = time.perf_counter() - began
+            with self.engine.stopwatch("plan_wait"):
+                for layer in self.engine.balanced:
+                    layer.plans.latest()
             report = self.engine.last_step
-            self.seconds = {**(report.seconds if report else {}), "plan_wait": waited}
+            self.seconds = report.seconds if report else {}
         elif isinstance(self.layer, prophet.MoE):
             self.seconds = self.layer.port.stopwatch.take()
 
     def parts(self, total_s: float) -> dict[str, float]:
-        """Seconds of the last step by part; "rest" is what nobody has timed: permutations, autograd, copies."""
-        found = {part: sum(self.seconds.get(n, 0.0) for n in names) for part, names in PARTS.items()}
+        """Seconds of the last step by part; "rest" is what nobody has timed: permutations, autograd, copies.
+
+        To be called once the device has done the step, whose times are known then.
+        """
+        stopwatch = self.layer.port.stopwatch if isinstance(self.layer, prophet.MoE) else Stopwatch()
+        seconds = {**self.seconds, **stopwatch.take()}
+        found = {part: sum(seconds.get(n, 0.0) for n in names) for part, names in PARTS.items()}
         return {**found, "rest": max(0.0, total_s - sum(found.values()))}
 
     def max_mean(self) -> float | None:
@@ -131,13 +137,18 @@ class Implementation:
 
 
 def build(
-    name: str, sizes: Sizes, state: Mapping[str, Tensor], collective: Collective, topology: Topology
+    name: str,
+    sizes: Sizes,
+    state: Mapping[str, Tensor],
+    collective: Collective,
+    topology: Topology,
+    device: torch.device = _CPU,
 ) -> Implementation:
-    """The named implementation with this rank's part of `state`; collective."""
+    """The named implementation with this rank's part of `state`, on `device`; collective."""
     ranks, m = collective.size, sizes.experts // collective.size
     if name not in OURS:
         make = {"deepspeed": deepspeed_layer, "tutel": tutel_layer}[name]
-        return Implementation(name, Peer(make(sizes, state, collective.rank * m, m, ranks)), ranks)
+        return Implementation(name, Peer(make(sizes, state, collective.rank * m, m, ranks)).to(device), ranks)
     # of one choice the peers keep the probability as its weight
     gate = GateConfig(normalize=sizes.top_k > 1)
     if name in MODULES:
@@ -155,6 +166,10 @@ def build(
     else:
         layer = prophet.MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, gate=gate, group=collective)
         layer.load_state_dict(dict(state))
+    layer.to(device)
+    # with an engine attached, the stopwatch is the engine's, which knows the device itself
+    if isinstance(layer.port, PlainPort):
+        layer.port.stopwatch.on(device)
     engine = None
     if name in ("prophet", "modules"):
         engine = prophet.attach(layer, config=prophet.EngineConfig(planner="prophet", topology=topology))

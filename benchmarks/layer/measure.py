@@ -6,7 +6,6 @@ Shape legend: N tokens of this rank, D model dim, R ranks.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from benchmarks.layer.implementations import OURS, Implementation, build, missin
 from benchmarks.measure import meet, quartiles, rotated
 from prophet.machine.calibrate import calibrate
 from prophet.machine.measure import Ranges
+from prophet.ranks.clocks import clock_on, seconds_between, synchronize
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.spec import Topology
@@ -29,26 +29,35 @@ CHECKED = 3  # steps; from the third on there are replicas
 TOLERANCE = 2e-4  # of the largest value: what sums in another order may differ by in float32
 
 
-def measured_topology(collective: Collective, sizes: Sizes) -> Topology:
+def measured_topology(collective: Collective, sizes: Sizes, device: torch.device) -> Topology:
     """This machine for the planner, measured briefly; collective.
 
     The ranks count as equally fast: they are processes of one machine, and a planner that took the noise of a short
     measurement for a slow rank would move tokens away from it.
     """
     ranges = Ranges(rows=(64, max(128, sizes.tokens * sizes.top_k)), tokens=(64, 2048), groups=(1, 4), points=3)
-    found = calibrate(collective, dim=sizes.dim, hidden=sizes.hidden, ranges=ranges, repeats=5, held_out=False)
+    found = calibrate(
+        collective, dim=sizes.dim, hidden=sizes.hidden, device=device, ranges=ranges, repeats=5, held_out=False
+    )
     typical = statistics.median(found.topology.flops_per_s)
     return replace(found.topology, flops_per_s=(typical,) * collective.size)
 
 
 def step(one: Implementation, x: Tensor, d_y: Tensor) -> tuple[float, float, Tensor]:
-    """One forward and backward pass: seconds of the forward pass, of both, and the output [N, D]. `x.grad` is set."""
-    began = time.perf_counter()
+    """One forward and backward pass: seconds of the forward pass, of both, and the output [N, D]. `x.grad` is set.
+
+    On a device they are its own: from a mark after all that came before, to the last mark.
+    """
+    mark = clock_on(x.device)
+    synchronize(x.device)
+    began = mark()
     y = one.forward(x)
-    middle = time.perf_counter()
+    middle = mark()
     y.backward(d_y)
     one.end()
-    return middle - began, time.perf_counter() - began, y.detach()
+    ended = mark()
+    synchronize(x.device)
+    return seconds_between(began, middle), seconds_between(began, ended), y.detach()
 
 
 def fresh(one: Implementation, x: Tensor) -> Tensor:
@@ -111,15 +120,15 @@ def measure(
 ) -> list[Row]:
     """Rows of all skews and implementations; collective, and equal on all ranks but for words of a rank's problem.
 
-    gates: by skew, the gate's weights [E, D], or why there are none. The peers' layers are built on the CPU.
+    gates: by skew, the gate's weights [E, D], or why there are none. All layers and batches are made on the CPU, and
+    go to `device` from there.
     """
-    if device != "cpu":
-        raise ValueError(f"benchmarks.layer measures CPU ranks, got device {device!r}")
-    topology = measured_topology(collective, sizes)
+    on = torch.device(device)
+    topology = measured_topology(collective, sizes, on)
     absent = {name: why for name in names if (why := missing(name)) is not None}
     seed = 1000 * collective.rank
-    batches = [inputs(sizes, seed + i) for i in range(SETS)]
-    d_y = torch.randn(sizes.tokens, sizes.dim, generator=torch.Generator().manual_seed(seed + SETS))
+    batches = [inputs(sizes, seed + i).to(on) for i in range(SETS)]
+    d_y = torch.randn(sizes.tokens, sizes.dim, generator=torch.Generator().manual_seed(seed + SETS)).to(on)
     rows: list[Row] = []
     for skew, gate in gates.items():
         base: Row = {"ranks": collective.size, "skew": skew}
@@ -127,7 +136,7 @@ def measure(
             rows.append({**base, "note": gate})
             continue
         state = common_state(sizes, torch.tensor(gate))
-        built = {n: build(n, sizes, state, collective, topology) for n in ("static", *names) if n not in absent}
+        built = {n: build(n, sizes, state, collective, topology, on) for n in ("static", *names) if n not in absent}
         bad: dict[str, str] = {}
         for name, one in built.items():
             problem = wrong(one, built["static"], batches, d_y) if name != "static" else None

@@ -56,9 +56,8 @@ def run_demo(config: LaunchConfig, console: Console | None, *, cores: int | None
     source = load_corpus(config.text).source
     status.print(
         f"Training byte-level MoE language models on the {source}: {model.blocks} blocks, {model.experts} experts, "
-        f"top {model.top_k}. {config.ranks} ranks{', a GPU each' * config.on_gpus}; cores they may use: {cores}. Without "
-        "and with balancing in turns, "
-        f"{train.steps} steps each from each of {len(config.seeds)} seeds.",
+        f"top {model.top_k}. {config.ranks} ranks{', a GPU each' * config.on_gpus}; cores they may use: {cores}. "
+        f"Without and with balancing in turns, {train.steps} steps each from each of {len(config.seeds)} seeds.",
         highlight=False,
     )
     # Ranks are separate processes; this one only watches them

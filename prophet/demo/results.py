@@ -173,12 +173,14 @@ def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
         warm_up = []
     else:
         time = (
-            "Each rank has its own GPU here, on one machine. The planner works from the preset of a slower one, so that "
-            "every demo plans alike; a calibrated topology fits yours better."
-            if outcome.on_gpus
-            else "Each rank has its own core here, but all share one memory bus and one loopback network. Step times on "
+            "Each rank has its own core here, but all share one memory bus and one loopback network. Step times on "
             "real machines differ."
         )
+        if outcome.on_gpus:
+            time = (
+                "Each rank has its own GPU here. The planner works from the preset of a slower machine, so that every "
+                "demo plans alike; a calibrated topology fits yours better."
+            )
         warm_up = [
             f"The first pair of turns of each seed is the warm-up, and no ratio or interval counts it. A turn has "
             f"{_count(train.turn, 'step')}. The interval treats all pairs as independent. Pairs of one seed are "

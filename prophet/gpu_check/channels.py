@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from prophet.doctor.check import finding, sound
 from prophet.doctor.launcher import INTERFACE
 from prophet.gpu_check.checks import Answer, Place
+from prophet.ranks.clocks import synchronize
 from prophet.ranks.collective import Channel, Collective, Pending
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
@@ -90,18 +91,13 @@ def _times(exchange: _Exchange, compute: Callable[[], None], place: Place) -> di
         for pending in waiting.values():
             pending.wait()
 
+    device = torch.device(place.device)
     found: dict[str, list[float]] = {"exchange_s": [], "compute_s": [], "both_s": []}
     for _ in range(_ROUNDS):
         for name, call in zip(found, (exchanged, compute, both), strict=True):
-            synchronize(place)
+            synchronize(device)
             began = time.perf_counter()
             call()
-            synchronize(place)
+            synchronize(device)
             found[name].append(time.perf_counter() - began)
     return {name: statistics.median(seconds) for name, seconds in found.items()}
-
-
-def synchronize(place: Place) -> None:
-    """Wait until this rank's GPU has done what it was given."""
-    if place.on_gpu:
-        torch.cuda.synchronize(place.device)

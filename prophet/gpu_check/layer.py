@@ -18,10 +18,10 @@ from prophet.engine.attach import attach
 from prophet.engine.config import EngineConfig
 from prophet.engine.engine import Engine
 from prophet.experts.gate import GateConfig
-from prophet.gpu_check.channels import synchronize
 from prophet.gpu_check.checks import TOPOLOGY, Answer, Place
 from prophet.layer.moe import MoE
 from prophet.machine.topology import read_topology
+from prophet.ranks.clocks import synchronize
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
@@ -117,11 +117,11 @@ def _step(engine: Engine, x: Tensor, place: Place) -> float:
     moe.zero_grad(set_to_none=True)
     x.requires_grad_()
     engine.collective.all_gather(torch.zeros(1), op=Operation("start of a sample"))
-    synchronize(place)
+    synchronize(x.device)
     began = time.perf_counter()
     moe(x).sum().backward()
     engine.runtime.finish_gradients()
-    synchronize(place)
+    synchronize(x.device)
     took_s = time.perf_counter() - began
     engine.finish_step()
     for balanced in engine.balanced:

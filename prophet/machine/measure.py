@@ -24,6 +24,7 @@ import torch
 from prophet.errors import SpecError
 from prophet.experts.bank import Bank
 from prophet.machine.fit import Point
+from prophet.ranks.clocks import synchronize
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.spec import FloatArray
@@ -90,8 +91,7 @@ class Probe:
 
     def sync(self) -> None:
         """Wait until the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def typical(self, runs: Sequence[Callable[[], float | None]]) -> tuple[FloatArray, FloatArray]:
         """Typical seconds of every run.

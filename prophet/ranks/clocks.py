@@ -1,8 +1,8 @@
 """Marks of time where work runs: readings of the host's clock on the CPU, events in a stream on a device.
 
 Work on a device is launched now and done later, so the host's clock around a launch says nothing of it. An event is
-launched between the work, and the device notes its time when it comes there. `seconds` is asked for it a step later,
-when all of that step is over, so that nobody waits.
+launched between the work, and the device notes its time when it comes there. Whoever asks for it a step later, when
+all of that step is over, does not wait.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def on_host(mark: Mark) -> bool:
     return isinstance(mark, float)
 
 
-def seconds(began: Mark, ended: Mark) -> float:
+def seconds_between(began: Mark, ended: Mark) -> float:
     """Return the seconds between two marks of one device; waits for them if the device has not come there."""
     if on_host(ended):
         return float(ended - began)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prophet.ranks.clocks import Mark, clock_on, on_host, seconds
+from prophet.ranks.clocks import Mark, clock_on, on_host, seconds_between
 from prophet.scheduler.actions import Window, WindowKind
 from prophet.spec import FloatArray, IntArray, PlanContext
 
@@ -97,7 +97,7 @@ class Stopwatch:
 
     def _count(self, stretches: Sequence[tuple[str, Mark, Mark]]) -> None:
         for name, began, ended in stretches:
-            self.add(name, seconds(began, ended))
+            self.add(name, seconds_between(began, ended))
 
     def take(self) -> dict[str, float]:
         """Return what was measured, and start again from zero.
@@ -124,23 +124,27 @@ class WindowClock:
 
     def __init__(self, stopwatch: Stopwatch, now: Callable[[], Mark] | None = None) -> None:
         self._stopwatch = stopwatch
-        self._now = now or (lambda: stopwatch.now())
+        self._given = now
         self._open: tuple[Window, Mark, float] | None = None
         self._seconds: dict[Window, list[float]] = {}
         # of a device, with the waits in it: of this step, and of the one before it
         self._marked: list[tuple[Window, Mark, Mark, list[tuple[Mark, Mark]]]] = []
         self._earlier: list[tuple[Window, Mark, Mark, list[tuple[Mark, Mark]]]] = []
 
+    def _mark(self) -> Mark:
+        # the stopwatch's clock may change
+        return (self._given or self._stopwatch.now)()
+
     def enter(self, window: Window) -> None:
         """Note that a window starts, and that the one before it ends."""
         self.close()
         self._stopwatch.waits = []
-        self._open = (window, self._now(), self._stopwatch.waited())
+        self._open = (window, self._mark(), self._stopwatch.waited())
 
     def close(self) -> None:
         """Note that the window under way ends."""
         if self._open is not None:
-            (window, began, waited_s), ended = self._open, self._now()
+            (window, began, waited_s), ended = self._open, self._mark()
             waits, self._stopwatch.waits = self._stopwatch.waits or [], None
             if on_host(ended):
                 self._add(window, ended - began - (self._stopwatch.waited() - waited_s))
@@ -159,7 +163,8 @@ class WindowClock:
         """
         self.close()
         for window, began, ended, waits in self._earlier:
-            self._add(window, seconds(began, ended) - sum(seconds(*wait) for wait in waits))
+            waited_s = sum(seconds_between(*wait) for wait in waits)
+            self._add(window, seconds_between(began, ended) - waited_s)
         self._earlier, self._marked = self._marked, []
         taken, self._seconds = self._seconds, {}
         return {window: sum(found) / len(found) for window, found in taken.items()}

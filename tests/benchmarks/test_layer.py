@@ -192,24 +192,32 @@ def test_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
 
-    def run(sizes: Sizes, ranks: int, skews: Sequence[str], names: Sequence[str], *_: Any) -> list[Row]:
-        asked.append((ranks, tuple(skews), tuple(names)))
+    def run(
+        sizes: Sizes, ranks: int, skews: Sequence[str], names: Sequence[str], n: int, limit_s: float, on_gpus: bool
+    ) -> list[Row]:
+        asked.append((ranks, tuple(skews), tuple(names), on_gpus))
         return [{"ranks": ranks, "skew": skews[0], "impl": "tutel", "wrong": "output: differs"}]
 
     monkeypatch.setattr(command, "run", run)
     out = tmp_path / "new" / "layer.json"
     assert command.main(["--peers", "tutel,static", "--skews", "uniform", "--json", str(out)]) == 1
     assert asked == [
-        (2, ("uniform",), ("prophet", "static", "tutel")),
-        (4, ("uniform",), ("prophet", "static", "tutel")),
+        (2, ("uniform",), ("prophet", "static", "tutel"), False),
+        (4, ("uniform",), ("prophet", "static", "tutel"), False),
     ]
     written = json.loads(out.read_text())
     assert written["benchmark"] == "layer"
     assert written["rows"][1]["ranks"] == 4
     assert written["environment"]["sizes"]["top_k"] == 2
     assert "computed something else" in capsys.readouterr().err
+    asked.clear()
+    command.main(["--device", "cuda", "--ranks", "2", "--peers", "static", "--skews", "uniform"])
+    assert asked == [(2, ("uniform",), ("prophet", "static"), True)]
+    capsys.readouterr()
     for wrong, word in (
+        (["--device", "cuda"], "4 ranks need a GPU each, and torch sees 3 GPUs"),
         (["--peers", "fastmoe"], "no peer 'fastmoe'"),
         (["--ranks", "3"], "divide 32 experts"),
         (["--repetitions", "0"], "--repetitions"),

@@ -211,7 +211,8 @@ class TimedEvent:
 
     def elapsed_time(self, later: TimedEvent) -> float:
         assert self._place == later._place, "times of two streams"
-        assert self._work.over and later._work.over
+        assert self._work.over
+        assert later._work.over
         return float(later.operators - self.operators)
 
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.layer.cases import Sizes, biased_gate, visits_of
+from benchmarks.layer.measure import measure as measure_layer
 from pipeline_balance.schedules.sliced import sliced
 from pipeline_balance.schedules.transfers import Message, Step, received_ahead, with_messages
 from prophet.demo.model import ModelConfig, MoEGPT
@@ -35,7 +37,7 @@ from prophet.scheduler.actions import Launch, Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.replicas import BlockReplicas, Carrier
 from prophet.scheduler.windows import Stopwatch
-from prophet.spec import Placement
+from prophet.spec import Placement, Topology
 from tests.helpers.device_ranks import DeviceCollective, DeviceDeadlock, DeviceHazard, DeviceWorld, stream
 from tests.helpers.late_operators import Late
 from tests.helpers.pretend_device import NAME, skip_beside_others, values
@@ -193,6 +195,29 @@ def test_the_demo_trains_on_a_device_and_waits_for_it_before_it_reads_the_clock(
             assert mine[name].loss == pytest.approx(host[name].loss, rel=1e-5)
             assert mine[name].held_out_loss == pytest.approx(host[name].held_out_loss, rel=1e-5)
             assert (mine[name].counts == host[name].counts).all()
+
+
+def test_the_layer_benchmark_checks_and_times_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's clock counts operators, so every time is a whole number of milliseconds."""
+    monkeypatch.setattr(choice, "triton_available", lambda: False)
+    monkeypatch.setattr("benchmarks.layer.measure.measured_topology", lambda *_: Topology.uniform(2, flops_per_s=1e9))
+    sizes = Sizes(dim=8, hidden=8, experts=4, top_k=2, tokens=24)
+    visits = visits_of("one-expert-90%", sizes, 2)
+    assert not isinstance(visits, str)
+    options: dict[str, Any] = {
+        "sizes": sizes,
+        "gates": {"hot": biased_gate(sizes, visits).tolist()},
+        "names": ("prophet", "static"),
+        "repetitions": 2,
+        "device": NAME,
+    }
+    ours, static = on_device().run(lambda group: measure_layer(group, **options))[0]
+    assert ours["replicas"] > 0
+    for row in (ours, static):
+        times = [row["fwd_ms"], row["fwd_bwd_ms"], *row["fwd_bwd_ms_quartiles"]]
+        assert 0 < row["fwd_ms"] < row["fwd_bwd_ms"]
+        assert all(4 * ms == pytest.approx(round(4 * ms)) for ms in times)
+        assert 0 < row["breakdown_ms"]["experts"] < row["fwd_bwd_ms"]
 
 
 @pytest.mark.parametrize("side", ["late", 1])
