@@ -28,8 +28,9 @@ def add(commands: Any) -> None:
         description=(
             "Try this machine's GPUs: environment and NCCL, kernels, both channels beside compute, a balanced model "
             "against one rank, a lost rank, a pipeline with replicas, a change of layout, a calibration, and a layer "
-            "without and with balancing. Each check runs in separate processes within a limit, all take ten minutes "
-            "at most, and what dies or hangs is a line of the page. The exit code is 1 where there are findings."
+            "and a model of eight without and with balancing. Each check runs in separate processes within a limit, "
+            "all take ten minutes at most, and what dies or hangs is a line of the page. The exit code is 1 where "
+            "there are findings."
         ),
     )
     argument = parser.add_argument

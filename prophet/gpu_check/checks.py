@@ -64,6 +64,7 @@ TASKS = (
     Task(name="switch", function=f"{_PIPELINES}:switch", limit_s=60, ranks=(2, 4), on_cpu=2),
     Task(name="calibration", function=f"{_HERE}.calibration:calibration", limit_s=90, ranks=(1, 2, 4, 8), on_cpu=2),
     Task(name="layer", function=f"{_HERE}.layer:layer", limit_s=90, ranks=(2, 4, 8), on_cpu=2),
+    Task(name="model", function=f"{_HERE}.layer:model", limit_s=90, ranks=(2, 4, 8), on_cpu=2),
 )
 
 

@@ -82,7 +82,7 @@ def test_a_page_that_cannot_be_written_loses_no_answer(
     [
         "kernels,engine",
         pytest.param("channels,pipeline,switch", marks=pytest.mark.slow),
-        pytest.param("lost-rank,calibration,layer", marks=pytest.mark.slow),
+        pytest.param("lost-rank,calibration,layer,model", marks=pytest.mark.slow),
     ],
 )
 def test_all_checks_pass_on_the_cpu(names: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -94,6 +94,9 @@ def test_all_checks_pass_on_the_cpu(names: str, capsys: pytest.CaptureFixture[st
     allowed = {"sound", "not checked"} if "calibration" in names else {"sound"}  # a busy machine has no rate of a link
     assert {one["state"] for one in by_name.values()} <= allowed
     assert machine.exists() == (found["topology"] == str(machine))
+    for name in {"layer", "model"} & by_name.keys():
+        assert [line["name"] for line in by_name[name]["lines"]] == [name, "throughput", "prediction"]
+        assert by_name[name]["figures"]["prophet_tokens_per_s"] > 0
     if "engine" in names:
         assert by_name["engine"]["figures"]["copies"] > 0
     assert not any(one["output"] for one in by_name.values())

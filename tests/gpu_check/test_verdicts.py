@@ -6,18 +6,24 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 
 from pipeline_balance.elastic import gpu_checks
 from prophet.doctor.check import Check, finding, sound, unseen
+from prophet.engine.step_report import StepReport
 from prophet.errors import SpecError, UsageError
 from prophet.gpu_check import calibration, engine, environment, kernels, layer, page
 from prophet.gpu_check.checks import TASKS, Answer, Task, chosen, relevant
 from prophet.gpu_check.process import Ending
 from prophet.gpu_check.run import ALL_S
 from prophet.gpu_check.verdict import Verdict, left_out, too_few, verdict
-from prophet.spec import Topology
+from prophet.planner import get_planner
+from prophet.planner.model.cost import step_cost
+from prophet.spec import LayerShape, PlanContext, Split, Topology
 
 TASK = Task(name="engine", function="a:b", limit_s=60)
 GOOD = Answer(checks=[sound("engine", "as on one rank")], paste=["a line"], figures={"copies": 3})
@@ -94,8 +100,8 @@ def test_an_answer_reads_back() -> None:
 
 
 def test_the_checks_are_those_of_the_design() -> None:
-    names = ["environment", "kernels", "channels", "engine", "lost-rank", "pipeline", "switch", "calibration", "layer"]
-    assert [task.name for task in TASKS] == names
+    names = "environment kernels channels engine lost-rank pipeline switch calibration layer model"
+    assert [task.name for task in TASKS] == names.split()
     assert ALL_S <= 600
     for task in TASKS:
         module, _, function = task.function.partition(":")
@@ -196,10 +202,45 @@ def test_a_calibration_without_a_rate_is_not_kept() -> None:
 def test_a_layer_that_balancing_makes_slower_is_a_finding_on_a_gpu_alone() -> None:
     slower, faster = [1.2, 1.3, 1.25, 1.22], [0.7, 0.8, 1.2, 0.75]
     cases = [(slower, True), (faster, True), (slower, False)]
-    found = [layer.judged(ratios, [3.0, 1.1], 2, on_gpu=on_gpu) for ratios, on_gpu in cases]
+    found = [layer.judged("layer", compared(ratios), on_gpu=on_gpu)[0] for ratios, on_gpu in cases]
     assert states(*found) == ["finding", "sound", "sound"]
     assert "the times show nothing" in found[2].message
     assert "busiest rank 1.10 of the mean, 3.00 without; 2 replicas" in found[0].message
+
+
+def test_a_layer_says_its_throughput_and_how_far_the_prediction_is_off() -> None:
+    found = layer.judged("model", compared([0.7, 0.8, 0.9, 0.8]), on_gpu=True)
+    assert [check.name for check in found] == ["model", "throughput", "prediction"]
+    assert found[0].message.startswith("with balancing 0.80 of the time without (0.72 to 0.88, the middle half")
+    assert found[1].message == "500 tokens/s without, 625 with"
+    # 1 of the 2 seconds without balancing is saved in the performance model
+    assert found[2] == sound("prediction", "0.50 of the time, off by -0.30")
+    unknown = layer.judged("model", compared([0.8] * 4, calibrated=False), on_gpu=True)[2]
+    assert unknown.state == "not checked"
+
+
+def test_predicted_seconds_are_those_of_all_layers() -> None:
+    topology, shape = Topology.uniform(2, flops_per_s=16e3), LayerShape.feed_forward(dim=2, hidden=2)
+    context = PlanContext(topology=topology, shape=shape, home=(0, 1))
+    planner = get_planner("static")
+    homes = context.homes_only()
+    load = np.array([[10, 0], [10, 0]])
+    report = SimpleNamespace(counts=np.stack([load, load[:, ::-1]]), placements=(homes, homes))
+    found = layer.predicted_seconds(cast(StepReport, report), planner, [context, context])
+    one = step_cost(Split.to_homes(load, homes), homes, context).total_s
+    assert found == pytest.approx(2 * one)
+    assert one > 3 * 20 / 1000, "20 rows at 1000 rows/s, backward twice as long"
+
+
+def compared(ratios: list[float], *, calibrated: bool = True) -> layer.Compared:
+    return layer.Compared(
+        seconds=([2.0] * len(ratios), [2.0 * ratio for ratio in ratios]),
+        predicted_s=([1.5] * len(ratios), [0.5] * len(ratios)),
+        max_mean=(3.0, 1.1),
+        replicas=2,
+        tokens=1000,
+        calibrated=calibrated,
+    )
 
 
 # --- the page ---
