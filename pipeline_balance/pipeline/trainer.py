@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.measure.meter import Meter, RankTimes, clock_on, gather_costs, local_costs
+from pipeline_balance.pipeline.measure.meter import Meter, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import (
     Batch,
@@ -48,6 +48,7 @@ from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
+from prophet.ranks.clocks import clock_on
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class ElasticPipeline:
     ) -> None:
         self.groups, self.in_job = PipelineGroups(group, timeout_s), rank_assignment is not None
         at = device if device is not None else torch.device("cpu")
-        # A controller measures the steps that it needs. On a device others would wait for its clock, too.
+        # A controller measures the steps that it needs. On a device marks take host time, so others have none.
         self.meter = meter if meter is not None else Meter(clock=clock_on(at), enabled=at.type == "cpu")
 
         # a list, as `check` and `make` below fill it in

@@ -35,7 +35,7 @@ def timed_event(device: torch.device) -> Any:
 
 def on_host(mark: Mark) -> bool:
     """Whether a mark is a reading of the host's clock."""
-    return isinstance(mark, float)
+    return isinstance(mark, float | int)
 
 
 def seconds_between(began: Mark, ended: Mark) -> float:

@@ -275,6 +275,12 @@ def _register() -> None:
     clocks.wait_for_all_streams = lambda device: _watching.watch.synchronize() if device.type == NAME else wait(device)
 
 
+def waits_so_far() -> list[str]:
+    """Where the calling thread had to wait for its device."""
+    found: list[str] = _watching.watch.waits
+    return found
+
+
 def skip_beside_others() -> None:
     """Skip the module that calls this, unless it has a process to itself: `tests/ranks/test_devices.py` starts one."""
     if not (SUPPORTED and ALONE.items() <= os.environ.items()):

@@ -1,7 +1,8 @@
 """Measuring layers and stages while training runs: seconds per layer, waits for neighbours, bytes.
 
 Shape legend: L layers, M microbatches. Times come from clock readings around forward and from gradient hooks in
-backward, one of each per layer and microbatch; nothing is run twice. A layer's time is the mean over microbatches and
+backward, one of each per layer and microbatch; nothing is run twice. On a device they are events, which are read one
+step later, so that nothing waits for them. A layer's time is the mean over microbatches and
 steps, without those that took more than twice the median. Of slices it is the sum of a line fitted over them.
 Activations are counted on the second microbatch of a measuring period, or on the first that a layer sees at all. What
 comes before a stage's first gradient, the loss's own backward on the last stage, counts for the stage's last layer, and
@@ -21,36 +22,45 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.measure.slice_costs import OfSlice, SliceFit
 from pipeline_balance.spec import LayerCost
+from prophet.ranks.clocks import Mark, on_host, seconds_between
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
-from prophet.ranks.side_stream import current_stream
 
 _FIGURES = tuple(f.name for f in fields(LayerCost) if f.name != "name")
 MAX_SAMPLES = 256
 
 
-def clock_on(device: torch.device) -> Callable[[], float]:
-    """Return a clock of what runs on `device`, in seconds.
+class _AtWork(NamedTuple):
+    """A mark on a device, and how many waits of the step came before it: those after it are no work."""
 
-    Work on an accelerator is launched without waiting for it. There a reading waits until this thread's stream has done
-    all that was launched, receives included.
-    """
-    if device.type == "cpu":
-        return time.perf_counter
+    mark: Mark
+    waits: int
 
-    def after_the_device() -> float:
-        current_stream(device).synchronize()
-        return time.perf_counter()
 
-    return after_the_device
+@dataclass
+class _Marked:
+    """What a step has marked on a device, to be read when the step is over: who is told, from where, to where."""
+
+    stretches: list[tuple[Callable[[float], None], Any, Any]] = field(default_factory=list)
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def read(self) -> None:
+        """Tell the seconds of all; waits for the device where it has not come to the last mark."""
+        for told, began, ended in self.stretches:
+            if isinstance(ended, _AtWork):
+                waits = self.waits[began.waits : ended.waits]
+                told(seconds_between(began.mark, ended.mark) - sum(seconds_between(*wait) for wait in waits))
+            else:
+                told(seconds_between(began, ended))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +93,7 @@ class Meter:
 
     Attributes:
         enabled: Whether anything is read; off between measured steps.
-        clock: Times waits and steps, in seconds; see `clock_on`.
+        clock: Times waits and steps; see `prophet.ranks.clocks.clock_on`.
         work_clock: Times the layers' own work (None: `clock`). The processor time of the thread suits ranks that share
             cores or run under a quota, where the wall clock counts pauses as work.
         max_samples: How many samples of a kind are kept; with slices, as many of each slice.
@@ -102,7 +112,7 @@ class Meter:
     """
 
     enabled: bool = True
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], Mark] = time.perf_counter
     work_clock: Callable[[], float] | None = None
     max_samples: int = MAX_SAMPLES
     on_backward: Callable[[], None] | None = None
@@ -118,13 +128,17 @@ class Meter:
     sent_bytes: int = 0
     working_on: tuple[int, int, float] | None = None
     _waited_s: float = 0.0
-    _arrived: list[tuple[int, float]] = field(default_factory=list)
+    _arrived: list[tuple[int, Any]] = field(default_factory=list)
+    _acted: bool = False
+    # on a device: the step under way, and those that have ended and were not read yet
+    _marked: _Marked = field(default_factory=_Marked)
+    _ended: list[_Marked] = field(default_factory=list)
     _steps: int = 0
     _step_s: float = 0.0
     _compute_s: float = 0.0
     _wait_s: dict[str, float] = field(default_factory=lambda: {"F": 0.0, "B": 0.0})
-    _step_began: float = 0.0
-    _last_end: float = 0.0
+    _step_began: Mark = 0.0
+    _last_end: Mark = 0.0
 
     def reset(self) -> None:
         """Forget all samples, for a new measuring period or a new stage map. Bytes stay known until counted anew."""
@@ -133,6 +147,9 @@ class Meter:
         for samples in (self.loss, self.between):
             samples.clear()
         self.counted.clear()
+        self._ended.clear()
+        # waits stay, as marks of this step count them
+        self._marked.stretches.clear()
         self._steps, self._step_s, self._compute_s = 0, 0.0, 0.0
         self._wait_s = {"F": 0.0, "B": 0.0}
 
@@ -147,15 +164,44 @@ class Meter:
 
     def begin_step(self) -> None:
         """Begin a new step, which work counts towards from here on."""
-        # the clock of a device makes the host wait
         if self.enabled:
+            # what an unfinished step has marked is nobody's
+            self._marked, self._acted = _Marked(), False
             self._step_began = self._last_end = self.clock()
 
     def end_step(self) -> None:
         """End the step that began last."""
         if self.enabled:
-            self._steps += 1
-            self._step_s += self.clock() - self._step_began
+            self._between(self._end_step, self._step_began, self.clock())
+            # by now the device has come to the end of the step before this one, or nearly so
+            self._read_ended()
+            if self._marked.stretches:
+                self._ended.append(self._marked)
+            self._marked = _Marked()
+
+    def _end_step(self, seconds: float) -> None:
+        self._steps += 1
+        self._step_s += seconds
+
+    def read(self) -> None:
+        """Take in all that steps which have ended have marked on a device; where none has, what is marked so far."""
+        if not self._ended and not self._steps:
+            self._ended.append(self._marked)
+            self._marked = _Marked(waits=self._marked.waits)
+        self._read_ended()
+
+    def _read_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        for marked in ended:
+            marked.read()
+
+    def _between(self, told: Callable[[float], None], began: Any, ended: Any) -> None:
+        """Tell the seconds from one mark to another: now on the host, later on a device."""
+        if on_host(ended):
+            told(ended - began)
+        # a step that began without being measured has no first mark
+        elif not on_host(began):
+            self._marked.stretches.append((told, began, ended))
 
     def run_action(self, kind: str, stage: int, call: Callable[[], Any]) -> Any:
         """Run one action of the schedule; the gap since the one before it is waiting, by what it waited for.
@@ -176,9 +222,11 @@ class Meter:
             return call()
         began, work_began = self.clock(), self.work_s()
         # a weight gradient needs nothing from other ranks, so the gap before it is no wait
-        self._wait_s["F" if kind == "F" else "B"] += began - self._last_end if kind != "W" else 0.0
-        if self._last_end > self._step_began:
-            self.add(self.between, began - self._last_end)
+        if kind != "W":
+            self._between(partial(self._waited_for, "F" if kind == "F" else "B"), self._last_end, began)
+        if self._acted:
+            self._sample(self.between, self._last_end, began)
+        self._acted = True
         self._arrived.clear()
         result = call()
         ended, work_ended = self.clock(), self.work_s()
@@ -188,18 +236,30 @@ class Meter:
             # what comes before the first gradient, the loss's own backward, counts for the stage's last layer
             marks[0] = (marks[0][0], work_began)
             for (layer, start), (_, stop) in pairwise(marks):
-                self.add(self.backward[layer], stop - start)
+                self._sample(self.backward[layer], start, stop)
         elif kind == "W":
-            self.add(self.stage_weight[stage], work_ended - work_began)
-        self._compute_s += ended - began
+            self._sample(self.stage_weight[stage], work_began, work_ended)
+        self._between(self._computed, began, ended)
         self._last_end = ended
         return result
 
+    def _waited_for(self, kind: str, seconds: float) -> None:
+        self._wait_s[kind] += seconds
+
+    def _computed(self, seconds: float) -> None:
+        self._compute_s += seconds
+
+    def _sample(self, samples: list[float], began: Any, ended: Any) -> None:
+        self._between(partial(self._add, samples, self.working_on), began, ended)
+
     def add(self, samples: list[float], value: float) -> None:
         """Note a sample and forget those that are too old."""
+        self._add(samples, self.working_on, value)
+
+    def _add(self, samples: list[float], working_on: tuple[int, int, float] | None, value: float) -> None:
         # a slice's number stays with its sample: later slices take longer, and a line is fitted over them
-        number, slices, _ = self.working_on or (0, 1, 1.0)
-        samples.append(value if self.working_on is None else OfSlice(value, number, slices))
+        number, slices, _ = working_on or (0, 1, 1.0)
+        samples.append(value if working_on is None else OfSlice(value, number, slices))
         # all that are too many, as the limit may have been lowered since
         del samples[: max(0, len(samples) - self.max_samples * slices)]
 
@@ -207,10 +267,13 @@ class Meter:
         """Note that the backward pass has reached `layer`, whose own work begins."""
         self._arrived.append((layer, self.work_s()))
 
-    def work_s(self) -> float:
-        """A reading of the clock that times layers; it stands still inside `waiting`."""
+    def work_s(self) -> Any:
+        """A reading of the clock that times layers; it stands still inside `waiting`. A mark on a device."""
         # the processor time of a thread stands still in waits by itself
-        return self.clock() - self._waited_s if self.work_clock is None else self.work_clock()
+        if self.work_clock is not None:
+            return self.work_clock()
+        now = self.clock()
+        return now - self._waited_s if on_host(now) else _AtWork(now, len(self._marked.waits))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -222,7 +285,11 @@ class Meter:
         try:
             yield
         finally:
-            self._waited_s += self.clock() - began
+            ended = self.clock()
+            if on_host(ended):
+                self._waited_s += ended - began
+            else:
+                self._marked.waits.append((began, ended))
 
     def run_unit(
         self, index: int, module: nn.Module, call: Callable[[], tuple[Tensor, ...]], given: Sequence[Tensor]
@@ -255,7 +322,7 @@ class Meter:
             self.counted.add(index)
         else:
             # the counted microbatch is slower and gives no sample
-            self.add(self.forward[index], self.work_s() - began)
+            self._sample(self.forward[index], began, self.work_s())
         first = next((t for t in out if t.requires_grad), None)
         if first is not None and torch.is_grad_enabled():
             # the gradient of an output is ready when the layer above it is done
@@ -268,11 +335,12 @@ class Meter:
             return call()
         began = self.work_s()
         result = call()
-        self.add(self.loss, self.work_s() - began)
+        self._sample(self.loss, began, self.work_s())
         return result
 
     def times(self) -> RankTimes:
         """Return where the time went, per step, over the steps since the last reset."""
+        self.read()
         n = max(self._steps, 1)
         return RankTimes(
             steps=self._steps,
@@ -320,6 +388,7 @@ def local_costs(
     Returns:
         Seconds and bytes of a microbatch, by layer.
     """
+    meter.read()
     weights = _weight_seconds(layers, stages, meter)
     found: dict[int, LayerCost] = {}
     # only the rank of the model's last layer has seen a loss
@@ -352,6 +421,7 @@ def local_costs(
 
 def slice_fit(meter: Meter) -> SliceFit:
     """Fit the seconds of a slice, forward and backward in all layers of this rank, without the loss."""
+    meter.read()
     found = SliceFit(0.0, 0.0, 1)
     for by_layer in (meter.forward, meter.backward):
         for samples in by_layer.values():

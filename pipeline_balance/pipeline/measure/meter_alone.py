@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.measure.meter import Meter, clock_on, local_costs
+from pipeline_balance.pipeline.measure.meter import Meter, local_costs
 from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
+from prophet.ranks.clocks import clock_on
 from prophet.trials import trying
 
 Build = Callable[[], nn.Module]
@@ -62,13 +63,14 @@ def measure_alone(
         for index, made in enumerate(layers):
             # an instance is callable too, but calling it would not build it
             module = (copy.deepcopy(made) if isinstance(made, nn.Module) else made()).to(device)
-            meter = Meter(work_clock=clock_on(device), max_samples=repeats)
+            meter = Meter(clock=clock_on(device), max_samples=repeats)
             ends = loss_fn if index == len(layers) - 1 else None
             parameters = [p for p in module.parameters() if p.requires_grad]
             optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
             out = x
             for run in range(repeats + 1):
                 out = _pass(module, index, meter, x, trainable_below, ends, target)
+                meter.read()
                 if run == 0:
                     # threads started, memory got, activations counted: not what a step takes
                     for samples in (meter.forward, meter.backward):

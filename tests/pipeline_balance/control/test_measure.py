@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.measure.meter import Meter, clock_on, gather_costs, local_costs
+from pipeline_balance.pipeline.measure.meter import Meter, gather_costs, local_costs
 from pipeline_balance.spec import LayerCost
+from prophet.ranks import clocks
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 
@@ -53,50 +54,86 @@ def test_layers_are_timed_by_the_work_clock() -> None:
     assert meter.times().compute_s > 0
 
 
-class _Stream:
-    """A device whose every piece of work takes 20 ms, and is launched at once."""
+class _Device:
+    """A device whose every piece of work takes 20 ms. It comes to a step's work in the next one."""
 
     def __init__(self) -> None:
-        self.free_at = self.reads = 0.0
+        self.busy_ms, self.over_ms, self.early = 0.0, 0.0, 0
 
     def launch(self) -> None:
-        self.free_at = max(self.free_at, time.perf_counter()) + 0.02
+        self.busy_ms += 20
+
+    def event(self, _: torch.device) -> _Event:
+        return _Event(self, self.busy_ms)
+
+
+class _Event:
+    def __init__(self, device: _Device, at_ms: float) -> None:
+        self.device, self.at_ms = device, at_ms
 
     def synchronize(self) -> None:
-        self.reads += 1
-        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+        self.device.early += self.at_ms > self.device.over_ms
+
+    def elapsed_time(self, later: _Event) -> float:
+        return later.at_ms - self.at_ms
+
+
+def _step_on(device: _Device, meter: Meter, wait: Callable[[], None] = lambda: None) -> None:
+    """Two layers forward, each with a wait inside, and backward."""
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        device.launch()
+        with meter.waiting():
+            wait()
+        return x * 2
+
+    before_ms = device.busy_ms
+    meter.begin_step()
+    x = torch.ones(1, requires_grad=True)
+    for i in range(2):
+        x = meter.run_unit(i, nn.Identity(), lambda x=x: (layer(x),), (x,))[0]  # type: ignore[misc]
+        # its backward is launched as the gradient passes
+        x.register_hook(lambda _: device.launch())
+    meter.run_action("B", 0, x.backward)
+    device.over_ms = before_ms
+    meter.end_step()
 
 
 def test_layers_on_a_device_are_timed_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = _Stream()
-    monkeypatch.setattr("pipeline_balance.pipeline.measure.meter.current_stream", lambda device: stream)
-    meter = Meter(clock=clock_on(torch.device("cuda")), enabled=False)
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        stream.launch()
-        return x * 2
-
-    def step() -> None:
-        meter.begin_step()
-        with meter.waiting():
-            pass
-        x = torch.ones(1, requires_grad=True)
-        for i in range(2):
-            x = meter.run_unit(i, nn.Identity(), lambda x=x: (layer(x),), (x,))[0]  # type: ignore[misc]
-            # its backward is launched as the gradient passes
-            x.register_hook(lambda _: stream.launch())
-        meter.run_action("B", 0, x.backward)
-        meter.end_step()
-
-    step()
-    assert not stream.reads, "a step that is not measured waits for nothing"
+    device = _Device()
+    monkeypatch.setattr(clocks, "timed_event", device.event)
+    meter = Meter(clock=clocks.clock_on(torch.device("cuda")), enabled=False)
+    _step_on(device, meter)
+    assert not meter._marked.stretches, "a step that is not measured marks nothing"
     meter.enabled = True
-    step()
-    step()
-    assert min(meter.forward[0] + meter.forward[1]) >= 0.02
-    # Layer 0's begins as the gradient of its output is there
-    assert min(meter.backward[0]) >= 0.02
-    assert meter.times().compute_s >= 0.04
+    for _ in range(3):
+        # a wait that takes as long as a layer's work, as for tokens of other ranks, is no work
+        _step_on(device, meter, device.launch)
+    assert not device.early, "nothing is read before the device has come there"
+    assert meter.times().steps == 3
+    assert device.early, "whoever asks for all steps waits for the last one"
+    for i in range(2):
+        assert meter.forward[i] == pytest.approx([0.02] * len(meter.forward[i]))
+        # layer 0's begins as the gradient of its output is there
+        assert meter.backward[i] == pytest.approx([0.02] * 3)
+    # forward passes ran outside of an action here
+    assert meter.times().compute_s == pytest.approx(0.04)
+    assert meter.times().step_s == pytest.approx(0.12)
+    meter.reset()
+    assert meter.times().steps == 0
+
+
+def test_what_a_reset_forgets_does_not_come_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = _Device()
+    monkeypatch.setattr(clocks, "timed_event", device.event)
+    meter = Meter(clock=clocks.clock_on(torch.device("cuda")))
+    _step_on(device, meter)
+    _step_on(device, meter)
+    meter.reset()
+    _step_on(device, meter)
+    _step_on(device, meter)
+    assert meter.times().steps == 2
+    assert len(meter.backward[0]) == 2
 
 
 def test_old_samples_are_forgotten() -> None:

@@ -16,13 +16,14 @@ from torch.utils.data import TensorDataset
 import prophet
 from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
 from pipeline_balance.elastic import Batches, Job, Parallelism, reshard
+from pipeline_balance.pipeline.measure.meter import RankTimes
 from pipeline_balance.pipeline.model.added_loss import add_loss
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices import SliceOptions
 from pipeline_balance.spec import LayerCost, StageMap
 from tests.helpers import pipeline_experts, sliced_layers
 from tests.helpers.device_ranks import DeviceWorld
-from tests.helpers.pretend_device import skip_beside_others
+from tests.helpers.pretend_device import skip_beside_others, waits_so_far
 from tests.helpers.support import FixedPlanner, everywhere
 from tests.helpers.thread_pipelines import Rank, on_devices, on_host, threads_for_groups
 
@@ -408,3 +409,41 @@ def test_a_device_changes_no_bit(name: str, mode: Mode, on_hosts: dict[str, list
         for (what, a), (_, b) in zip(here, there, strict=True):
             same = torch.equal(bits(a), bits(b)) if isinstance(a, Tensor) else repr(a) == repr(b)
             assert same, f"{what} on rank {rank}: {a} on the device, {b} on the host"
+
+
+class Long(Block):
+    """Takes seven more operators of the device forward, and as many backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(7):
+            x = -x
+        return super().forward(x)
+
+
+def measured(rank: Rank) -> tuple[list[LayerCost], RankTimes, list[float]]:
+    """Costs of layers of which the third is long, where the time of a rank went, and all samples of layers."""
+    model = nn.Sequential(nn.Linear(1, DIM), Block(), Long(), Block(), Block(), nn.Linear(DIM, 1))
+    pipe = pipeline(rank, TWO, 1, model, nn.functional.mse_loss)
+    pipe.meter.enabled = True
+    for update in range(4):
+        x = torch.full((PARTS * ROWS, 1), float(update))
+        pipe.step(x, -x)
+        assert not [wait for wait in waits_so_far() if "it has not come" in wait]
+    meter = pipe.meter
+    found = pipe.measure(), pipe.times()
+    return *found, [s for of in (meter.forward, meter.backward) for samples in of.values() for s in samples]
+
+
+def test_a_meter_finds_the_devices_times_and_waits_for_none() -> None:
+    """The device's clock counts operators, a millisecond each. The host's would give any numbers."""
+    with threads_for_groups():
+        found = on_devices(DeviceWorld(2, timeout_s=20.0), measured)
+    for costs, times, samples in found:
+        assert len(samples) == 3 * PARTS * 4 + 3 * (PARTS * 4 - 1)
+        assert [1e3 * s for s in samples] == pytest.approx([round(1e3 * s) for s in samples])
+        assert min(samples) > 0
+        assert 1e3 * (costs[2].forward_s - costs[1].forward_s) == pytest.approx(7)
+        assert costs[3].forward_s == pytest.approx(costs[1].forward_s)
+        assert 1e3 * (costs[2].backward_s - costs[1].backward_s) == pytest.approx(7)
+        assert times.steps == 4
+        assert min(times.step_s, times.compute_s) > 0
