@@ -50,6 +50,7 @@ from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
 from prophet.ranks.clocks import clock_on
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.operation import Operation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -427,12 +428,20 @@ class ElasticPipeline:
 
     def local_costs(self) -> dict[int, LayerCost]:
         """Return the costs of this rank's layers."""
+        self._catch_up()
         stages = {s: self.stage_map.layers_of(s) for s in self.stage_map.stages_on(self.rank)}
         return local_costs(self.layers, stages, self.meter, self.optimizers.state())
 
     def times(self) -> RankTimes:
         """Return where this rank's time went since the last rebuild."""
+        self._catch_up()
         return self.meter.times()
+
+    def _catch_up(self) -> None:
+        """Wait, within the limit, for what a device has to do before the meter can be read."""
+        if self.meter.behind:
+            op = Operation("reading the times of layers")
+            self.groups.world.on_host(torch.zeros(1, device=self.config.device), op=op)
 
     # --- changing stages --------------------------------------------------------------------------------------
 

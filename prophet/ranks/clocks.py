@@ -1,8 +1,8 @@
 """Marks of time where work runs: readings of the host's clock on the CPU, events in a stream on a device.
 
 Work on a device is launched now and done later, so the host's clock around a launch says nothing of it. An event is
-launched between the work, and the device notes its time when it comes there. Whoever asks for it a step later, when
-all of that step is over, does not wait.
+launched between the work, and the device notes its time when it comes there. It is asked for a step later, when all
+of that step is over, so that nobody waits.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ def timed_event(device: torch.device) -> Any:
 def on_host(mark: Mark) -> bool:
     """Whether a mark is a reading of the host's clock."""
     return isinstance(mark, float | int)
+
+
+def is_over(mark: Mark) -> bool:
+    """Whether the device has come to a mark; asks without waiting."""
+    return on_host(mark) or bool(mark.query())
 
 
 def seconds_between(began: Mark, ended: Mark) -> float:

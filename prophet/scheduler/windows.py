@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prophet.ranks.clocks import Mark, clock_on, on_host, seconds_between
+from prophet.ranks.clocks import Mark, clock_on, is_over, on_host, seconds_between
 from prophet.scheduler.actions import Window, WindowKind
 from prophet.spec import FloatArray, IntArray, PlanContext
 
@@ -92,8 +92,10 @@ class Stopwatch:
             self.waits.append((began, ended))
         # a long evaluation has no step that would end: its marks must not pile up, and the first ones are long over
         if len(self._stretches) > _MOST_MARKS:
-            first, self._stretches = self._stretches[: _MOST_MARKS // 2], self._stretches[_MOST_MARKS // 2 :]
-            self._count(first)
+            first, rest = self._stretches[: _MOST_MARKS // 2], self._stretches[_MOST_MARKS // 2 :]
+            if is_over(first[-1][2]):
+                self._count(first)
+                self._stretches = rest
 
     def _count(self, stretches: Sequence[tuple[str, Mark, Mark]]) -> None:
         for name, began, ended in stretches:
@@ -102,10 +104,13 @@ class Stopwatch:
     def take(self) -> dict[str, float]:
         """Return what was measured, and start again from zero.
 
-        What ran on a device is returned one call later. Until then it may not be over.
+        What ran on a device is returned one call later, or once it is over: this waits for nothing.
         """
-        self._count(self._earlier)
-        self._earlier, self._stretches = self._stretches, []
+        if self._earlier and is_over(self._earlier[-1][2]):
+            self._count(self._earlier)
+            self._earlier = []
+        self._earlier += self._stretches
+        self._stretches = []
         taken, self.seconds = self.seconds, {}
         return taken
 
@@ -159,13 +164,16 @@ class WindowClock:
     def take(self) -> dict[Window, float]:
         """Return every window's mean length, and start again: with several microbatches each is measured often.
 
-        Windows on a device are returned one call later. Until then they may not be over.
+        Windows on a device are returned one call later, or once they are over: this waits for nothing.
         """
         self.close()
-        for window, began, ended, waits in self._earlier:
-            waited_s = sum(seconds_between(*wait) for wait in waits)
-            self._add(window, seconds_between(began, ended) - waited_s)
-        self._earlier, self._marked = self._marked, []
+        if self._earlier and is_over(self._earlier[-1][2]):
+            for window, began, ended, waits in self._earlier:
+                waited_s = sum(seconds_between(*wait) for wait in waits)
+                self._add(window, seconds_between(began, ended) - waited_s)
+            self._earlier = []
+        self._earlier += self._marked
+        self._marked = []
         taken, self._seconds = self._seconds, {}
         return {window: sum(found) / len(found) for window, found in taken.items()}
 

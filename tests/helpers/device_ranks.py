@@ -204,6 +204,9 @@ class TimedEvent:
     def _note(self) -> None:
         self.operators = self.world.operators[self._place]
 
+    def query(self) -> bool:
+        return self._work.over
+
     def synchronize(self) -> None:
         if not self._work.over:
             self.waits.append("a time of the device that it has not come to")

@@ -180,6 +180,10 @@ class Reached:
     def __init__(self, operators: int) -> None:
         self.operators = operators
 
+    def query(self) -> bool:
+        """Whether the device has come there."""
+        return True
+
     def synchronize(self) -> None:
         """Wait for it."""
 

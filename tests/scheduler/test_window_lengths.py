@@ -172,6 +172,9 @@ class _Event:
     def __init__(self) -> None:
         self.told: float | None = None
 
+    def query(self) -> bool:
+        return self.told is not None
+
     def synchronize(self) -> None:
         assert self.told is not None, "the host would wait"
 
@@ -198,6 +201,8 @@ def test_a_devices_marks_are_read_one_step_later(monkeypatch: pytest.MonkeyPatch
         return watch.take(), clock.take()
 
     assert step() == ({}, {})
+    # the device has not come there: nobody waits, and nothing is lost
+    assert (watch.take(), clock.take()) == ({}, {})
     # the window from 1 to 9 with experts from 2 to 4 and a wait from 4 to 7, then one from 9 to 10
     for event, ms in zip(events, (1, 2, 4, 4, 7, 9, 9, 10), strict=True):
         event.told = float(ms)

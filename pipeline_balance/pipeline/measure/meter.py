@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.measure.slice_costs import OfSlice, SliceFit
 from pipeline_balance.spec import LayerCost
-from prophet.ranks.clocks import Mark, on_host, seconds_between
+from prophet.ranks.clocks import Mark, is_over, on_host, seconds_between
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 
@@ -46,12 +46,19 @@ class _AtWork(NamedTuple):
     waits: int
 
 
-@dataclass
+@dataclass(eq=False)
 class _Marked:
     """What a step has marked on a device, to be read when the step is over: who is told, from where, to where."""
 
     stretches: list[tuple[Callable[[float], None], Any, Any]] = field(default_factory=list)
     waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def over(self) -> bool:
+        """Whether the device has come to the last mark."""
+        if not self.stretches:
+            return True
+        last = self.stretches[-1][2]
+        return is_over(last.mark if isinstance(last, _AtWork) else last)
 
     def read(self) -> None:
         """Tell the seconds of all; waits for the device where it has not come to the last mark."""
@@ -173,8 +180,9 @@ class Meter:
         """End the step that began last."""
         if self.enabled:
             self._between(self._end_step, self._step_began, self.clock())
-            # by now the device has come to the end of the step before this one, or nearly so
-            self._read_ended()
+            # by now the device has mostly come to the end of the step before this one
+            while self._ended and self._ended[0].over():
+                self._ended.pop(0).read()
             if self._marked.stretches:
                 self._ended.append(self._marked)
             self._marked = _Marked()
@@ -183,17 +191,22 @@ class Meter:
         self._steps += 1
         self._step_s += seconds
 
+    @property
+    def behind(self) -> bool:
+        """Whether `read` would wait for a device."""
+        return not all(marked.over() for marked in self._unread())
+
     def read(self) -> None:
         """Take in all that steps which have ended have marked on a device; where none has, what is marked so far."""
-        if not self._ended and not self._steps:
-            self._ended.append(self._marked)
+        unread = self._unread()
+        if unread == [self._marked]:
             self._marked = _Marked(waits=self._marked.waits)
-        self._read_ended()
-
-    def _read_ended(self) -> None:
-        ended, self._ended = self._ended, []
-        for marked in ended:
+        self._ended = []
+        for marked in unread:
             marked.read()
+
+    def _unread(self) -> list[_Marked]:
+        return self._ended if self._ended or self._steps else [self._marked]
 
     def _between(self, told: Callable[[float], None], began: Any, ended: Any) -> None:
         """Tell the seconds from one mark to another: now on the host, later on a device."""

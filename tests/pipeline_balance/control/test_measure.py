@@ -71,6 +71,9 @@ class _Event:
     def __init__(self, device: _Device, at_ms: float) -> None:
         self.device, self.at_ms = device, at_ms
 
+    def query(self) -> bool:
+        return self.at_ms <= self.device.over_ms
+
     def synchronize(self) -> None:
         self.device.early += self.at_ms > self.device.over_ms
 
@@ -110,7 +113,9 @@ def test_layers_on_a_device_are_timed_by_what_it_does(monkeypatch: pytest.Monkey
         # a wait that takes as long as a layer's work, as for tokens of other ranks, is no work
         _step_on(device, meter, device.launch)
     assert not device.early, "nothing is read before the device has come there"
+    assert meter.behind
     assert meter.times().steps == 3
+    assert not meter.behind
     assert device.early, "whoever asks for all steps waits for the last one"
     for i in range(2):
         assert meter.forward[i] == pytest.approx([0.02] * len(meter.forward[i]))
