@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from prophet.errors import ReportError
+from prophet.report.charts import draw_load_by_rank, draw_parts
 from prophet.report.page import (
     AFTER,
     BEFORE,
     FOURTH,
-    INK,
     THIRD,
     Table,
     draw_figure,
@@ -92,35 +92,13 @@ class Comparison:
 
 
 def _load(report: Comparison, label: str) -> str:
-    before, after = report.results[0], report.best
     layers = report.worst_layers()
-    rows = -(-len(layers) // 2)
-
-    def draw(figure: Any) -> None:
-        # matplotlib returns a single axes, a row or a grid, by how many there are
-        grid = np.atleast_1d(figure.subplots(rows, min(2, len(layers)), sharex=True, sharey=True)).ravel()
-        # An odd number of layers leaves a place in the grid empty
-        for axes in grid[len(layers) :]:
-            axes.set_axis_off()
-        for axes, layer in zip(grid, layers, strict=False):
-            ranks = np.arange(before.rank_load.shape[1])
-            for offset, result, colour, name in (
-                (-0.2, before, BEFORE, _STATIC),
-                (0.2, after, AFTER, after.planner),
-            ):
-                load = result.rank_load[layer]
-                axes.bar(ranks + offset, load / max(load.mean(), 1e-9), 0.4, color=colour, label=name)
-            # All ranks finish together where every bar ends at this line
-            axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=(0, (3, 3)))
-            axes.set_title(f"layer {layer}", fontsize=8.5)
-            axes.grid(visible=False, axis="x")
-            axes.set_xticks(few(len(ranks)))
-        figure.supxlabel("rank", fontsize=8.5)
-        figure.supylabel("tokens computed / mean of the ranks", fontsize=8.5)
-        handles, labels = grid[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=2)
-
-    return draw_figure(draw, height_in=0.9 + 1.15 * rows, label=f"{label}: load by rank, before and after")
+    loads = []
+    for name, result in ((_STATIC, report.results[0]), (report.best.planner, report.best)):
+        load = result.rank_load[layers]
+        # A layer without tokens has bars of no length
+        loads.append((name, load / np.maximum(load.mean(axis=1, keepdims=True), 1e-9)))
+    return draw_load_by_rank(loads, layers, label=f"{label}: load by rank, before and after")
 
 
 _PARTS = (
@@ -132,27 +110,17 @@ _PARTS = (
 
 
 def _time(report: Comparison, label: str) -> str:
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        y = np.arange(len(report.results))
-        left = np.zeros(len(y))
-        for name, attribute, colour in _PARTS:
-            part = np.array([1e3 * getattr(r, attribute) for r in report.results])
-            axes.barh(y, part, 0.62, left=left, color=colour, label=name)
-            left += part
-        # The total stands behind its bar: the eye compares lengths, and needs a number for the sum
-        for i, total in enumerate(left):
-            axes.text(total + 0.01 * float(left.max()), i, f"{total:.3g}", va="center", fontsize=8)
-        axes.set_yticks(y, [_STATIC, *(r.planner for r in report.results[1:])])
-        # The first planner on top, as in the table
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-        # Room for the number behind the longest bar; a trace without tokens has bars of no length
-        axes.set_xlim(0, 1.12 * max(float(left.max()), 1e-12))
-        axes.set_xlabel("predicted ms of one layer in one step, forward and backward")
-        figure.legend(loc="outside upper center", ncols=2)
-
-    return draw_figure(draw, height_in=1.3 + 0.26 * len(report.results), label=f"{label}: where the time goes")
+    parts = [
+        (name, colour, np.array([1e3 * getattr(r, attribute) for r in report.results]))
+        for name, attribute, colour in _PARTS
+    ]
+    return draw_parts(
+        [_STATIC, *(r.planner for r in report.results[1:])],
+        parts,
+        [f"{total:.3g}" for total in np.sum([lengths for *_, lengths in parts], axis=0)],
+        xlabel="predicted ms of one layer in one step, forward and backward",
+        label=f"{label}: where the time goes",
+    )
 
 
 def _copies(report: Comparison, label: str) -> str:

@@ -5,7 +5,6 @@ Shape legend: R ranks.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -156,12 +155,3 @@ def _draw(axis: Any, spans: Sequence[Span], seen: dict[str, Any], colours: Mappi
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def svg(figure: Figure) -> str:
-    """The figure as SVG text, to be put into a page."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    # Without the XML declaration, which may only stand at the top of a file
-    return text[text.index("<svg") :]

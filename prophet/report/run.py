@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from prophet.engine.history import similarity
 from prophet.errors import ReportError
+from prophet.report.charts import draw_load_by_rank
 from prophet.report.gain import Pairs, draw_gain
 from prophet.report.page import (
     AFTER,
@@ -193,31 +194,13 @@ def _balance_over_steps(report: Report) -> str:
 
 
 def _load_by_rank(report: Report) -> str:
-    layers = report.before.rank_load.shape[1]
-    rows = -(-layers // 2) if layers > 1 else 1
-
-    def draw(figure: Any) -> None:
-        grid = np.atleast_1d(figure.subplots(rows, min(2, layers), sharex=True, sharey=True)).ravel()
-        for layer, axes in enumerate(grid):
-            if layer >= layers:
-                axes.set_axis_off()
-                continue
-            # Each step counts alike, whatever its tokens: the mean is of ratios
-            for offset, run, colour in ((-0.2, report.before, BEFORE), (0.2, report.after, AFTER)):
-                load = run.rank_load[:, layer].astype(np.float64)
-                mean = np.maximum(load.mean(axis=1, keepdims=True), 1e-9)
-                ranks = np.arange(load.shape[1])
-                axes.bar(ranks + offset, (load / mean).mean(axis=0), 0.38, color=colour, label=run.name)
-            axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=(0, (3, 3)))
-            axes.set_title(f"layer {layer}", fontsize=8.5)
-            axes.grid(visible=False, axis="x")
-            axes.set_xticks(few(report.before.rank_load.shape[2]))
-        figure.supxlabel("rank", fontsize=8.5)
-        figure.supylabel("load / mean", fontsize=8.5)
-        handles, labels = grid[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=2)
-
-    return draw_figure(draw, height_in=0.9 + 1.15 * rows, label="Load by rank, before and after")
+    loads = []
+    for run in (report.before, report.after):
+        load = run.rank_load.astype(np.float64)
+        # Each step counts alike, whatever its tokens: the mean is of ratios
+        loads.append((run.name, (load / np.maximum(load.mean(axis=2, keepdims=True), 1e-9)).mean(axis=0)))
+    layers = range(report.before.rank_load.shape[1])
+    return draw_load_by_rank(loads, layers, label="Load by rank, before and after")
 
 
 def _expert_heat(report: Report) -> str:

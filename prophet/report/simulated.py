@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from prophet.report.charts import draw_parts
 from prophet.report.page import (
     AFTER,
     BEFORE,
@@ -16,7 +17,6 @@ from prophet.report.page import (
     INK,
     THIRD,
     Table,
-    draw_figure,
     page,
     remarks,
     section,
@@ -38,28 +38,18 @@ _COLOURS = {
 
 def _parts(rows: Sequence[dict[str, Any]], ranks: int) -> str:
     """Draw a bar for every planner."""
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        y = np.arange(len(rows))
-        left = np.zeros(len(rows))
-        for part, colour in _COLOURS.items():
-            seconds = np.array([1e3 * row["parts_s"][part] for row in rows])
-            # A part that no planner has would only lengthen the legend
-            if seconds.any():
-                axes.barh(y, seconds, 0.62, left=left, color=colour, label=part)
-            # Parts are stacked even where ranks do not wait in all of them, so a bar may be longer than the step
-            left += seconds
-        for i, row in enumerate(rows):
-            axes.text(1.01 * left[i], i, f"{1e3 * row['step_s']:.4g}", va="center", fontsize=8)
-        axes.set_yticks(y, [row["planner"] for row in rows])
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-        axes.set_xlim(0, 1.15 * float(left.max()))
-        axes.set_xlabel("simulated ms of a step")
-        figure.legend(loc="outside upper center", ncols=3)
-
-    return draw_figure(draw, height_in=1.5 + 0.26 * len(rows), label=f"{ranks} ranks: where the time goes")
+    every = [
+        (part, colour, np.array([1e3 * row["parts_s"][part] for row in rows])) for part, colour in _COLOURS.items()
+    ]
+    return draw_parts(
+        [row["planner"] for row in rows],
+        # A part that no planner has would only lengthen the legend. Parts are stacked even where ranks do not wait in
+        # all of them, so a bar may be longer than the step
+        [part for part in every if part[2].any()],
+        [f"{1e3 * row['step_s']:.4g}" for row in rows],
+        xlabel="simulated ms of a step",
+        label=f"{ranks} ranks: where the time goes",
+    )
 
 
 def render_simulated(answer: dict[str, Any], sentences: Sequence[str]) -> str:
