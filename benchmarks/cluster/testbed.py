@@ -6,6 +6,9 @@
 `run` starts one process per host, in its namespace and under its quota, and returns what the named function returned
 there. Leaving the context removes everything, after any failure: an exception, Ctrl-C, killed hosts. Should this very
 process be killed, a guardian process notices and cleans up in its place.
+
+`prophet.ranks.launch.run_ranks` starts the ranks of one host. Here root starts a separate interpreter inside every host's
+namespace, and puts it under the host's quota: children of one fork server would all share one network.
 """
 
 from __future__ import annotations

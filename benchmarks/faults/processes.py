@@ -1,4 +1,7 @@
-"""The processes of one case: started from a server that has imported what they need, and none left behind."""
+"""The processes of one case: started from a server that has imported what they need, and none left behind.
+
+`prophet.ranks.launch.run_ranks` ends all ranks when one fails. Here it is measured what the others do then.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Two processes of this machine that exchange something over gloo, for a doctor that is started alone.
 
-They are started first and asked last, so that they import torch while the rest is looked at. `python -m
+They are started first and asked last, so that they import torch while the rest is looked at. They meet as torchrun's
+ranks do, by environment variables and a port, which `prophet.ranks.launch.run_ranks` does without. `python -m
 prophet.doctor.pair FOLDER SECONDS` is one of them.
 """
 

@@ -2,7 +2,8 @@
 
 Every wait ends: ranks give up on each other after their group's time limit, and the caller's process ends all of them
 when one dies or when the whole run takes too long. This file owns the start and the end of process groups; what runs
-in between is handed a rank and talks through a `Collective`.
+in between is handed a rank and talks through a `Collective`. Commands and benchmarks start their ranks here. What
+starts processes elsewhere says there why it has to.
 """
 
 from __future__ import annotations
