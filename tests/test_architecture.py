@@ -18,6 +18,7 @@ from tests.helpers.house import (
     Import,
     arrows,
     circles,
+    file_arrows,
     imports_in,
     imports_of,
     module_name,
@@ -315,6 +316,17 @@ def test_the_tables_name_nothing_that_is_gone() -> None:
 
 def test_the_table_itself_points_one_way() -> None:
     assert not circles({(room, needed) for room, needs in _MAY_IMPORT.items() for needed in needs})
+
+
+def test_no_files_import_each_other() -> None:
+    """Not even for typing: what two files need of each other belongs below both, or behind a Protocol."""
+    files = {module_name(p) for p in sources(*_SHIPPED)}
+    found = file_arrows(imports_in(*_SHIPPED), files)
+    assert not circles(found)
+    engine, layer = Path("prophet/engine/engine.py"), Path("prophet/engine/balanced_layer.py")
+    breach = "if TYPE_CHECKING:\n    from prophet.engine.engine import Engine"
+    back = file_arrows(imports_of(breach, layer), files)
+    assert circles(found | back) == [{module_name(engine), module_name(layer)}]
 
 
 def test_the_halves_import_one_way() -> None:

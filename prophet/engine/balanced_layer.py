@@ -8,29 +8,62 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
+from prophet.engine.config import EngineConfig, Experiment
 from prophet.engine.history import History
 from prophet.engine.planning import PlanAhead
 from prophet.engine.replan import KeptPlan, next_plan
 from prophet.errors import SpecError
 from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row, compare_splits
+from prophet.layer.gradient_watch import GradientWatch
 from prophet.layer.moe import MoE
 from prophet.layer.port import LayerWindow, Pass, PassCount, PlainPort, Port
+from prophet.planner.base import Planner
 from prophet.planner.model.withdraw import pays
+from prophet.ranks.waiting import Waiter
 from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.pieces import Form
+from prophet.scheduler.recording import ObservedCollective
 from prophet.scheduler.replicas import BlockReplicas, State
+from prophet.scheduler.runtime import Runtime
 from prophet.scheduler.schedules import Schedule, runs_ahead
-from prophet.scheduler.windows import BlockWindows
+from prophet.scheduler.windows import BlockWindows, Stopwatch
 from prophet.spec import IntArray, Placement, PlanContext, Split
 
-if TYPE_CHECKING:
-    from prophet.engine.engine import Engine
+
+class LayersEngine(Protocol):
+    """What a layer asks of the engine that balances it; `prophet.engine.engine.Engine` says what each name means."""
+
+    balanced: list[BalancedLayer]
+    collective: ObservedCollective
+    config: EngineConfig
+    experiment: Experiment
+    planner: Planner
+    schedule: Schedule
+    runtime: Runtime
+    thread: Waiter
+    stopwatch: Stopwatch
+    watch: GradientWatch | None
+    compared: bool
+    step: int
+    updates: int
+
+    @property
+    def split_digest(self) -> int: ...
+    @property
+    def checks(self) -> bool: ...
+    def ensure_step(self) -> None: ...
+    def last_split(self, split: Split) -> None: ...
+    def upcoming(self) -> int: ...
+    def confirm(self, upcoming: IntArray) -> None: ...
+    def used_gradients(self) -> Tensor | None: ...
+    def first_counts(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -83,7 +116,7 @@ class BalancedLayer:
         last_rank_load: Rows [R] that every rank computed in a microbatch of the last step.
     """
 
-    def __init__(self, engine: Engine, index: int, layer: MoE, context: PlanContext) -> None:
+    def __init__(self, engine: LayersEngine, index: int, layer: MoE, context: PlanContext) -> None:
         self.index = index
         self.layer = layer
         self.context = context

@@ -6,7 +6,7 @@ python -m tests.helpers.house          # rooms, arrows, arrows that point up, ci
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -125,11 +125,24 @@ def arrows(imports: Iterable[Import], known: set[str]) -> set[tuple[str, str]]:
     return found
 
 
+def file_arrows(imports: Iterable[Import], files: Collection[str]) -> set[tuple[str, str]]:
+    """(importing file, imported file), each by its module's name; imports for typing count, too."""
+    found = set()
+    for i in imports:
+        # `from a import b` names a file a, or a file b of a folder a
+        there = next((name for name in (i.module, i.module.rpartition(".")[0]) if name in files), None)
+        here = module_name(i.path)
+        if there is not None and there != here:
+            found.add((here, there))
+    return found
+
+
 def circles(edges: set[tuple[str, str]]) -> list[set[str]]:
-    """Rooms that reach each other, as sets of two or more."""
+    """Rooms or files that reach each other, as sets of two or more."""
     names = {name for edge in edges for name in edge}
     reach = {name: {name} for name in names}
-    for _ in names:
+    known = 0
+    while known < (known := sum(map(len, reach.values()))):
         for a, b in edges:
             reach[a] |= reach[b]
     found = {frozenset(b for b in reach[a] if a in reach[b]) for a in names}
