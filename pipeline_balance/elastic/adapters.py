@@ -66,7 +66,7 @@ class Adapters:
         if isinstance(built, TransformersModel):
             root = built.root
             layers = (name for name, module in root.named_modules() if module is built.layers)
-            self._named = {"layers": next(layers), "example": built._example}
+            self._named = {"layers": next(layers), "example": built.example}
         self.plain = self._made(root, options)
         # Whole microbatches may pass in any order
         self.plain.slicing = None

@@ -122,7 +122,7 @@ class SlicedTransformers(Sliced, Recomputing):
         # once per microbatch, for all of its slices
         if "whole" not in microbatch.kept:
             with attending(self._configs), seeing() as seen:
-                recorded = self._record(self._asked(microbatch), Readable(allowed=True))
+                recorded = self._record(self.kwargs_of(microbatch), Readable(allowed=True))
             microbatch.kept["whole"] = recorded, seen
         found: tuple[Recorded, Seen] = microbatch.kept["whole"]
         return found
@@ -149,7 +149,7 @@ class SlicedTransformers(Sliced, Recomputing):
         kept, key = part.whole.kept, f"slices of {part.stop - part.start} tokens"
         if key not in kept:
             with attending(self._configs), seeing():
-                kept[key] = self._record(self._asked(part), Readable(allowed=True))
+                kept[key] = self._record(self.kwargs_of(part), Readable(allowed=True))
         found: Recorded = kept[key]
         return found
 

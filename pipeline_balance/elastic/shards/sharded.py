@@ -379,7 +379,7 @@ class ShardedChain(ShardedModel):
         plain, activations = self.plain, cast(Activations, ())
         for unit, module in enumerate(self.units):
             self._draw(unit)
-            args, kwargs = plain._arguments(unit, activations, microbatch)
+            args, kwargs = plain.arguments_of(unit, activations, microbatch)
             leaves, structure = tree_flatten(module(*args, **kwargs))
             activations, plain.structures = tuple(leaves), (*plain.structures[:unit], structure)
         return activations
@@ -459,7 +459,7 @@ class ShardedTransformers(ShardedModel):
     def _whole(self, microbatch: Microbatch) -> Activations:
         # a mean over no labels is NaN: such a microbatch adds zero
         counts = self.counted(microbatch) > 0
-        out = self.root(**self.plain._asked(microbatch, labels=microbatch.labels if counts else None))
+        out = self.root(**self.plain.kwargs_of(microbatch, labels=microbatch.labels if counts else None))
         loss = out[0] if isinstance(out, tuple) else out["loss" if counts else "logits"]
         if not counts:
             return (zero_of((loss,)),)

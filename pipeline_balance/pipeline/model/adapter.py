@@ -105,7 +105,7 @@ class TransformersModel(PipelineModel):
         self.device = device if device is not None else torch.device("cpu")
         self.layers = _find_layers(model, layers)
         self.skeleton = Skeleton(model, self.layers, self.device)
-        self._example = example
+        self.example = example
         self._accepts = inspect.signature(type(model).forward).parameters
         self._known: dict[Any, list[Activations]] = {}
         self._outputs: dict[Any, tuple[list[Any], TreeSpec]] = {}
@@ -195,7 +195,7 @@ class TransformersModel(PipelineModel):
             raise Stop
 
         self.skeleton.forward(
-            self._asked(microbatch), first, held=self._front, readable=Readable(allowed=False), hooks=lambda: True
+            self.kwargs_of(microbatch), first, held=self._front, readable=Readable(allowed=False), hooks=lambda: True
         )
         return tuple(found)
 
@@ -239,7 +239,7 @@ class TransformersModel(PipelineModel):
             return tree_unflatten(own, structure)
 
         counts = self.counted(microbatch) > 0
-        asked = self._asked(microbatch, labels=microbatch.labels if counts else None)
+        asked = self.kwargs_of(microbatch, labels=microbatch.labels if counts else None)
         with ExitStack() as stack:
             if sums is not None and self.router_loss is not None:
                 stack.enter_context(self.router_loss.given(sums, microbatch.inputs.get("attention_mask")))
@@ -253,7 +253,7 @@ class TransformersModel(PipelineModel):
         # no label counts: transformers' mean over no labels is not a number
         return (zero_of((loss, *activations)),)
 
-    def _asked(self, microbatch: Microbatch, labels: Tensor | None = None) -> dict[str, Any]:
+    def kwargs_of(self, microbatch: Microbatch, labels: Tensor | None = None) -> dict[str, Any]:
         """The arguments of the model's own forward."""
         asked: dict[str, Any] = dict(microbatch.inputs)
         if labels is not None:
@@ -275,7 +275,7 @@ class TransformersModel(PipelineModel):
         """The arguments of all layers in one microbatch."""
         # only the latest microbatch's are kept: masks are large, and quickly made
         if self._latest is None or self._latest[0] is not microbatch or self._latest[1] != self._mode():
-            found = self._record(self._asked(microbatch), Readable(allowed=True))
+            found = self._record(self.kwargs_of(microbatch), Readable(allowed=True))
             self._latest = (microbatch, self._mode(), found)
         return self._latest[2]
 
@@ -408,11 +408,11 @@ class TransformersModel(PipelineModel):
 
     def _find_front(self, slots: Mapping[str, Tensor]) -> frozenset[str]:
         """Which parameters the model reads before its first layer; its layers' arguments may not depend on them."""
-        example = self._example
+        example = self.example
         if example is None:
             dummy = getattr(self.root, "dummy_inputs", None)
             example = dummy if isinstance(dummy, Mapping) else {"input_ids": _DEFAULT_EXAMPLE}
-        asked = self._asked(Microbatch(0, {n: t.to(self.device) for n, t in example.items()}, None))
+        asked = self.kwargs_of(Microbatch(0, {n: t.to(self.device) for n, t in example.items()}, None))
         readable = Readable(allowed=True)
         try:
             # two runs with other numbers for all weights: an argument that differs between them depends on weights

@@ -246,10 +246,10 @@ class ModuleChain(PipelineModel):
         return split_rows(named, labels, microbatches, first)
 
     def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
-        args, kwargs = self._arguments(unit, activations, microbatch)
+        args, kwargs = self.arguments_of(unit, activations, microbatch)
         return tuple(tree_flatten(self.units[unit](*args, **kwargs))[0])
 
-    def _arguments(
+    def arguments_of(
         self, unit: int, activations: Activations, microbatch: Microbatch
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a unit is called with."""
@@ -311,9 +311,9 @@ class ModuleChain(PipelineModel):
         grad = False
         structures: list[TreeSpec] = []
         for unit, module in enumerate(self.units):
-            # `_arguments` of this unit nests the output of the one before it
+            # `arguments_of` of this unit nests the output of the one before it
             self.structures = tuple(structures)
-            args, kwargs = self._arguments(unit, found[-1], microbatch)
+            args, kwargs = self.arguments_of(unit, found[-1], microbatch)
             given = found[-1] if unit else tuple(microbatch.inputs.values())
             try:
                 leaves, structure = output_of(module, args, kwargs, self.device)
