@@ -7,8 +7,8 @@
 there. Leaving the context removes everything, after any failure: an exception, Ctrl-C, killed hosts. Should this very
 process be killed, a guardian process notices and cleans up in its place.
 
-`prophet.ranks.launch.run_ranks` starts the ranks of one host. Here root starts a separate interpreter inside every host's
-namespace, and puts it under the host's quota: children of one fork server would all share one network.
+`prophet.ranks.launch.run_ranks` starts the ranks of one host. Here root starts a separate interpreter inside every
+host's namespace, and puts it under the host's quota: children of one fork server would all share one network.
 """
 
 from __future__ import annotations

@@ -122,14 +122,14 @@ class States:
         self._between_steps("load_state")
         folder = Path(input_dir or self._accelerator.project_dir or "").expanduser()
         found: dict[str, Any] = {}
-        error: Exception | None = None
-        try:
+
+        def fit() -> None:
+            nonlocal folder, found
             folder = self._newest() if input_dir is None else folder
             found = self._fitting(folder)
-        except (ValueError, OSError) as caught:
-            error = caught
+
         # All ranks agree that the folder fits before any of them changes something.
-        together("description of load_state", folder, error, timeout_s=self._timeout_s)
+        together("description of load_state", folder, fit, timeout_s=self._timeout_s)
         extra = checkpoint.load(folder / TRAINING, self._model, self._optimizer)
         with self._on_all_ranks("load_state", folder), self._hidden():
             inner(str(folder), *args, **kwargs)

@@ -67,17 +67,17 @@ def members_of(group: Any) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def met(what: str, attempt: Callable[[], str], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+def on_all_processes(what: str, attempt: Callable[[], str | None], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Raise `SpecError` on all processes, with rank and reason, where `attempt` fails on one. Collective.
 
     Args:
         what: What is attempted, as the message names it.
-        attempt: Raises, or returns a problem as text; an empty text if all went well.
+        attempt: Raises, or returns a problem as text; nothing if all went well.
         timeout_s: Seconds to wait for other processes.
     """
     failed: Exception | None = None
     try:
-        problem = attempt()
+        problem = attempt() or ""
     except Exception as error:
         # a process that raised here alone would leave the others waiting
         failed, problem = error, f"{type(error).__name__}: {error}"
@@ -137,11 +137,11 @@ class Groups:
             return self._make(list(wanted))
         return joined(self.beside(lambda: self._make(list(wanted))))
 
-    def together(self, wanted: Sequence[tuple[Members, str]]) -> None:
+    def make_everywhere(self, wanted: Sequence[tuple[Members, str]]) -> None:
         """`make` on all processes, or `SpecError` on all of them, with the groups that were there. Collective."""
         self.keep()
         try:
-            met("making process groups", lambda: self.make(wanted), self.timeout_s)
+            on_all_processes("making process groups", lambda: self.make(wanted), self.timeout_s)
         except BaseException:
             self.undo()
             raise

@@ -18,7 +18,7 @@ from pipeline_balance.control.decide import ControllerConfig
 from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance, BalanceConfig
 from pipeline_balance.elastic.data import GlobalBatches, Stream, microbatches_of, read_part, rows_of, shared_out
-from pipeline_balance.elastic.groups import Groups, met
+from pipeline_balance.elastic.groups import Groups, on_all_processes
 from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.saving import load_job, save_job
@@ -130,7 +130,7 @@ class Job:
         experts, adapters = Balance(balance_experts), list[Adapters]()
 
         # what can fail on one process is done here, and fails on all
-        def begin() -> str:
+        def begin() -> None:
             adapters.append(Adapters(build(), loss_fn, counted, slices, at))
             plain = adapters[0].plain
             check_unsplit(plain.root)
@@ -139,9 +139,8 @@ class Job:
             check_nodes(nodes, processes())
             check_stages(balance_stages, limits, processes())
             first.append(adapters[0].of(layout))
-            return ""
 
-        met("beginning a job", begin, timeout_s)
+        on_all_processes("beginning a job", begin, timeout_s)
         check_alike(layout, nodes, timeout_s)
         plain = adapters[0].plain
         # nothing is in force yet, so no order saves bytes
@@ -152,7 +151,7 @@ class Job:
         self._switching = to = Switching(
             layout, Groups(timeout_s), adapters[0], experts, lambda: self.data.position, microbatches, nodes, at
         )
-        to.groups.together(to.wanted(layout))
+        to.groups.make_everywhere(to.wanted(layout))
         rank_assignment, stage_map = to.rank_assignment(layout), layout.stage_map(len(plain.units))
 
         # after groups exist: which layers and experts are this process's depends on them

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.groups import SHARDS, Groups, Members, groups_of_world, met
+from pipeline_balance.elastic.groups import SHARDS, Groups, Members, groups_of_world, on_all_processes
 from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.shards.fully_sharded import (
     check_weak,
@@ -93,13 +93,12 @@ def reshard(
     """
     found: list[_Own] = []
 
-    def begin() -> str:
+    def begin() -> None:
         at = device if device is not None else torch.device("cpu")
         found.append(_Own(model, optimizer, before, after, build, at, timeout_s, budget_bytes))
-        return ""
 
     # what one rank alone can see must still fail on all of them
-    met("resharding", begin, timeout_s)
+    on_all_processes("resharding", begin, timeout_s)
     return found[0].made()
 
 
@@ -179,7 +178,7 @@ class _Own(Move):
         state: tuple[Members, str] = (tuple(range(processes())), "state")
         axes = mesh_axes(self.after) or (["dp"] if self.after.dp > 1 else [])
         wanted = [state, *((members, SHARDS) for axis in axes for members in self.after.groups(axis))]
-        self.groups.together(wanted)
+        self.groups.make_everywhere(wanted)
         carrier, decided = self.groups.get(*state), list[bool]()
         try:
             run(self, world=carrier, carrier=carrier, then=[lambda: decided.append(True)])

@@ -14,7 +14,7 @@ import torch
 from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance
 from pipeline_balance.elastic.data import microbatches_of
-from pipeline_balance.elastic.groups import Groups, Members, met
+from pipeline_balance.elastic.groups import Groups, Members, on_all_processes
 from pipeline_balance.elastic.layouts.boxes import layout_of
 from pipeline_balance.elastic.layouts.describe import Rule
 from pipeline_balance.elastic.layouts.order import ordered
@@ -336,27 +336,21 @@ class Switching:
         """Make all communicators anew: those from before a failure are of no use. Collective."""
         limit_s, pipe = self.groups.timeout_s, self.pipeline
         # all processes must have come to the load before groups are made
-        met("loading after a failure", lambda: "", limit_s)
+        on_all_processes("loading after a failure", lambda: None, limit_s)
 
-        def ended() -> str:
+        def ended() -> None:
             with at_work("what was being prepared"):
                 self.groups.idle()
-            return ""
 
         # Its thread makes groups, in an order with these
-        met("ending what was being prepared", ended, limit_s)
+        on_all_processes("ending what was being prepared", ended, limit_s)
         self.preparing = None
         self.groups.close()
         self.groups = Groups(limit_s)
         lost = pipe.failures.error
-
-        def entered() -> str:
-            pipe.groups.enter(None)
-            return ""
-
         try:
-            met("making the world's process groups", entered, limit_s)
-            self.groups.together(self.wanted(self.layout))
+            on_all_processes("making the world's process groups", lambda: pipe.groups.enter(None), limit_s)
+            self.groups.make_everywhere(self.wanted(self.layout))
         except BaseException:
             # Still failed: the next load makes them
             pipe.failures.error = lost

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.ownership import Ownership, put
 from pipeline_balance.pipeline.run.agreement import from_all, refuse_where
-from pipeline_balance.pipeline.run.failures import together
+from pipeline_balance.pipeline.run.failures import fails_together
 from prophet.errors import SpecError
 from prophet.ranks.operation import Operation
 from prophet.state.pretrained import read_pretrained
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline_balance.pipeline.trainer import ElasticPipeline
 
 
-@together("loading weights before step")
+@fails_together("loading weights before step")
 def load_pretrained(pipeline: ElasticPipeline, folder: str | Path) -> None:
     """Take the weights that `from_pretrained(folder)` of the model's class gives; collective, between updates.
 

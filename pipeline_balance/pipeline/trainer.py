@@ -36,7 +36,7 @@ from pipeline_balance.pipeline.move.stage_map import StageMove, StateMover
 from pipeline_balance.pipeline.move.transaction import Prepared, Switched, run
 from pipeline_balance.pipeline.run.agreement import agree_on_model, agree_on_optimizers
 from pipeline_balance.pipeline.run.experts import Balancer, StageExperts
-from pipeline_balance.pipeline.run.failures import Failures, together
+from pipeline_balance.pipeline.run.failures import Failures, fails_together
 from pipeline_balance.pipeline.run.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.run.passes import Passes
 from pipeline_balance.pipeline.run.progress import Progress
@@ -341,7 +341,7 @@ class ElasticPipeline:
         self._refuse_in_job("trains by job.step(), which reads its data")
         return self.train(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
 
-    @together("step")
+    @fails_together("step")
     def train(self, inputs: Batch, labels: Labels, **how: Any) -> float:
         """Train on one batch as `step` does, for a job."""
         return self._passes.step(inputs, labels, **how)
@@ -378,7 +378,7 @@ class ElasticPipeline:
         """What balances the experts of this rank's stages now; None where nothing does."""
         return self.experts.balancer
 
-    @together("evaluation before step")
+    @fails_together("evaluation before step")
     def evaluate(self, inputs: Batch, labels: Labels) -> float:
         """Compute the mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
 
@@ -409,7 +409,7 @@ class ElasticPipeline:
 
     # --- measuring --------------------------------------------------------------------------------------------
 
-    @together("measuring before step")
+    @fails_together("measuring before step")
     def measure(self) -> list[LayerCost]:
         """Measure all layers: costs since the last rebuild or `meter.reset()`; collective over all ranks, equal on
         all.
@@ -458,7 +458,7 @@ class ElasticPipeline:
         """
         return self.groups.side()
 
-    @together("move before step")
+    @fails_together("move before step")
     def rebuild(
         self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> Switched:

@@ -99,7 +99,7 @@ def _with_others(
     """
     from prophet.doctor.check import Look, look
     from prophet.doctor.launcher import INTERFACE
-    from prophet.doctor.ranks import together
+    from prophet.doctor.ranks import compare_ranks
     from prophet.ranks.launch import leave
 
     first, ended = os.environ["RANK"] == "0", False
@@ -110,11 +110,11 @@ def _with_others(
         if first:
             _show(found, versions, as_json=arguments.json)
 
-    def meet() -> list[Check]:
-        together(launch, installed, backend, checks, left_s, show)
+    def compare() -> list[Check]:
+        compare_ranks(launch, installed, backend, checks, left_s, show)
         return []
 
-    failed = look(left_s + 1, [Look("exchange", meet, INTERFACE)])
+    failed = look(left_s + 1, [Look("exchange", compare, INTERFACE)])
     if ended:
         return int(bool(_findings(checks)))
     if first:

@@ -5,7 +5,6 @@ Shape legend: R ranks.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -16,11 +15,13 @@ from prophet.doctor.check import Check, finding, merged, named, sound
 from prophet.doctor.installed import equal
 from prophet.doctor.launcher import INTERFACE
 from prophet.ranks.collective import Collective
+from prophet.ranks.json_messages import gather_json
 from prophet.ranks.launch import Launch, joined_group
 from prophet.ranks.operation import Operation
 
 # Rows of float32 that go to each rank: 1 MiB
 _ROWS, _WIDTH = 256, 1024
+_FOUND = Operation("what `prophet doctor` has found")
 
 
 def exchange(collective: Collective, device: str) -> list[Check]:
@@ -39,7 +40,7 @@ def exchange(collective: Collective, device: str) -> list[Check]:
     # Numbers name the row that they were sent from. Up to 256 ranks, float32 tells all of them apart
     right = bool((got == expected.unsqueeze(1)).all())
     took_s = time.perf_counter() - before
-    verdicts = [json.loads(text) for text in gather(collective, json.dumps([right, took_s]))]
+    verdicts = gather_json([right, took_s], collective, _FOUND)
     wrong = [r for r, (well, _) in enumerate(verdicts) if not well]
     if wrong:
         return [finding("exchange", f"rank(s) {wrong} received other numbers than were sent", INTERFACE)]
@@ -48,19 +49,7 @@ def exchange(collective: Collective, device: str) -> list[Check]:
     return [sound("exchange", f"{R} ranks, {4 * R * _ROWS * _WIDTH >> 20} MiB each ({on}) in {1e3 * slowest:.1f} ms")]
 
 
-def gather(collective: Collective, text: str) -> list[str]:
-    """Gather `text` of all ranks, by rank, over the host's group."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    op = Operation("what `prophet doctor` has found")
-    sizes = collective.all_gather(torch.tensor([len(data)]), op=op).reshape(-1).tolist()
-    # An all-gather needs equal lengths
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = data
-    rows = collective.all_gather(padded, op=op)
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def together(
+def compare_ranks(
     launch: Launch,
     versions: Mapping[str, str],
     backend: str,
@@ -84,7 +73,7 @@ def together(
     groups = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     with joined_group(launch, timeout_s=limit_s, backend=groups) as collective:
         mine = {"versions": dict(versions), "device": device, "checks": [asdict(check) for check in checks]}
-        reports = [json.loads(text) for text in gather(collective, json.dumps(mine))]
+        reports = gather_json(mine, collective, _FOUND)
         by_rank = [report["versions"] for report in reports]
         checks[:] = merged([[Check(**check) for check in report["checks"]] for report in reports]) + equal(by_rank)
         without = [rank for rank, report in enumerate(reports) if report["device"] == "cpu"]
@@ -96,5 +85,5 @@ def together(
         checks += exchange(collective, device)
         show(checks, by_rank)
         # Nobody leaves before rank 0 has printed
-        gather(collective, "shown")
+        gather_json("shown", collective, _FOUND)
         collective.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,23 +65,28 @@ def on_all_ranks(
         )
 
 
-def together(what: str, folder: Path, error: Exception | None, value: Any = None, *, timeout_s: float) -> list[Any]:
-    """Exchange values, or the error that kept a process from having one; collective.
+def together(what: str, folder: Path, call: Callable[[], Any], *, timeout_s: float) -> list[Any]:
+    """Exchange what a function returns, or its error; collective.
 
     Args:
         what: The name of the exchange, the same on all ranks.
         folder: Stands in the text of errors.
-        error: This process's error, or None.
-        value: This process's value; anything that JSON can hold.
+        call: Returns this process's value; anything that JSON can hold.
         timeout_s: Seconds to wait for a process that is not at work.
 
     Returns:
         Every process's value, by rank.
 
     Raises:
-        Exception: `error`, as `CheckpointError` where it is one of the file system.
+        Exception: This process's error, as `CheckpointError` where it is one of the file system.
         CheckpointError: Where other processes have an error, with its text.
     """
+    value: Any = None
+    error: Exception | None = None
+    try:
+        value = call()
+    except (ValueError, RuntimeError, OSError) as caught:
+        error = caught
     mine = [None if error is None else _short(error), value]
     every = [json.loads(text) for text in meet(Operation(what), json.dumps(mine), timeout_s=timeout_s)]
     # Users catch one class for all that goes wrong with a checkpoint's files

@@ -189,7 +189,7 @@ class _Clock:
             beside += np.maximum(np.minimum(transfer.finish, latest) - np.maximum(transfer.start, self.now), 0.0)
         return taken * beside
 
-    def meet(self) -> float:
+    def wait_for_last(self) -> float:
         """Let all ranks wait for the last one, and return when it comes."""
         last = float(self.now.max())
         self.sums["idle"] += last - self.now
@@ -197,7 +197,7 @@ class _Clock:
         return last
 
     def all_to_all(self, name: str, seconds: FloatArray) -> None:
-        before = self.meet()
+        before = self.wait_for_last()
         # half of the link each while both run: each loses as long as they run together, at most its own length
         lost = np.minimum(seconds, np.maximum(self.busy - before, 0.0)) if self.shared_link else np.zeros_like(seconds)
         if self.shared_link:
@@ -320,7 +320,7 @@ def simulate(
             label = kind.lower() if block is None else str(action)
             clock.compute(label, d.window_s(kind, block))
     # a step ends together: who is done early is idle until then
-    clock.meet()
+    clock.wait_for_last()
     for transfer in clock.sent.values():
         clock.span(transfer.name, "weights", transfer.start, transfer.finish)
     return SimulatedStep(

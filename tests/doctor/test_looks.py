@@ -68,12 +68,8 @@ def test_versions_that_differ_are_named_with_what_to_install() -> None:
     assert "same checkout" in core.mend
 
 
-def test_what_ranks_have_found_and_an_exchange_arrive_on_all() -> None:
-    def body(group: Collective) -> tuple[list[str], list[Check]]:
-        return ranks.gather(group, "é" * group.rank), ranks.exchange(group, "cpu")
-
-    for texts, checks in on_threads(3, body):
-        assert texts == ["", "é", "éé"]
+def test_an_exchange_arrives_on_all() -> None:
+    for checks in on_threads(3, lambda group: ranks.exchange(group, "cpu")):
         assert states(checks) == ["sound"]
         assert checks[0].message.startswith("3 ranks, 3 MiB each (cpu)")
 

@@ -22,7 +22,7 @@ from pipeline_balance.pipeline.run.stages import PipelineGroups
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
-from prophet.ranks.json_messages import gather_json
+from prophet.ranks.json_messages import gather_json, reasons_text
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work
 
@@ -242,12 +242,10 @@ def error_text(failed: Exception | None) -> str:
 
 def refuse(failed: Exception | None, reasons: Sequence[str]) -> None:
     """Raise `SpecError` with the ranks' reasons, the same on all of them; return where all are empty."""
-    # the lowest rank of each reason: what is wrong on all of them is named once
-    first = {reason: r for r, reason in reversed(list(enumerate(reasons))) if reason}
-    if not first:
-        return
-    text = "; ".join(f"rank {r}: {reason}" for reason, r in sorted(first.items(), key=lambda item: item[1]))
-    raise SpecError(text if len(first) > 1 or not all(reasons) else reasons[0]) from failed
+    if any(reasons):
+        # what is wrong on all of them needs no rank
+        alike = len(set(reasons)) == 1
+        raise SpecError(reasons[0] if alike else reasons_text(reasons, most=len(reasons))) from failed
 
 
 def refuse_where(every: Sequence[Any], what: str) -> None:

@@ -131,7 +131,7 @@ class Failures:
         return StageFailed(self.rank, self._stages_of(self.rank), what, f"{lost}. {self.watch.places()}")
 
 
-def together(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def fails_together(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a method of a pipeline that all ranks call together: see `Failures.during`."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:

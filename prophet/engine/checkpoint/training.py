@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,23 +92,8 @@ def save(
 
 
 def _agreement(folder: Path, limit_s: float) -> Agree:
-    """Make the function by which processes agree: one that fails raises its error, the others raise one with its text.
-
-    Args:
-        folder: Stands in the text of errors.
-        limit_s: Seconds to wait for a process that is not at work.
-    """
-
-    def agree(what: str, call: Callable[[], Any]) -> list[Any]:
-        value: Any = None
-        error: Exception | None = None
-        try:
-            value = call()
-        except (ValueError, RuntimeError, OSError) as caught:
-            error = caught
-        return together(what, folder, error, value, timeout_s=limit_s)
-
-    return agree
+    """Make the function by which processes agree; `folder` and the limit are those of `together`."""
+    return lambda what, call: together(what, folder, call, timeout_s=limit_s)
 
 
 def _describe(
