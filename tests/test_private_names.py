@@ -14,8 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.house import ROOT
-from tests.helpers.private_names import BOTH, in_backticks, of_the_packages, reached, rows
+from tests.helpers.house import ROOT, sources, text_of
+from tests.helpers.private_names import (
+    BOTH,
+    FOLDERS,
+    in_backticks,
+    of_the_packages,
+    reached,
+    read_elsewhere,
+    rows,
+)
 
 
 def test_the_page_lists_what_is_reached() -> None:
@@ -61,6 +69,17 @@ def test_a_name_is_seen(text: str, name: str) -> None:
 )
 def test_our_own_are_not(text: str) -> None:
     assert not reached({Path("prophet/x.py"): text})
+
+
+def test_no_file_reads_private_names_of_another() -> None:
+    assert not read_elsewhere({path: text_of(path) for path in sources(*FOLDERS)})
+    owner = "class A:\n    def __init__(self):\n        self._x = 1"
+    for text, found in (
+        ("def f(a):\n    return a._x", ["prophet/y.py:2: _x"]),
+        ("class B(A):\n    def f(self):\n        return self._x, super()._x", []),
+        (f"{owner}\n    def same(self, a):\n        return a._x", []),
+    ):
+        assert read_elsewhere({Path("prophet/x.py"): owner, Path("prophet/y.py"): text}) == found
 
 
 # --- torch's, on this release ---

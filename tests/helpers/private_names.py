@@ -80,6 +80,19 @@ def reached(texts: dict[Path, str]) -> dict[str, list[str]]:
     return dict(found)
 
 
+def read_elsewhere(texts: dict[Path, str]) -> list[str]:
+    """Places where a private name of ours is read off another object, in a file whose own classes do not have it."""
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    own = ours(trees.values()) - BOTH - STANDARD
+    found = []
+    for path, tree in trees.items():
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)]
+        # subclasses read off `self` what they inherit; classes of one file may know each other
+        known = ours([tree]) | {node.attr for node in attributes if is_self(node.value)}
+        found += [f"{path.as_posix()}:{node.lineno}: {node.attr}" for node in attributes if node.attr in own - known]
+    return found
+
+
 def of_the_packages() -> dict[str, list[str]]:
     return reached({path: text_of(path) for path in sources(*FOLDERS)})
 
