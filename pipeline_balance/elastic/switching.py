@@ -15,8 +15,7 @@ from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance
 from pipeline_balance.elastic.data import microbatches_of
 from pipeline_balance.elastic.groups import Groups, Members, on_all_processes
-from pipeline_balance.elastic.layouts.boxes import layout_of
-from pipeline_balance.elastic.layouts.describe import Rule
+from pipeline_balance.elastic.layouts.boxes import How, layout_of
 from pipeline_balance.elastic.layouts.order import ordered
 from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.rank_assignment import groups_of, rank_assignment_of
@@ -101,7 +100,7 @@ class Switching:
         """See `Job.prepare`."""
         pipe, broken = self.pipeline, self.prepared().broken
         # `description` fills these in, and raises on all processes where it fails on one
-        runs, rules = self.adapters.plain, dict[str, Rule]()
+        runs, rules = self.adapters.plain, dict[str, How]()
 
         def description() -> str:
             nonlocal layout, runs, rules
@@ -267,7 +266,7 @@ class Switching:
         return has_experts(self.adapters.plain.root)
 
     @property
-    def rules(self) -> Mapping[str, Rule]:
+    def rules(self) -> Mapping[str, How]:
         """How tp cuts the model now."""
         return self.shards.rules if self.shards is not None else {}
 
@@ -288,7 +287,7 @@ class Switching:
         self,
         layout: Parallelism,
         stage_map: StageMap,
-        rules: Mapping[str, Rule],
+        rules: Mapping[str, How],
         model: PipelineModel,
         pipeline_state: JobState,
         ahead: Ahead | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any, get_args
 
-from pipeline_balance.elastic.layouts.describe import Rule
+from pipeline_balance.elastic.layouts.boxes import How
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.shards.experts import check_experts, has_experts
 from pipeline_balance.elastic.shards.job_state import is_sharded
@@ -19,7 +19,7 @@ from prophet.ranks.process_group import meet
 from prophet.state.transition import Mode
 
 
-def check(layout: Parallelism, model: PipelineModel, world: int) -> dict[str, Rule]:
+def check(layout: Parallelism, model: PipelineModel, world: int) -> dict[str, How]:
     """How tp cuts `model` in this layout.
 
     Args:

@@ -10,7 +10,6 @@ import torch
 
 from prophet.doctor.check import Check, finding, sound
 
-BACKENDS = ("gloo", "nccl")
 _NO_CUDA = "install PyTorch for CUDA: https://pytorch.org/get-started names the line for your driver"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from prophet.errors import LayoutError
 from prophet.spec import IntArray
-from prophet.state.space import Box, Space, TensorSpec, flat_boxes
+from prophet.state.space import Box, Space
 from prophet.state.table import Table, starts, table_from, table_of
 
 
@@ -187,34 +187,6 @@ def slice_box(shape: Sequence[int], dim: int, parts: int, index: int) -> Box:
     whole = Box.whole(shape)
     stop = first + size + (1 if index < more else 0)
     return Box((*whole.start[:dim], first, *whole.start[dim + 1 :]), (*whole.stop[:dim], stop, *whole.stop[dim + 1 :]))
-
-
-def flat_shard(tensors: Sequence[TensorSpec], parts: int, index: int) -> list[Piece]:
-    """One part of tensors laid end to end, as pieces: a ZeRO shard.
-
-    Args:
-        tensors: The tensors, in the order of the flattened buffer.
-        parts: Number of parts, each ceil(total / parts) elements but for the last ones.
-        index: Which part, from 0.
-
-    Raises:
-        LayoutError: There is no such part.
-    """
-    if not 0 <= index < parts:
-        raise LayoutError(f"no part {index} of {parts}")
-    total = sum(t.elements for t in tensors)
-    size = -(-total // parts)
-    # Parts are rounded up, so the last ones may be short or empty
-    low, high = min(index * size, total), min((index + 1) * size, total)
-    pieces: list[Piece] = []
-    offset = 0
-    for tensor in tensors:
-        first, last = max(low - offset, 0), min(high - offset, tensor.elements)
-        if first < last:
-            # A range of a tensor is several boxes, unless it begins and ends with whole rows
-            pieces += [Piece(tensor.name, box) for box in flat_boxes(tensor.shape, first, last)]
-        offset += tensor.elements
-    return pieces
 
 
 def zero_owners(elements: Sequence[int] | IntArray, members: int) -> IntArray:

@@ -11,7 +11,7 @@ from torch import Tensor
 from prophet.errors import LayoutError
 from prophet.spec import IntArray
 from prophet.state.layout import Layout, Piece, layout_from
-from prophet.state.space import Box, Space, TensorSpec
+from prophet.state.space import Box, Space, TensorSpec, flat_boxes
 from prophet.state.streams import torch_dtype
 
 DTYPES = ("float64", "float32", "bfloat16", "int64", "uint8", "bool")
@@ -129,3 +129,31 @@ def csr_rows(name: str, crow: IntArray | Sequence[int], first: int, last: int) -
         Piece(f"{name}.col", values),
         Piece(f"{name}.values", values),
     ]
+
+
+def flat_shard(tensors: Sequence[TensorSpec], parts: int, index: int) -> list[Piece]:
+    """One part of tensors laid end to end, as pieces: a ZeRO shard.
+
+    Args:
+        tensors: The tensors, in the order of the flattened buffer.
+        parts: Number of parts, each ceil(total / parts) elements but for the last ones.
+        index: Which part, from 0.
+
+    Raises:
+        LayoutError: There is no such part.
+    """
+    if not 0 <= index < parts:
+        raise LayoutError(f"no part {index} of {parts}")
+    total = sum(t.elements for t in tensors)
+    size = -(-total // parts)
+    # Parts are rounded up, so the last ones may be short or empty
+    low, high = min(index * size, total), min((index + 1) * size, total)
+    pieces: list[Piece] = []
+    offset = 0
+    for tensor in tensors:
+        first, last = max(low - offset, 0), min(high - offset, tensor.elements)
+        if first < last:
+            # A range of a tensor is several boxes, unless it begins and ends with whole rows
+            pieces += [Piece(tensor.name, box) for box in flat_boxes(tensor.shape, first, last)]
+        offset += tensor.elements
+    return pieces

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from pipeline_balance import elastic
-from pipeline_balance.elastic.layouts.boxes import MIXED_ADAMW, layout_of
-from pipeline_balance.elastic.layouts.describe import describe
+from pipeline_balance.elastic.layouts.boxes import MIXED_ADAMW, ModelDescription, Parameter, layout_of
 from prophet.errors import SpecError
 from tests.helpers.deepspeed_support import prepare
 from tests.helpers.launch import run_gloo
@@ -38,7 +37,11 @@ def _held(rank: int, size: int, stage: int) -> None:
     engine.backward(engine(torch.ones(2, 7)).square().mean())
     engine.step()
     model = _build()
-    described = describe(model, list(model), entries=MIXED_ADAMW)
+    parameters = tuple(
+        Parameter(name=name, shape=tuple(p.shape), dtype="float32", layers=(int(name[0]),))
+        for name, p in model.named_parameters()
+    )
+    described = ModelDescription(name="small", layers=2, parameters=parameters, entries=MIXED_ADAMW)
     layout = layout_of(described, elastic.Parallelism(dp=size, zero=1), ranks=size, flat=True)
     mine = set(layout.on(rank))
     assert {box for name, box in mine if name == "0.weight@exp_avg"}

@@ -18,13 +18,13 @@ from prophet.errors import BudgetError, LayoutError, SpecError, TransitionError
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.state import transition as module
-from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing, slice_box, whole_tensors
+from prophet.state.layout import Layout, Piece, layout_from, missing, slice_box, whole_tensors
 from prophet.state.route import Route, route
 from prophet.state.space import ITEM_BYTES, Box, Space, TensorSpec
 from prophet.state.streams import CHUNK_BYTES, DEPTH, Measures, placed, torch_dtype, window_of
 from prophet.state.transition import Mode, Moved, empty, transition
 from tests.helpers.moving import assert_whole, outcomes, pair
-from tests.helpers.pipeline_support import csr_rows, csr_specs, random_values, states_of
+from tests.helpers.pipeline_support import csr_rows, csr_specs, flat_shard, random_values, states_of
 
 MATRIX = Space((TensorSpec(name="w", shape=(4, 6)),))
 

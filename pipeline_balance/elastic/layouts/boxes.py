@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -18,6 +19,20 @@ from prophet.spec import IntArray
 from prophet.state.layout import Layout, zero_owners
 from prophet.state.space import Space, StateKind, TensorSpec
 from prophet.state.table import Table, flat_ranges, positions_of, starts, table_of, volumes, within
+
+How = Literal["column", "row", "vocabulary", "whole"]
+"""How tp cuts the parameters of a module.
+
+"column" and "vocabulary" cut along dimension 0, biases too. "row" cuts weights along dimension 1 and leaves biases
+whole. "whole" cuts nothing.
+"""
+
+
+def cut_dimension(how: How, shape: tuple[int, ...]) -> int | None:
+    """The dimension that tp cuts of a parameter of this shape; None: it stays whole."""
+    dim = {"column": 0, "vocabulary": 0, "row": 1}.get(how)
+    # a bias has no dimension 1
+    return dim if dim is not None and dim < len(shape) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.elastic.groups import SHARDS, Groups
-from pipeline_balance.elastic.layouts.boxes import ModelDescription, Parameter, layout_of
-from pipeline_balance.elastic.layouts.describe import Rule
+from pipeline_balance.elastic.layouts.boxes import How, ModelDescription, Parameter, cut_dimension, layout_of
 from pipeline_balance.elastic.layouts.parallelism import Axis, Parallelism
 from pipeline_balance.elastic.shards.experts import as_boxes, has_experts, stacks
 from pipeline_balance.elastic.shards.fully_sharded import check_weak, leaves_of, padded
@@ -58,7 +57,7 @@ class JobLayout(TrainingLayout):
     """A layout of a job; `rules` say how tp cuts its modules."""
 
     layout: Parallelism
-    rules: Mapping[str, Rule] = field(default_factory=dict)
+    rules: Mapping[str, How] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +71,19 @@ class ShardedLayout(JobLayout):
     ahead: ShardedModel | None = None
 
 
-def describe(owned: Ownership, rules: Mapping[str, Rule] | None = None) -> ModelDescription:
+def describe(owned: Ownership, rules: Mapping[str, How] | None = None) -> ModelDescription:
     """The model of a job as far as layouts go, with AdamW's state; buffers are left out."""
     found = []
     stacked = stacks(owned.model.root)
     for name, p in owned.parameters.items():
-        whole, shape, experts = Rule(how="whole"), tuple(p.shape), name in stacked
-        # rules here are by the exact name of the module that holds the parameter
-        dim, blocks = (rules or {}).get(name.rpartition(".")[0], whole).cut(name, shape)
-        if experts:
+        shape, dtype = tuple(p.shape), str(p.dtype).removeprefix("torch.")
+        # rules are by the exact name of the module that holds the parameter
+        dim = cut_dimension((rules or {}).get(name.rpartition(".")[0], "whole"), shape)
+        given: dict[str, Any] = {"layers": owned.units_of[name], "dim": dim}
+        if name in stacked:
             # a process has a part; layouts are of the whole
-            shape, blocks = stacked[name].shape, (stacked[name].block,)
-        dtype = str(p.dtype).removeprefix("torch.")
-        given: dict[str, Any] = {"layers": owned.units_of[name], "dim": dim, "blocks": blocks, "experts": experts}
+            shape = stacked[name].shape
+            given |= {"blocks": (stacked[name].block,), "experts": True}
         found.append(Parameter(name=name, shape=shape, dtype=dtype, **given))
     return ModelDescription(name="job", layers=len(owned.model.units), parameters=tuple(found))
 

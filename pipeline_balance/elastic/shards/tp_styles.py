@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeline_balance.elastic.layouts.describe import How, Rule
+from pipeline_balance.elastic.layouts.boxes import How
 from pipeline_balance.elastic.layouts.parallelism import check_cut
 from pipeline_balance.elastic.shards.module_copies import sharded_of
 from prophet.errors import SpecError
@@ -71,9 +71,9 @@ def styles_of(root: nn.Module, tp: int) -> dict[str, Style]:
     return found
 
 
-def rules_for(tp_styles: Mapping[str, Style]) -> dict[str, Rule]:
+def rules_for(tp_styles: Mapping[str, Style]) -> dict[str, How]:
     """Rules for `describe` that cut modules in the same way."""
-    return {name: Rule(how=style.how) for name, style in tp_styles.items() if style.how != "whole"}
+    return {name: style.how for name, style in tp_styles.items() if style.how != "whole"}
 
 
 def _style(word: str) -> Style:

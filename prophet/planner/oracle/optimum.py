@@ -1,4 +1,4 @@
-"""The optimum of the performance model: exact for small cases (MILP), bounded from below for large ones (LP).
+"""The optimum of the performance model, exact for small cases (MILP).
 
 Shape legend: R ranks, E experts, D destination ranks (equal to R).
 
@@ -332,35 +332,3 @@ def solve_exactly(
             best = replace(best, seconds=float(solved.fun) * unit_s, placement=placement)
             cutoff = min(cutoff, float(solved.fun))
     return best
-
-
-def lower_bound(load: IntArray, context: PlanContext) -> float:
-    """Return seconds that no placement and split can beat, for any size: transfers are free in it."""
-    # A linear program over tokens from rank to rank. Rank r can keep local at most its tokens for its own experts and
-    # for the heaviest others that its slots can hold.
-    load = check_load(load)
-    ranks = load.shape[0]
-    home = np.asarray(context.home)
-    limits = np.minimum(context.slot_limits(), context.experts)
-    program = _Program()
-    computed: list[Terms] = [{} for _ in range(ranks)]
-    moved: dict[tuple[int, int], Terms] = {}
-    for r in range(ranks):
-        others = np.sort(load[r, home != r])[::-1]
-        local = float(load[r, home == r].sum() + others[: limits[r]].sum())
-        parts: Terms = {}
-        for d in range(ranks):
-            x = program.variable(upper=local if d == r else np.inf)
-            parts[x] = 1.0
-            computed[d][x] = context.shape.forward_flops_per_token / context.topology.flops_per_s[d]
-            if d != r:
-                moved[r, d] = {x: 1.0}
-        program.require(parts, low=float(load[r].sum()), high=float(load[r].sum()))
-    forward = program.variable(price=3.0)
-    for d in range(ranks):
-        program.require(_plus((computed[d], 1.0), ({forward: 1.0}, -1.0)), high=0.0)
-    for level_time in _exchange(program, moved, context, context.shape.token_bytes, float(load.sum())):
-        program.price[level_time] = 4.0
-    # Without integers it is a linear program; latencies then count in part, which keeps it a bound
-    program.integer = [0] * len(program.integer)
-    return float(program.solve(60.0).fun)

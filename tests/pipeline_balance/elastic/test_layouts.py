@@ -15,15 +15,17 @@ from pipeline_balance.elastic.layouts.boxes import (
     Block,
     ModelDescription,
     Parameter,
+    cut_dimension,
     layout_of,
 )
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.predict.models import description_of
 from prophet.errors import LayoutError
 from prophet.machine.models import MODELS
-from prophet.state.layout import flat_shard, zero_owners
+from prophet.state.layout import zero_owners
 from prophet.state.route import route
 from prophet.state.space import TensorSpec
+from tests.helpers.pipeline_support import flat_shard
 
 QKV = (Block(length=12, units=6), Block(length=4, units=2, repeated=True), Block(length=4, units=2, repeated=True))
 
@@ -215,3 +217,10 @@ def test_named_models_have_their_size(name: str) -> None:
 def test_wrong_descriptions_are_refused(make: Callable[[], object], text: str) -> None:
     with pytest.raises(LayoutError, match=text):
         make()
+
+
+def test_a_module_is_cut_where_its_parameters_have_the_dimension() -> None:
+    weight, bias = (8, 4), (8,)
+    assert [cut_dimension("column", weight), cut_dimension("column", bias)] == [0, 0]
+    assert [cut_dimension("row", weight), cut_dimension("row", bias)] == [1, None], "its bias is added once"
+    assert [cut_dimension("vocabulary", weight), cut_dimension("whole", weight)] == [0, None]
