@@ -1,4 +1,4 @@
-"""Optimizer parameter groups: those written for a model before its conversion, and experts in groups of their own."""
+"""Optimizer parameter groups: those written for a model before its conversion, and separate ones for experts."""
 
 from __future__ import annotations
 

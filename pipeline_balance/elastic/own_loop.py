@@ -65,10 +65,10 @@ def reshard(
     sharded by FSDP2 for dp with zero 2 and 3, and cut by the model's `tp_plan`, which transformers defines, for tp.
     Ranks beyond `after` get it on `meta` and run nothing.
 
-    Modules and parameters are other objects afterwards: lists of them must be taken anew, and the old model refuses to
+    Modules and parameters are other objects afterwards, so rebuild your own lists of them. The old model refuses to
     run. Hooks and attributes of modules, `training`, attributes of parameters, registered tensors, schedulers, scalers
-    and step hooks go on. Buffers are those of the first rank of `before`. Whatever is raised, all is as before, unless
-    it is a `ReshardedError`.
+    and step hooks go on. Buffers are those of the first rank of `before`. If it raises, nothing has changed, unless
+    the error is a `ReshardedError`.
 
     Args:
         model: Plain, wrapped in DDP, or sharded by `fully_shard` or `parallelize_module`, by this function or the
@@ -167,7 +167,7 @@ class _Own(Move):
             return {"mp_policy": policies[0]} if policies else {}
         # one policy goes to FSDP2 again, above; nothing else takes any
         if any(p.param_dtype or p.reduce_dtype or p.output_dtype for p in policies):
-            raise SpecError("the model computes in other types by FSDP2's MixedPrecisionPolicy, which cannot go over")
+            raise SpecError("the model computes in other types by FSDP2's MixedPrecisionPolicy, which would be lost")
         return {} if is_sharded(self.after) else options
 
     # --- what ranks agree on ----------------------------------------------------------------------------------

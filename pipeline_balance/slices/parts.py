@@ -71,10 +71,10 @@ class Sliced:
         return slice_starts(tokens, self.slices, crossover)
 
     def crossover_tokens(self) -> int:
-        """The tokens before one where attention costs the layers as much as all else."""
+        """The context length at which attention costs the layers as much as the rest of them."""
         raise SpecError(
             'balance="uneven" needs crossover_tokens for layers of one\'s own: '
-            "how many tokens come before one where attention costs a layer as much as all else"
+            "the context length at which attention costs as much as the rest of a layer"
         )
 
     def parts(

@@ -390,7 +390,7 @@ def _blocks(model: nn.Module, inner: nn.Module, found: Sequence[Found]) -> tuple
 
 
 def _list_of_blocks(model: nn.Module, paths: Sequence[Sequence[str]]) -> tuple[nn.ModuleList, list[int]] | None:
-    """The innermost list of which all modules of these paths are in entries of their own, and the entries' numbers."""
+    """The innermost list of which all modules of these paths are in separate entries, and the entries' numbers."""
     # Innermost first: a model may keep its blocks in lists of lists
     for end in reversed(range(1, len(paths[0]) - 1)):
         blocks = model.get_submodule(".".join(paths[0][:end]))

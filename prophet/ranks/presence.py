@@ -1,6 +1,6 @@
-"""Who is there, and where: what processes tell each other through the store that they met in, beside all collectives.
+"""Liveness: each process posts a heartbeat to the rendezvous store, independently of collectives.
 
-Every process renews its own entry, its pulse, which says what it is doing. That is enough for three things:
+The heartbeat is called a pulse, and says what the process is doing. That is enough for three things:
 
 - an error can name the ranks that are gone, and where the others are;
 - a rank that waits for another one's work (a save, a load) goes on waiting while that rank is at work, and stops when

@@ -1,4 +1,4 @@
-"""A stream of their own for tensors that are sent beside training, by a thread or between two launches of training.
+"""A separate stream for tensors that are sent beside training, by a thread or between two launches of training.
 
 On a device a wait for a collective is one of the stream. All threads of a process share the default stream. If two
 ranks' threads launch their collectives between different ones of training, each rank's stream waits for what the

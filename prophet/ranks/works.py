@@ -235,7 +235,7 @@ def first_calls(groups: Iterable[dist.ProcessGroup]) -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     stream = torch.Stream(device)
-    # In a stream of its own: groups are also made in threads, beside training
+    # In a separate stream: groups are also made in threads, beside training
     with stream:
         for group in dict.fromkeys(groups):
             if f"{device.type}:" in str(dist.get_backend_config(group)):

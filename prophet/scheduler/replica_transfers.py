@@ -3,7 +3,7 @@
 `prophet.scheduler.pieces` lists what travels. A chunk that sends on what an earlier one brought waits for that first.
 All ranks launch the same chunks in the same order.
 
-On a device chunks are packed and sent in a stream of their own, and so is what a second phase does with the results of
+On a device chunks are packed and sent in a separate stream, and so is what a second phase does with the results of
 the first. Training's stream waits where it needs a result, and before it writes to what was packed.
 
 Shape legend: R ranks, P parameters of one expert.

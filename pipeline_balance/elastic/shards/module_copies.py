@@ -335,7 +335,7 @@ def check_parameters(named: Mapping[str, nn.Parameter]) -> None:
     """Raise `SpecError` for a parameter with hooks on the tensor itself: another object takes its place."""
     for name, parameter in named.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise SpecError(f"{name} has a hook on the tensor, which cannot go over to a shard: remove it first")
+            raise SpecError(f"{name} has a hook on the tensor, which its shard would not have: remove it first")
 
 
 def _inside(value: Any, depth: int = 3) -> Iterator[Any]:

@@ -186,7 +186,7 @@ class UserModel:
         if ddp._comm_hooks or ddp.mixed_precision is not None or ddp.parameters_to_ignore:
             raise SpecError(
                 "DistributedDataParallel has communication hooks, mixed precision or parameters that it "
-                "ignores, which cannot go over"
+                "ignores, which would be lost"
             )
         kept = {name: vars(ddp)[name] for name in _OPTIONS if name in vars(ddp)}
         # DDP keeps it in bytes, and takes it in MiB

@@ -1,8 +1,8 @@
 """Any transformers model as a pipeline, by its own forward: no code per family.
 
 The model's forward runs on every stage, once per microbatch, with recording functions in place of its layers. They note
-the arguments that each layer gets: rotary angles, masks, positions. Unit 0 is all that comes before the first layer,
-units 1 to n are the layers, and unit n + 1 is all that follows, the model's own loss included. What lives on other
+the arguments that each layer gets: rotary angles, masks, positions. Unit 0 is everything before the first layer, units
+1 to n are the layers, and unit n + 1 is everything after the last, the model's own loss included. What lives on other
 ranks is a stand-in that says when it is read, so nothing is computed from weights that are not there.
 
 Shape legend: L units (n + 2), n layers, B rows of a microbatch, T tokens of a row.

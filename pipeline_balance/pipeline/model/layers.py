@@ -252,7 +252,13 @@ class ModuleChain(PipelineModel):
     def arguments_of(
         self, unit: int, activations: Activations, microbatch: Microbatch
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a unit is called with."""
+        """What a unit is called with, by place and by name.
+
+        Args:
+            unit: Its number.
+            activations: What the unit before it returned; not read for the first one.
+            microbatch: The inputs of the first one.
+        """
         if unit:
             given = tree_unflatten(list(activations), self.structures[unit - 1])
         else:
