@@ -95,7 +95,7 @@ class CollectiveError(RuntimeError):
         reason: What happened, for the message.
 
     Attributes:
-        peers: The ranks that take part, where those are only the ends of messages; empty for all.
+        peers: The other ends of messages, by their numbers among all processes; empty where all ranks take part.
     """
 
     # Set by the caller: most operations take all ranks

@@ -202,7 +202,8 @@ class ProcessGroupCollective(Collective):
             raise
         except RuntimeError as error:
             self._broken = self._failure(str(error) or type(error).__name__, op)
-            self._broken.peers = tuple(peers)
+            # by numbers that do not depend on this group: who handles the error may know another one
+            self._broken.peers = tuple(self._ranks[p] for p in peers)
             raise self._broken from error
         here.where = _At(False, op, self.frames)
         return result

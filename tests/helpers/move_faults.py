@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import prophet
 from pipeline_balance import elastic
 from pipeline_balance.elastic import own_loop
 from pipeline_balance.elastic.shards.new_model import NewModel
@@ -33,12 +34,14 @@ from pipeline_balance.pipeline.model.ownership import local
 from pipeline_balance.pipeline.move import pipeline_state
 from pipeline_balance.pipeline.move import stage_map as rebuild
 from pipeline_balance.pipeline.move.stage_map import Change, StageMove, StateMover
+from pipeline_balance.pipeline.run.experts import StageExperts
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import ReshardedError, StageFailed
 from prophet.ranks.collective import Collective
 from prophet.state import transition
 from prophet.state.transition import Mode
-from tests.helpers import elastic_jobs, own_loops, pipeline_model
+from tests.helpers import elastic_jobs, own_loops, pipeline_experts, pipeline_model, pipeline_owners
 from tests.helpers.pipeline_blows import Broken
 
 
@@ -63,15 +66,19 @@ _LAYOUT = {
     "deciding": Seam(Collective, "decide"),
     "decided": Seam(Change, "make", after=True),
 }
+_STAGES = {
+    "agreeing": Seam(rebuild, "collect"),
+    "preparing": Seam(_OF_RUN, "allocate"),
+    "moving": Seam(transition._Mover, "_pack"),
+    "building": Seam(StageMove, "assemble"),
+    "deciding": Seam(Collective, "decide"),
+    "decided": Seam(Change, "make", after=True),
+}
 SEAMS = {
-    "stages": {
-        "agreeing": Seam(rebuild, "collect"),
-        "preparing": Seam(_OF_RUN, "allocate"),
-        "moving": Seam(transition._Mover, "_pack"),
-        "building": Seam(StageMove, "assemble"),
-        "deciding": Seam(Collective, "decide"),
-        "decided": Seam(Change, "make", after=True),
-    },
+    "stages": _STAGES,
+    "owners": _STAGES,
+    # layers have moved by then; the rest of a column waits for a rank that does not attach
+    "experts": _STAGES | {"attaching": Seam(StageExperts, "_attach_to"), "balancing": Seam(StageExperts, "_remember")},
     "layout": _LAYOUT,
     "in_place": _LAYOUT,
     "own": {
@@ -84,15 +91,16 @@ SEAMS = {
     },
 }
 ALLOCATE = {
-    "stages": {"preparing": Seam(_OF_RUN, "allocate")},
+    **{mover: {"preparing": Seam(_OF_RUN, "allocate")} for mover in ("stages", "owners", "experts")},
     "layout": {"preparing": Seam(_OF_RUN, "allocate", nth=2)},
     "in_place": {"preparing": Seam(_OF_RUN, "allocate"), "moving": Seam(_OF_RUN, "allocate", nth=3)},
     "own": {"preparing": Seam(own_loop, "empty", nth=2)},
 }
 """Where memory is asked for."""
 
-PHASES = tuple(_LAYOUT)
-RANKS, VICTIM = 3, 1
+BEFORE = ("agreeing", "preparing", "moving", "building", "deciding")
+"""Phases up to the decision, for every mover."""
+VICTIM = 1
 LIMIT_S = 4.0
 TOO_HOT = "too hot"
 LOST = ("killed", "halved", "stopped")
@@ -138,15 +146,19 @@ class End:
 class _Stages:
     """A pipeline whose stages go to other ranks, all of them."""
 
+    ranks = 3
     old = StageMap.contiguous((0, 3, 5, pipeline_model.LAYERS))
     new = StageMap(old.boundaries, (1, 2, 0))
     other = StageMap(old.boundaries, (2, 0, 1))
     tolerance = pipeline_model.TOLERANCE
 
     def __init__(self, folder: Path) -> None:
-        self.run = pipeline_model.pipeline(self.old, timeout_s=LIMIT_S, budget_bytes=1 << 12)
+        self.run = self.pipeline(timeout_s=LIMIT_S, budget_bytes=1 << 12)
         self.losses: list[float] = []
         self.train()
+
+    def pipeline(self, **options: Any) -> ElasticPipeline:
+        return pipeline_model.pipeline(self.old, **options)
 
     @property
     def mover(self) -> Any:
@@ -161,8 +173,8 @@ class _Stages:
 
     next_call = train
 
-    def move(self, target: Any = new) -> None:
-        self.run.rebuild(target)
+    def move(self, target: StageMap | None = None) -> None:
+        self.run.rebuild(target or self.new)
 
     def move_asking_else(self) -> None:
         self.move(self.other)
@@ -172,7 +184,7 @@ class _Stages:
         self.move()
 
     def held(self) -> dict[str, str]:
-        return digests(self.run.module, self.run.optimizer)
+        return digests(self.run.module, *self.run.optimizers.all)
 
     def save(self) -> None:
         """Write what `recover` reads; all runs of a mover begin alike."""
@@ -185,9 +197,57 @@ class _Stages:
         return _alone("stages")
 
 
+class _Owners(_Stages):
+    """Two replicas, where each tensor's optimizer state has one owner; many owners are in the other replica next."""
+
+    ranks = 4
+    old, new, other = (
+        StageMap((0, cut, pipeline_owners.UNITS), ranks) for cut, ranks in ((3, (0, 1)), (1, (1, 0)), (2, (0, 1)))
+    )
+    tolerance = pipeline_owners.TOLERANCE
+
+    def pipeline(self, **options: Any) -> ElasticPipeline:
+        return pipeline_owners.pipeline(self.old, **options)
+
+    def train(self) -> None:
+        whole = pipeline_owners.batch(len(self.losses))
+        self.losses.append(self.run.step(*(t.chunk(2)[self.run.replica] for t in whole)))
+
+    next_call = train
+
+    def expected(self) -> list[float]:
+        return _alone("owners")
+
+
+class _Experts(_Stages):
+    """Two replicas that share the experts of two layers, which are balanced: both come to one column."""
+
+    ranks = 4
+    old, new, other = (
+        StageMap((0, cut, pipeline_experts.UNITS), ranks) for cut, ranks in ((3, (0, 1)), (5, (1, 0)), (2, (1, 0)))
+    )
+    tolerance = pipeline_experts.TOLERANCE
+
+    def pipeline(self, **options: Any) -> ElasticPipeline:
+        pipe = pipeline_experts.pipeline(self.ranks, 2, **options)
+        pipe.balance_experts(lambda part: prophet.attach(part, config=pipeline_experts.random_placements()))
+        return pipe
+
+    def train(self) -> None:
+        whole = pipeline_experts.batch(len(self.losses))
+        mine = (t.chunk(2)[self.run.replica] for t in whole)
+        self.losses.append(self.run.step(*mine, max_norm=pipeline_experts.MAX_NORM))
+
+    next_call = train
+
+    def expected(self) -> list[float]:
+        return _alone("experts")
+
+
 class _Layout:
     """A job that goes from stages to replicas with owners."""
 
+    ranks = 3
     old, new, other = map(elastic.Parallelism.parse, ("pp3", "dp3,zero1", "dp3"))
     mode: Mode = "safe"
     tolerance = 1e-10
@@ -245,6 +305,7 @@ class _InPlace(_Layout):
 class _Own:
     """A loop that goes from shards to whole replicas."""
 
+    ranks = 3
     old, new, other = map(elastic.Parallelism.parse, ("dp3,zero3", "dp3", "dp3,zero2"))
     tolerance = 1e-9
 
@@ -299,23 +360,42 @@ class _Own:
 @functools.cache
 def _alone(mover: str) -> list[float]:
     """The losses of three steps in one process."""
-    if mover == "stages":
-        return pipeline_model.plain_losses(3)[0]
-    return elastic_jobs.plain_losses(3) if mover == "layout" else own_loops.alone(3, own_loops.adamw)
+    alone: dict[str, Callable[[], list[float]]] = {
+        "stages": lambda: pipeline_model.plain_losses(3)[0],
+        "owners": lambda: pipeline_owners.one_process(3),
+        "experts": lambda: pipeline_experts.one_process(3).losses,
+        "layout": lambda: elastic_jobs.plain_losses(3),
+        "own": lambda: own_loops.alone(3, own_loops.adamw),
+    }
+    return alone[mover]()
 
 
-MOVERS: dict[str, Any] = {"stages": _Stages, "layout": _Layout, "in_place": _InPlace, "own": _Own}
+MOVERS: dict[str, Any] = {
+    "stages": _Stages,
+    "owners": _Owners,
+    "experts": _Experts,
+    "layout": _Layout,
+    "in_place": _InPlace,
+    "own": _Own,
+}
 
 
-def digests(root: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """A digest of every parameter, buffer and tensor of the optimizer that this rank has memory for, by name.
+def digests(root: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, str]:
+    """A digest of every parameter, buffer and tensor of optimizers that this rank has memory for, by name; their
+    numbers as they are.
 
     What lacks the memory that it says it has is "gone": reading it would end the process.
     """
     found: dict[str, Tensor] = {n: local(t.detach()) for n, t in (*root.named_parameters(), *root.named_buffers())}
     names = {id(p): n for n, p in root.named_parameters()}
-    for p, entries in optimizer.state.items():
-        found |= {f"{names.get(id(p), '?')}@{e}": local(t) for e, t in entries.items() if isinstance(t, Tensor)}
+    numbers: dict[str, str] = {}
+    for p, entries in (item for optimizer in optimizers for item in optimizer.state.items()):
+        for entry, value in entries.items():
+            name = f"{names.get(id(p), '?')}@{entry}"
+            if isinstance(value, Tensor):
+                found[name] = local(value)
+            else:
+                numbers[name] = repr(value)
 
     def digest(t: Tensor) -> str:
         if t.numel() and not t.untyped_storage().nbytes():
@@ -323,7 +403,7 @@ def digests(root: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]
         copy = t.reshape(-1).clone()  # memory that numpy has seen can never be given back
         return hashlib.blake2b(copy.view(torch.uint8).numpy().tobytes()).hexdigest()
 
-    return {n: digest(t) for n, t in found.items() if not t.is_meta}
+    return {n: digest(t) for n, t in found.items() if not t.is_meta} | numbers
 
 
 # --- faults ---------------------------------------------------------------------------------------------------
@@ -348,7 +428,9 @@ def _blow(row: Row) -> None:
         case "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "late":  # comes back once all others have given up
-            _store().wait([f"{row} has ended on {r}" for r in range(RANKS) if r != VICTIM], timedelta(seconds=60))
+            _store().wait(
+                [f"{row} has ended on {r}" for r in range(dist.get_world_size()) if r != VICTIM], timedelta(seconds=60)
+            )
 
 
 def _end_after_a_word() -> None:
@@ -441,7 +523,7 @@ def _of_mover(make: Callable[[Path], Any], rows: list[Row]) -> list[End]:
 
 
 def _ended(mover: Any, row: Row, old: dict[str, str], new: dict[str, str]) -> End:
-    rank, others = dist.get_rank(), RANKS - 1
+    rank, others = dist.get_rank(), dist.get_world_size() - 1
     assert mover.held() == old, "every run begins alike"
     dist.barrier()
     began = time.monotonic()
@@ -464,7 +546,7 @@ def _word(mover: Any) -> str:
 
 def _goes_on(mover: Any, error: str) -> str:
     """Train on, move, and train on: "yes" where losses are those of a run without faults; all ranks are alive."""
-    every: list[Any] = [None] * RANKS
+    every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, error)
     try:
         if StageFailed.__name__ in every:

@@ -14,10 +14,11 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
-from tests.helpers.support import FixedPlanner, everywhere
+from tests.helpers.support import FixedPlanner, RandomPlanner, everywhere
 
 DIM, EXPERTS, UNITS, PARTS, ROWS = 6, 4, 6, 4, 5
 MAX_NORM = 0.3
+TOLERANCE = 1e-10
 
 
 def layers(group: Collective) -> nn.Sequential:
@@ -84,11 +85,16 @@ def one_process(updates: int, make: MakeOptimizer = make_optimizer, calls: int =
 
 
 def pipeline(size: int, replicas: int, **options: Any) -> ElasticPipeline:
-    group = prophet.parallel.expert_groups(size // replicas, timeout_s=60.0)[1]
     given: dict[str, Any] = {"microbatches": PARTS // replicas, "replicas": replicas, "timeout_s": 60.0}
     given |= {"make_optimizer": make_optimizer, **options}
+    group = prophet.parallel.expert_groups(size // replicas, timeout_s=given["timeout_s"])[1]
     stage_map = StageMap((0, 3, UNITS), (0, 1)) if size // replicas > 1 else StageMap((0, UNITS), (0,))
     return ElasticPipeline.from_modules(layers(group), nn.functional.mse_loss, stage_map, **given)
+
+
+def random_placements(passes: int = PARTS // 2) -> prophet.EngineConfig:
+    """Experts have other copies in every update."""
+    return prophet.EngineConfig(planner=RandomPlanner(5, 0.6), accumulation_steps=passes, slots_per_rank=4)
 
 
 def shared_experts(

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
@@ -16,39 +15,14 @@ from prophet.errors import SpecError, TransitionError
 from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
 from tests.helpers.move_faults import digests
-from tests.helpers.pipeline_replicas import Outcome, adam_and_decaying, compare_with_one_process, replicated
+from tests.helpers.pipeline_owners import UNITS, batch, pipeline
+from tests.helpers.pipeline_replicas import Outcome, compare_with_one_process, replicated
 
-UNITS, DIM, PARTS, UPDATES = 6, 4, 4, 12
-
-
-class _Block(nn.Module):
-    """What differs between replicas is in its buffers, and whether `rare` has run; it draws anew in every update."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.BatchNorm1d(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, DIM)
-        self.rare = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.rare(x) if float(x.detach()[:, 0].sum()) > 2 else x
-        return x + self.down(nn.functional.dropout(torch.tanh(self.up(self.norm(x))), 0.2, self.training))
+UPDATES = 12
 
 
 def _pipeline(size: int, zero: int, stage_map: StageMap | None = None, **options: Any) -> ElasticPipeline:
-    torch.manual_seed(0)
-    return ElasticPipeline.from_modules(
-        nn.Sequential(*(_Block() for _ in range(UNITS))).double(),
-        nn.functional.mse_loss,
-        stage_map or _maps(0, size // 2),
-        **{
-            "make_optimizer": adam_and_decaying,
-            "microbatches": PARTS // 2,
-            "replicas": 2,
-            "zero": zero,
-            "timeout_s": 60.0,
-            **options,
-        },
-    )
+    return pipeline(stage_map or _maps(0, size // 2), zero=zero, **options)
 
 
 def _maps(move: int, ranks: int) -> StageMap:
@@ -63,8 +37,7 @@ def _maps(move: int, ranks: int) -> StageMap:
 
 
 def _batch(call: int, replica: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(call)
-    x, y = (torch.randn(PARTS * 3, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, y = batch(call)
     return x.chunk(2)[replica], y.chunk(2)[replica]
 
 
@@ -98,7 +71,7 @@ def _train(rank: int, size: int, zero: int, moves: bool) -> _Run:
 
 
 def _held(pipe: ElasticPipeline) -> dict[str, str]:
-    return {name: digest for optimizer in pipe.optimizer for name, digest in digests(pipe.module, optimizer).items()}
+    return digests(pipe.module, *pipe.optimizer)
 
 
 @functools.cache

@@ -125,8 +125,7 @@ class Failures:
         what = f"{self._what}{self._action}"
         waited = f"{what}, while rank {self.rank} waited in {lost.operation!s}"
         if len(lost.peers) == 1:
-            # stages' messages stay within a replica, whose communicator numbers its ranks from 0
-            peer = self.grid.replica(self.grid.replica_of(self.rank))[lost.peers[0]]
+            peer = self.watch.ranks.index(lost.peers[0])
             return StageFailed(peer, self._stages_of(peer), waited, str(lost))
         return StageFailed(self.rank, self._stages_of(self.rank), what, f"{lost}. {self.watch.places()}")
 
