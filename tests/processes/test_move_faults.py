@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.launch import run_gloo
-from tests.helpers.move_faults import ALLOCATE, BEFORE, LIMIT_S, LOST, MOVERS, SEAMS, VICTIM, End, Row, strike
+from tests.helpers.move_faults import ALLOCATE, BEFORE, LIMIT_S, LOST, MOVERS, SEAMS, TOO_HOT, VICTIM, End, Row, strike
 
 MOST_S = 2 * LIMIT_S + 4.0  # a wait, one in which ranks hear why it has failed, and what they ask the store for
 NAMED = ("SpecError", "BudgetError", "TransitionError", "StageFailed", "PeerLost", "CollectiveTimeout")
@@ -100,6 +100,8 @@ def test_one_state_is_whole_and_all_ranks_are_told(row: Row) -> None:
             assert end.error == "ReshardedError", f"rank {rank}: {end}"
         else:
             assert end.error in NAMED, f"rank {rank}: {end}"
+        if row.fault in ("raises", "breaks", "memory"):
+            assert TOO_HOT in end.said, f"rank {rank} is not told why: {end}"
         if row.fault != "late" or rank != VICTIM:
             assert end.took_s < MOST_S, f"rank {rank}: {end}"
         if row.fault not in LOST:

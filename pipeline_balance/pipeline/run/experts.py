@@ -10,7 +10,6 @@ Shape legend: R replicas, which are the ranks of the expert-parallel group.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -159,7 +158,7 @@ class StageExperts:
         problem = self._attempt(lambda: self._attach_to(self.shared(mine)))
         if self.any:
             steps = getattr(getattr(self.balancer, "config", None), "accumulation_steps", 1)
-            told = gather_json([problem, steps], world, Operation("comparing accumulation_steps"))
+            told = self._gather(problem, [problem, steps], world, Operation("comparing accumulation_steps"))
             self._refuse([problem for problem, _ in told], "experts are not balanced")
             # with 1 a balancer takes every pass for the last, which is right, too
             # compared on all ranks, those without a balancer too, as the check is collective
@@ -248,7 +247,8 @@ class StageExperts:
                     self._attach_to(shared)
                     self._remember([remembered[str(unit)] for unit in shared])
 
-        every = gather_json(self._attempt(attach), world, Operation("balancing experts that have moved"))
+        problem = self._attempt(attach)
+        every = self._gather(problem, problem, world, Operation("balancing experts that have moved"))
         self._refuse(every, "the layers have moved, but their experts are not balanced")
 
     def _attempt(self, attach: Callable[[], None]) -> str:
@@ -258,10 +258,18 @@ class StageExperts:
         except CollectiveError:
             raise
         except Exception as error:
-            # the others of the column may wait for this rank before they can report
-            warnings.warn(f"experts are not balanced: {in_a_line(error)}", stacklevel=2)
             return in_a_line(error)
         return ""
+
+    def _gather(self, problem: str, word: Any, world: Collective, op: Operation) -> list[Any]:
+        """Gather every rank's word. Where that fails, a rank with a problem raises it: it is the cause."""
+        try:
+            return gather_json(word, world, op)
+        except CollectiveError:
+            if not problem:
+                raise
+            # the others of the column may wait for this rank in what failed here, and cannot know why
+            raise RuntimeError(f"experts are not balanced: {problem}") from None
 
     def _refuse(self, problems: Sequence[str], what: str) -> None:
         """Raise `SpecError`, with nothing balanced, where a rank has a problem."""
