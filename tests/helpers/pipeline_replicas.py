@@ -157,6 +157,8 @@ def replicated(
     """The run over `replicas`, from update `first` on; saved in `folder` at the end, or resumed from there."""
     # other replicas build another model, and start with the weights of the first all the same
     model = layers(seed=rank // (size // replicas))
+    if rank % (size // replicas):  # and where the head runs the tied weight is another one: the embedding's holds
+        nn.init.ones_(model[-1].weight)  # type: ignore[arg-type]
     pipe = ElasticPipeline.from_modules(
         model,
         loss_fn,

@@ -117,12 +117,17 @@ def _wander(rank: int, size: int, moves: bool, balanced: bool, zero: int) -> _Ru
     pipe = pipeline(size, 2, make_optimizer=_two, zero=zero)
     if balanced:
         pipe.balance_experts(lambda part: prophet.attach(part, config=random_placements()))
+    memory, asked = pipe.experts.memory, list[int]()
+    pipe.experts.memory = lambda: asked.append(pipe.rank) or memory()  # type: ignore[method-assign,func-returns-value]
     losses, norms, placements = [], [], dict[tuple[int, int], Any]()
     for update in range(BALANCED_UPDATES):
         if moves and update in MOVES:
             before, had = pipe.experts.shared(pipe.stage_map.layers_on(pipe.rank)), pipe.balancer
+            asked.clear()
             pipe.rebuild(MOVES[update])
             same = before == pipe.experts.shared(pipe.stage_map.layers_on(pipe.rank))
+            # histories are long: one replica tells them, and only of where layers come or go
+            assert len(asked) == (pipe.replica == 0 and not same)
             assert (pipe.balancer is had) == same or had is None
             assert had is None or had._closed != same  # type: ignore[attr-defined]
         x, y = (t.chunk(2)[pipe.replica] for t in batch(update))
@@ -173,7 +178,9 @@ def test_layers_that_share_experts_move_and_no_bit_changes(balanced: bool, zero:
     whole = _whole(moved, zero)
     experts = [name for name in whole if ".experts." in name and name.endswith(" of 0")]
     assert experts
-    assert all(whole[name] != whole[name[:-1] + "1"] for name in experts if "@step" not in name and "@count" not in name)
+    assert all(
+        whole[name] != whole[name[:-1] + "1"] for name in experts if "@step" not in name and "@count" not in name
+    )
 
 
 def test_balancing_goes_on_in_another_column_with_what_was_remembered() -> None:

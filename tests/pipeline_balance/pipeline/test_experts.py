@@ -82,6 +82,9 @@ class Recorder:
     def finish_step(self) -> None:
         self.told.append("finish")
 
+    def close(self) -> None:
+        self.told.append("close")
+
 
 def test_a_balancer_follows_the_updates() -> None:
     def run(column: Collective) -> list[str]:
@@ -103,6 +106,20 @@ def test_a_balancer_follows_the_updates() -> None:
 
     expected = ["begin", "away", "pass", "back", "begin", "pass", "complete", "finish"]
     assert ThreadWorld(2, timeout_s=20.0).run(run) == [expected] * 2
+
+
+def test_what_was_released_stays_so_after_a_move() -> None:
+    def run(column: Collective) -> list[str]:
+        recorder, given = Recorder(), []
+        experts = StageExperts(units(column), column.rank, (0, 1), Meter())
+        experts.balance(lambda part: given.append(part) or recorder, (0, 1), 3, column)  # type: ignore[func-returns-value]
+        experts.release()
+        experts.follow((0,), (0, 1), {"1": None}, column)
+        assert experts.balancer is None
+        assert len(given) == 1
+        return recorder.told
+
+    assert ThreadWorld(2, timeout_s=20.0).run(run) == [["close"]] * 2
 
 
 def test_waiting_for_another_rank_is_no_work() -> None:

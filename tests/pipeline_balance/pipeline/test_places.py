@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from pipeline_balance.pipeline.model.layers import ModuleChain
+from pipeline_balance.pipeline.model.ownership import Ownership
 from pipeline_balance.pipeline.move.state import Held, layout_over, without_replica
+from pipeline_balance.pipeline.run.replicas import Grid
+from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.spec import StageMap
 from prophet.state.space import Space, TensorSpec
 
@@ -60,3 +65,10 @@ def test_what_a_replica_has_for_itself_is_named_after_it_and_lies_there() -> Non
     layout = layout_over(space, [[0, 1], [2, 3]], StageMap((0, 1), (1,)), owners, {}, 4)
     assert layout.names_on(1) == set(first.tensors)
     assert layout.names_on(3) == set(second.tensors)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_one_replica_has_no_owners(zero: int) -> None:
+    owned = Ownership(ModuleChain(nn.Sequential(nn.Linear(2, 2)), nn.functional.mse_loss))
+    stages = StageMap((0, 1), (0,))
+    assert [Owners(owned, Grid.of(2, replicas), stages, zero).zero for replicas in (1, 2)] == [0, zero]
