@@ -15,6 +15,7 @@ from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.shards.experts import stacks
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.elastic_jobs import DIM, MICROBATCHES, ROWS, SEED, VOCABULARY, batches, make_optimizer
+from tests.helpers.own_loops import packed, unpacked
 from tests.helpers.pipeline_model import plain_step
 
 EXPERTS, TOP_K = 12, 2
@@ -106,9 +107,10 @@ def whole(job: Job) -> dict[str, Tensor]:
         for entry, t in entries.items():
             add(f"{names[id(parameter)]}@{entry}", names[id(parameter)], t)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, [(*piece, packed(t)) for *piece, t in mine])
     found: dict[str, Tensor] = {}
-    for name, first, shape, tensor in (piece for row in every for piece in row):
+    for name, first, shape, bits in (piece for row in every for piece in row):
+        tensor = unpacked(bits)
         into = found.setdefault(name, torch.full(shape, torch.nan, dtype=tensor.dtype))
         part = into[first : first + tensor.shape[0]] if shape else into
         if part.isnan().all():
