@@ -44,7 +44,7 @@ def test_what_hangs_or_dies_is_a_line_and_the_rest_goes_on(
     assert code == FAILED
     assert not found["sound"]
     said = {
-        "hangs": "no end within 8 s, and was ended",
+        "hangs": "no end within 4 s, and was ended",
         "one-hangs": "and was ended",  # on a busy machine before its ranks were there, whose names are told otherwise
         "dies": "ended by SIGSEGV",
         "memory": "MemoryError",

@@ -62,8 +62,8 @@ def last(place: Place) -> Answer:
 _HERE = "tests.helpers.gpu_check_bodies"
 BLOWS = (
     Task(name="environment", function=f"{_HERE}:first", limit_s=60),
-    Task(name="hangs", function=f"{_HERE}:hangs", limit_s=8),
-    Task(name="one-hangs", function=f"{_HERE}:one_rank_hangs", limit_s=24, on_cpu=2),
+    Task(name="hangs", function=f"{_HERE}:hangs", limit_s=4),
+    Task(name="one-hangs", function=f"{_HERE}:one_rank_hangs", limit_s=10, on_cpu=2),
     Task(name="dies", function=f"{_HERE}:dies", limit_s=60),
     Task(name="garbage", function=f"{_HERE}:prints_garbage", limit_s=60),
     Task(name="memory", function=f"{_HERE}:fills_memory", limit_s=60),

@@ -137,6 +137,17 @@ def run_gloo(
     return on_processes(size, _told, body, args, timeout_s=timeout_s, vanishing=silent)
 
 
+def mark(*events: str) -> None:
+    """Tell the ranks of this group, by its store, that something has happened."""
+    for event in events:
+        dist.distributed_c10d._get_default_store().set(event, "yes")
+
+
+def wait_for(*events: str, limit_s: float = 60.0) -> None:
+    """Wait until ranks have marked these events: no longer than it takes, where a sleep has to be long enough."""
+    dist.distributed_c10d._get_default_store().wait(list(events), timedelta(seconds=limit_s))
+
+
 def _told(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return body(dist.get_rank(), dist.get_world_size(), *args)
 

@@ -17,7 +17,7 @@ from prophet.ranks import messages, process_group
 from prophet.ranks.messages import COUNTS, gather_numbers
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
-from tests.helpers.launch import on_processes
+from tests.helpers.launch import mark, on_processes, wait_for
 
 LIMIT_S = 20.0
 AFTER_S = 0.3
@@ -42,7 +42,7 @@ def _interrupted(kind: str) -> tuple[str, float, list[str]]:
     first = kind.endswith("receives first")
     collective = ProcessGroupCollective(timeout_s=LIMIT_S, receive_first=first)
     if collective.rank:
-        time.sleep(AFTER_S + SEEN_S)
+        wait_for("over")
         return "", 0.0, []
     threading.Timer(AFTER_S, os.kill, [os.getpid(), signal.SIGINT]).start()
     began = time.monotonic()
@@ -59,6 +59,7 @@ def _interrupted(kind: str) -> tuple[str, float, list[str]]:
     names = [t for t in threading.enumerate() if t.name.startswith("gloo")]
     for thread in names:
         thread.join(1.0)
+    mark("over")
     return how, took, [t.name for t in names if t.is_alive()]
 
 

@@ -22,7 +22,7 @@ from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective, collective_for
 from prophet.ranks.waiting import Waiter
 from tests.helpers.cluster_testbed import needs_testbed
-from tests.helpers.launch import ROOT, ended_within, on_processes
+from tests.helpers.launch import ROOT, ended_within, mark, on_processes, wait_for
 
 OP = Operation("dispatch", 3)
 
@@ -125,10 +125,11 @@ def test_progress_is_known_and_the_thread_ends_with_the_collective() -> None:
 def missing_peer() -> str:
     group = ProcessGroupCollective(timeout_s=1.0, receive_first=True)
     if group.rank == 1:
-        time.sleep(4)
+        wait_for("given up")
         return "late"
     with pytest.raises(CollectiveTimeout, match=r"rank 0: dispatch of layer 3 failed: no answer within 1 s") as caught:
         group.all_to_all(torch.ones(2), [1, 1], [1, 1], op=OP).wait()
+    mark("given up")
     return type(caught.value).__name__
 
 

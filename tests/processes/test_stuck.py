@@ -18,7 +18,7 @@ from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from tests.helpers.launch import process_outcomes
 
-STUCK_S = 4.0
+STUCK_S = 2.0
 OP = Operation("exchange of counts", 3)
 
 

@@ -12,7 +12,7 @@ from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.ranks.threads import ThreadWorld
-from tests.helpers.launch import run_gloo
+from tests.helpers.launch import mark, run_gloo, wait_for
 
 OP = Operation("deciding")
 CPU = torch.device("cpu")
@@ -32,8 +32,9 @@ def _decisions(rank: int, size: int) -> list[str]:
     collective = ProcessGroupCollective(timeout_s=4.0)
     found = [_against(collective, "first"), _against(collective, "second", ready=rank != 1)]
     if rank == 1:
-        time.sleep(7.0)  # the others have given up by now, and a late yes changes nothing
+        wait_for("0 gave up", "2 gave up")  # a late yes changes nothing
     found.append(_against(collective, "third"))
+    mark(f"{rank} gave up")
     return [*found, _against(collective, "fourth")]
 
 
