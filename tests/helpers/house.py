@@ -63,9 +63,16 @@ def imports_of(source: str, path: Path) -> Iterator[Import]:
                 yield from visit(child, typing_only)
         else:
             for child in ast.iter_child_nodes(node):
-                yield from visit(child, typing_only)
+                if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):  # no expression holds an import
+                    yield from visit(child, typing_only)
 
-    yield from visit(ast.parse(source), False)
+    yield from visit(tree_of(source), False)
+
+
+@cache
+def tree_of(source: str) -> ast.Module:
+    """A file's syntax, which several tests read."""
+    return ast.parse(source)
 
 
 def sources(*folders: str) -> list[Path]:
@@ -87,7 +94,7 @@ def imports_in(*folders: str) -> list[Import]:
 
 def is_door(source: str) -> bool:
     """Whether a module only passes on what others define: a docstring, imports and `__all__`."""
-    body = ast.parse(source).body
+    body = tree_of(source).body
     docstring, rest = body[:1], body[1:]
     return bool(docstring and isinstance(docstring[0], ast.Expr) and rest) and all(
         isinstance(node, ast.ImportFrom)
@@ -156,7 +163,7 @@ def too_long(*folders: str) -> list[str]:
         if path.as_posix().startswith(("prophet/planner/", "prophet/kernels/")):
             continue
         source = text_of(path)
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree_of(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
                 body = source.split("\n")[first.lineno - 1 : node.end_lineno]

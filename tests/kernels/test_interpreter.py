@@ -36,22 +36,30 @@ INTERPRETER = pytest.mark.skipif(
 )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu runs on it")
-@INTERPRETER
-def test_kernels_agree_with_their_definitions_in_the_interpreter() -> None:
-    passed_interpreted("tests/gpu/test_kernels_triton.py")
+# A GPU runs the kernels' own tests by `python -m tests.gpu`
+KERNELS = [] if torch.cuda.is_available() else ["tests/gpu/test_kernels_triton.py"]
+
+
+# What the interpreter would take minutes for, and how a layer's step goes, where kernels do not differ
+GPU, ENGINES = "real_tile_shapes", "refetch or checkpointing or larger"
 
 
 @INTERPRETER
-def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter() -> None:
-    assert "skipped" not in passed_interpreted("tests/layer/test_moe.py", "-k", "triton")
+def test_kernels_agree_with_their_definitions_and_layers_train_on_them_in_the_interpreter() -> None:
+    names = f"triton and not ({GPU} or {ENGINES})"
+    assert "skipped" not in passed_interpreted(*KERNELS, "tests/layer/test_moe.py", "-m", "not gpu", "-k", names)
+
+
+@pytest.mark.slow
+@INTERPRETER
+def test_layers_train_on_kernels_in_the_interpreter_whatever_their_step() -> None:
+    assert "skipped" not in passed_interpreted("tests/layer/test_moe.py", "-k", f"triton and ({ENGINES})")
 
 
 @INTERPRETER
 @pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
-@pytest.mark.parametrize("what", ["host_waits", "launches"])
-def test_a_step_waits_for_its_device_once_per_layer_and_launches_little(what: str) -> None:
-    passed_interpreted(f"tests/engine/test_{what}.py")
+def test_a_step_waits_for_its_device_once_per_layer_and_launches_little() -> None:
+    passed_interpreted("tests/engine/test_host_waits.py", "tests/engine/test_launches.py")
 
 
 @pytest.mark.slow

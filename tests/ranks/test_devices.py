@@ -7,22 +7,24 @@ import pytest
 from tests.helpers.own_process import passed
 from tests.helpers.pretend_device import ALONE, SUPPORTED
 
-PIPELINES = "pipeline_balance/pipeline/test_pipelines_on_a_device.py"
+FILES = (
+    "tests/ranks/test_device_ranks.py",
+    "tests/pipeline_balance/pipeline/test_replicas_on_a_device.py",
+    "tests/pipeline_balance/pipeline/test_pipelines_on_a_device.py",
+)
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("ranks/test_device_ranks.py",),
-        ("pipeline_balance/pipeline/test_replicas_on_a_device.py",),
-        (PIPELINES, "-m", "not slow"),
+        # in one process: its start takes as long as the quick tests of one file
+        (*FILES, "-m", "not slow"),
         # "queues" is of those that have one for each communicator
-        pytest.param((PIPELINES, "-m", "slow", "-k", "queues"), marks=pytest.mark.slow),
-        pytest.param((PIPELINES, "-m", "slow", "-k", "not queues"), marks=pytest.mark.slow),
+        pytest.param((*FILES, "-m", "slow", "-k", "queues"), marks=pytest.mark.slow),
+        pytest.param((*FILES, "-m", "slow", "-k", "not queues"), marks=pytest.mark.slow),
     ],
-    ids=" ".join,
+    ids=lambda arguments: " ".join(arguments[len(FILES) :]),
 )
 def test_ranks_with_devices_that_run_behind_their_hosts(arguments: tuple[str, ...]) -> None:
-    file, *options = arguments
-    assert "skipped" not in passed(f"tests/{file}", *options, told=ALONE)
+    assert "skipped" not in passed(*arguments, told=ALONE)
