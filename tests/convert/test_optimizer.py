@@ -133,7 +133,10 @@ def test_states_move_bit_for_bit_and_the_run_goes_on(kind: str) -> None:
     assert on_threads(1, body)[0] == pytest.approx(wanted, rel=1e-10)
 
 
-@pytest.mark.parametrize("case", ["LambdaLR", "OneCycleLR", "GradScaler", "foreach", "fused"])
+@pytest.mark.parametrize(
+    "case",
+    ["OneCycleLR", "GradScaler", "fused", *(pytest.param(c, marks=pytest.mark.slow) for c in ("LambdaLR", "foreach"))],
+)
 def test_losses_are_those_of_an_optimizer_that_is_built_afterwards(case: str) -> None:
     """On two ranks that are balanced, but for the scaler, whose overflows thread ranks do not share."""
     ranks = 1 if case == "GradScaler" else 2
@@ -334,7 +337,7 @@ def on_and_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]
 
 
 @pytest.mark.parametrize("case", ["equal", "Lamb", "groups", "steps"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_experts_of_a_list_may_be_kept_apart(case: str, ranks: int) -> None:
     runs = [own_code(case) for _ in range(ranks)]
 

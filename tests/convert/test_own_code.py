@@ -159,7 +159,10 @@ def test_random_numbers_are_those_of_the_block_as_written(ranks: int, steps: int
 # --- and back ---
 
 
-@pytest.mark.parametrize("kind", [FloatSoftmax, NoisyDropout, TopKThenSoftmaxLora, ExpertChoice])
+@pytest.mark.parametrize(
+    "kind",
+    [NoisyDropout, TopKThenSoftmaxLora, *(pytest.param(kind, marks=SLOW) for kind in (FloatSoftmax, ExpertChoice))],
+)
 def test_there_and_back_is_exact(kind: type[nn.Module]) -> None:
     model = HandWritten(kind)
     state = {n: t.clone() for n, t in model.state_dict().items()}

@@ -334,8 +334,17 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-@pytest.mark.parametrize("kind", [FloatSoftmax, TwoPaths, ExpertChoice])
-@pytest.mark.parametrize("around", [Checkpointed, Reentrant])
+@pytest.mark.parametrize(
+    ("around", "kind"),
+    [
+        (Checkpointed, TwoPaths),
+        (Checkpointed, ExpertChoice),
+        (Reentrant, FloatSoftmax),
+        pytest.param(Checkpointed, FloatSoftmax, marks=pytest.mark.slow),
+        pytest.param(Reentrant, TwoPaths, marks=pytest.mark.slow),
+        pytest.param(Reentrant, ExpertChoice, marks=pytest.mark.slow),
+    ],
+)
 def test_checkpointing(around: type[Checkpointed], kind: type[nn.Module]) -> None:
     ranks, model = 2, around(kind)
     steps = [tokens_of(ranks, s) for s in range(2)]

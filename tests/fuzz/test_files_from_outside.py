@@ -491,6 +491,7 @@ _NAMES = [
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_damaged_file_is_read_or_refused_by_name(name: str, tmp_path: Path) -> None:
     make, files = FORMATS[name]
+    files //= 2
     fed = feed(make(tmp_path), tmp_path, files=files, seed=1, check=shown if name == "run log" else None)
     assert fed.files == files
     print(f"{name}: {fed}")
@@ -523,7 +524,7 @@ def test_any_json_is_read_or_refused_by_name(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 10))
+@pytest.mark.parametrize("seed", range(1, 10))
 @pytest.mark.parametrize("name", FORMATS)
 def test_more_damaged_files(name: str, seed: int, tmp_path: Path) -> None:
     make, files = FORMATS[name]

@@ -44,7 +44,7 @@ def check(by_rank: list[dict[str, Any]], losses: float = 1e-6, norms: float = 1e
 
 
 def both_kinds() -> list[dict[str, Any]]:
-    return [both(kind, 12) for kind in ("ddp", "fsdp2")]
+    return [both(kind, 6) for kind in ("ddp", "fsdp2")]
 
 
 def test_losses_norms_and_shared_parameters_on_two_ranks() -> None:

@@ -141,13 +141,30 @@ def union(states: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-@pytest.mark.parametrize(("ep_size", "cut"), [(4, "ddp"), (2, "fsdp")])
-def test_another_size_goes_on_as_if_nothing_had_happened(ep_size: int, cut: str, tmp_path: Path) -> None:
+Size = tuple[int, int, str]
+ONE: Size = (1, 1, "plain")
+TWO: Size = (2, 2, "ddp")
+FOUR: Size = (4, 2, "fsdp")
+WHOLE: Size = (4, 4, "ddp")
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "cut", "sizes"),
+    [
+        (4, "ddp", (FOUR, TWO)),
+        (2, "fsdp", (WHOLE, ONE)),
+        pytest.param(4, "ddp", (WHOLE, ONE), marks=pytest.mark.slow),
+        pytest.param(2, "fsdp", (FOUR, TWO), marks=pytest.mark.slow),
+    ],
+)
+def test_another_size_goes_on_as_if_nothing_had_happened(
+    ep_size: int, cut: str, sizes: tuple[Size, ...], tmp_path: Path
+) -> None:
     rows = on_processes(4, save_in_the_middle, ep_size, cut, str(tmp_path), timeout_s=90)
     saved, settings, losses = union([r[0] for r in rows]), rows[0][1], rows[0][2]
     assert sum(name.endswith(" exp_avg_sq") for name in saved) == sum(name.endswith(" ") for name in saved)
     assert settings[0]["lr"] == 3e-3
-    for size, other, how in ((4, 2, "fsdp"), (2, 2, "ddp"), (4, 4, "ddp"), (1, 1, "plain")):
+    for size, other, how in sizes:
         if size == 1:
             again = [go_on(other, how, str(tmp_path))]
         else:

@@ -37,7 +37,7 @@ from tests.helpers.own_loops import (
 )
 
 TOUR = ("dp4", "dp4,zero3", "dp2,tp2,zero2", "tp4", "dp2,zero2,order3:1", "dp4")
-EACH = 4
+EACH = 2
 COLUMN, ROW = ColwiseParallel(), RowwiseParallel()
 
 

@@ -13,7 +13,7 @@ from tests.helpers.launch import process_outcomes
 
 LIMIT_S = 4.0
 WHOLE_RUN_S = 90.0
-QUICK = ("kill two", "drop after forward", "outside DDP", "skip layer", "disk full")
+QUICK = ("kill two", "drop after forward", "outside DDP", "skip layer")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])

@@ -15,7 +15,7 @@ from tests.helpers.support import RandomPlanner
 RANKS = 4
 LIMIT_S = 240.0
 SIZES = {"sequences_per_rank": 2, "held_out_sequences_per_rank": 4, "slots_per_rank": 3}
-SHORT = TrainConfig(steps=20, timeout_s=60.0, **SIZES)
+SHORT = TrainConfig(steps=12, timeout_s=60.0, **SIZES)
 LONG = TrainConfig(steps=50, timeout_s=60.0, **SIZES | {"sequences_per_rank": 4})
 
 
@@ -34,7 +34,7 @@ def measure(run: RunResult) -> tuple[list[float], float, float, float]:
 
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.parametrize(
-    "config", [pytest.param(SHORT, id="twenty steps"), pytest.param(LONG, id="fifty steps", marks=pytest.mark.slow)]
+    "config", [pytest.param(SHORT, id="twelve steps"), pytest.param(LONG, id="fifty steps", marks=pytest.mark.slow)]
 )
 def test_losses_are_equal_off_on_and_at_random(config: TrainConfig) -> None:
     off, on, at_random = on_processes(RANKS, three_runs, config, timeout_s=LIMIT_S)[0]

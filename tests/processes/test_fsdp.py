@@ -68,7 +68,7 @@ def fsdp_run(ep_size: int, nested: bool) -> tuple[list[Step], list[float], set[s
     return steps, norms, cut
 
 
-@pytest.mark.parametrize(("ep_size", "nested"), [(2, False), (2, True), (4, True)])
+@pytest.mark.parametrize(("ep_size", "nested"), [pytest.param(2, False, marks=pytest.mark.slow), (2, True), (4, True)])
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_gradients_equal_the_oracle(ep_size: int, nested: bool) -> None:
     by_rank = on_processes(4, fsdp_run, ep_size, nested, timeout_s=90)

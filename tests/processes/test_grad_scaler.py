@@ -93,7 +93,10 @@ def runs(case: Case, ep_size: int) -> dict[tuple[str, str | None], End]:
     return {(how, where): run(case, ep_size, how, where) for how, where in [*cases, ("plain", None)]}
 
 
-@pytest.mark.parametrize(("ranks", "ep_size"), [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "ep_size"),
+    [pytest.param(2, 2, marks=pytest.mark.slow), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)],
+)
 def test_all_ranks_skip_the_step(ranks: int, ep_size: int) -> None:
     """Ten steps later: equal scales, equal shared parameters, and those of a run that skips the step by hand."""
     by_rank = on_processes(ranks, runs, case_of(ranks), ep_size, timeout_s=150)

@@ -12,7 +12,7 @@ def several(cases: list[Case]) -> list[list[Step]]:
     return [train_in_process(case) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4, 8])
 def test_gradients_equal_the_oracle(ranks: int) -> None:
     todo = varied_cases(ranks) if ranks < 8 else varied_cases(ranks)[2:3]
     by_rank = on_processes(ranks, several, todo, timeout_s=90)

@@ -23,7 +23,7 @@ from tests.helpers.launch import run_gloo
 from tests.helpers.sliced_experts import layers
 
 RANKS, CHANGES, UNITS = 4, 8, 6
-HERE = 3  # seeds in the usual lane
+HERE = 5  # the usual lane's seed: every kind of change, ep, zero, v, stages, an order, slices, spare ranks
 
 
 def layouts() -> list[Parallelism]:
@@ -109,7 +109,7 @@ def _tour(rank: int, size: int, seed: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(HERE), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(HERE, 30))]
+    "seed", [pytest.param(seed, marks=[] if seed == HERE else pytest.mark.slow) for seed in range(30)]
 )
 def test_a_tour_by_chance(seed: int, tmp_path: Path) -> None:
     results = run_gloo(_tour, RANKS, seed, str(tmp_path), timeout_s=240.0)

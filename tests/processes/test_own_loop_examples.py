@@ -11,9 +11,11 @@ from tests.helpers.launch import EXAMPLES, as_launched, torchrun
 STEP = re.compile(r"step \d+: loss ([\d.]+), rank max/mean ([\d.]+) \(without balancing ([\d.]+)\), (\d+) copies")
 
 
-@pytest.mark.parametrize("name", ["own_loop.py", "own_blocks.py"])
-def test_an_example_trains_and_is_balanced(name: str) -> None:
-    by_torchrun = name == "own_loop.py"  # one of the examples as a user starts it
+@pytest.mark.parametrize(
+    ("name", "by_torchrun"),
+    [("own_loop.py", False), ("own_blocks.py", False), pytest.param("own_loop.py", True, marks=pytest.mark.slow)],
+)
+def test_an_example_trains_and_is_balanced(name: str, by_torchrun: bool) -> None:
     said = torchrun(EXAMPLES / name, ranks=2) if by_torchrun else "".join(as_launched(EXAMPLES / name, ranks=2))
     steps = [tuple(map(float, found)) for found in STEP.findall(said)]
     assert len(steps) == 4

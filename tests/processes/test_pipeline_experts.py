@@ -165,7 +165,7 @@ def _whole(runs: list[_Run], zero: int) -> dict[str, str]:
     return whole
 
 
-@pytest.mark.parametrize(("balanced", "zero"), [(False, 0), (True, 0), (True, 1)])
+@pytest.mark.parametrize(("balanced", "zero"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 0), (True, 1)])
 def test_layers_that_share_experts_move_and_no_bit_changes(balanced: bool, zero: int) -> None:
     moved, stayed = _wandered(True, balanced, zero), _wandered(False, balanced, zero)
     expected = one_process(BALANCED_UPDATES, _two)

@@ -51,7 +51,7 @@ def test_two_replicas_of_two_stages_train_as_one_process(saved: tuple[list[Outco
     compare_with_one_process(saved[0], 0, 10)
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "replicas"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2), (4, 4)])
 def test_another_grid_goes_on_where_this_one_ended(saved: tuple[list[Outcome], str], ranks: int, replicas: int) -> None:
     compare_with_one_process(run_gloo(replicated, ranks, replicas, 10, 14, saved[1], {}), 10, 14)
 

@@ -33,8 +33,16 @@ def same_bits(a: Step, b: Step) -> None:
         assert np.array_equal(grad, {**b.dense, **b.experts}[name]), name
 
 
-@pytest.mark.parametrize("schedule", ["block-wise", "blocking"])
-@pytest.mark.parametrize("variant", [{}, {"announced": False}, {"uses": 2}, {"checkpointing": "non-reentrant"}])
+VARIANTS: list[dict[str, object]] = [{}, {"announced": False}, {"uses": 2}, {"checkpointing": "non-reentrant"}]
+# every variant with the schedule that puts the most between two phases, the other schedule with one
+BITS = [
+    pytest.param(schedule, variant, marks=[] if schedule == "block-wise" or not variant else pytest.mark.slow)
+    for variant in VARIANTS
+    for schedule in ("block-wise", "blocking")
+]
+
+
+@pytest.mark.parametrize(("schedule", "variant"), BITS)
 def test_both_forms_give_the_same_bits(schedule: str, variant: dict[str, object]) -> None:
     case = replace(CASE, schedule=schedule, **variant)  # type: ignore[arg-type]
     found = [
