@@ -70,9 +70,16 @@ def train(case: Case, group: Collective, **options: Any) -> tuple[list[Step], li
     "case",
     [
         pytest.param(replace(CASE, gate={"aux_loss": "gshard", "z_loss_weight": 0.1}), id="gshard"),
-        pytest.param(replace(CASE, refetch=True, microbatches=2, schedule="blocking"), id="refetch"),
         pytest.param(
-            replace(CASE, transfers="two-phase", gate={"aux_loss": "switch", "capacity_factor": 1.0}), id="two-phase"
+            replace(
+                CASE,
+                refetch=True,
+                microbatches=2,
+                schedule="blocking",
+                transfers="two-phase",
+                gate={"aux_loss": "switch", "capacity_factor": 1.0},
+            ),
+            id="refetch, two-phase",
         ),
         pytest.param(
             replace(CASE, favourites=(0,), activation="swiglu", bias=False, gate={"score": "sigmoid"}), id="bias"

@@ -115,8 +115,16 @@ def test_gradients_are_those_of_a_loop_over_the_experts(kind: str, ranks: int) -
     check(KINDS[kind], ranks)
 
 
-@pytest.mark.parametrize("options", [{"microbatches": 2}, {"refetch": True}])
-@pytest.mark.parametrize("kind", ["dropout fixed", "lora", "checkpointed"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dropout fixed", {"microbatches": 2}),
+        ("lora", {"refetch": True}),
+        ("checkpointed", {"microbatches": 2, "refetch": True}),
+        pytest.param("lora", {"microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param("dropout fixed", {"refetch": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_with_gradient_accumulation_and_parameters_that_are_fetched_again(
     kind: str, options: dict[str, object]
 ) -> None:

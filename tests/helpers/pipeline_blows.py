@@ -26,6 +26,7 @@ from pipeline_balance.control.controller import Controller, ControllerConfig
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import StageFailed
+from prophet.ranks.launch import leave
 from tests.helpers.launch import launcher_says, process_outcomes
 from tests.helpers.pipeline_model import LAYERS, batch, pipeline
 
@@ -67,6 +68,7 @@ def ends(
     ahead: bool = False,
     tcp: bool = False,
     replicas: int = 1,
+    at_once: bool = False,
     limit_s: float = 90.0,
 ) -> list[End]:
     """Let `victims` meet their `fate` in a step, a move or an evaluation.
@@ -74,12 +76,13 @@ def ends(
     The fates: is killed, stops, is interrupted, is interrupted twice (again after `AGAIN_S`), raises.
 
     ahead: a controller decides beside the backward pass. tcp: rank 0 keeps the store that the ranks have met in.
-    replicas: 2 for two pipelines of two ranks.
+    replicas: 2 for two pipelines of two ranks. at_once: ranks end without their interpreter's shutdown, which takes
+    each of them more time than all before.
     """
     told = launcher_says() if tcp else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        blow = name, fate, where, tuple(victims), ahead, replicas
+        blow = name, fate, where, tuple(victims), ahead, replicas, at_once
         outcomes = process_outcomes(RANKS, _rank, *blow, timeout_s=limit_s, told=told)
         gone = time.time()
         began = float((folder / "blow").read_text())
@@ -94,7 +97,9 @@ def ends(
         return found
 
 
-def _rank(name: str, fate: str, where: str, victims: tuple[int, ...], ahead: bool, replicas: int) -> None:
+def _rank(
+    name: str, fate: str, where: str, victims: tuple[int, ...], ahead: bool, replicas: int, at_once: bool
+) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not dist.is_initialized():
         dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=LONG_S))
@@ -112,6 +117,8 @@ def _rank(name: str, fate: str, where: str, victims: tuple[int, ...], ahead: boo
     if fate == "stops":
         _release(folder, victims)
     sys.stdout.flush()
+    if at_once:
+        leave(code)
     # as a program ends that has not caught this
     ctypes.pythonapi.Py_Exit(code)
 

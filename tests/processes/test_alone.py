@@ -67,7 +67,9 @@ def lonely(case: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("case", ["the others wait", "the others train", "one batch more"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("the others wait", marks=pytest.mark.slow), "the others train", "one batch more"]
+)
 def test_a_forward_pass_on_one_rank_is_named_soon(case: str) -> None:
     said, took = on_processes(2, lonely, case, timeout_s=LIMIT_S)[0]
     assert took < SOON_S

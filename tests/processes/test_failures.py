@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from typing import Any
 
 import pytest
 
 from prophet.engine.engine import Engine
+from prophet.errors import CollectiveError
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
-from tests.helpers.launch import Outcome, process_outcomes
+from tests.helpers.launch import Outcome, mark, process_outcomes, wait_for
 from tests.helpers.support import FixedPlanner, Lopsided, everywhere
 from tests.helpers.training import Case, Run
 
@@ -31,7 +31,8 @@ def die() -> None:
 
 
 def hang() -> None:
-    time.sleep(2 * PATIENCE_S)
+    """Until all others have given up."""
+    wait_for(*(f"{rank} has given up" for rank in range(RANKS) if rank != VICTIM))
     die()
 
 
@@ -63,8 +64,12 @@ def struck(where: str, layer: int, fate: str) -> None:
         run.whole_step(s)
     if run.group.rank == VICTIM:
         strike_in_all_to_all(run.engine, where, layer, {"dies": die, "hangs": hang}[fate])
-    for s in range(2, 5):
-        run.whole_step(s)
+    try:
+        for s in range(2, 5):
+            run.whole_step(s)
+    except CollectiveError:
+        mark(f"{run.group.rank} has given up")
+        raise
 
 
 def assert_others_ended_well(outcomes: list[Outcome], operation: str) -> None:

@@ -35,7 +35,10 @@ from tests.helpers.pipeline_replicas import Decaying, largest_difference
 
 
 # with owners, a replica's part of the experts is nobody else's to update
-@pytest.mark.parametrize(("balanced", "split", "zero"), [(False, True, 0), (True, False, 0), (True, False, 1)])
+@pytest.mark.parametrize(
+    ("balanced", "split", "zero"),
+    [(False, True, 0), (True, False, 1), pytest.param(True, False, 0, marks=pytest.mark.slow)],
+)
 def test_two_replicas_of_two_stages_train_as_one_process(balanced: bool, split: bool, zero: int) -> None:
     expected = one_process(8)
     for got in run_gloo(shared_experts, 4, 2, 8, balanced, split, zero):

@@ -29,21 +29,21 @@ def _others(found: Sequence[End], victims: Sequence[int]) -> list[End]:
     return [end for rank, end in enumerate(found) if rank not in victims]
 
 
-def _is_killed(where: str, victim: int, *, tcp: bool = False) -> None:
-    found = ends("is killed", where, [victim], tcp=tcp)
+def _is_killed(where: str, victim: int, **how: bool) -> None:
+    found = ends("is killed", where, [victim], **how)
     assert found[victim].code == -signal.SIGKILL
     _assert_named(_others(found, [victim]), victim, ["its process has ended"])
 
 
-def _stops(where: str, victim: int, *, tcp: bool = False) -> None:
-    found = ends("stops", where, [victim], tcp=tcp)
+def _stops(where: str, victim: int, **how: bool) -> None:
+    found = ends("stops", where, [victim], **how)
     assert found[victim].code == -signal.SIGKILL, "the test has ended it, once the others had noticed"
     _assert_named(_others(found, [victim]), victim, ["its process is stopped"], within_s=PATIENCE_S + SOON_S)
     assert min(end.noticed_s for end in _others(found, [victim])) > PATIENCE_S / 2, "it might have come back"
 
 
-def _raises(where: str, victim: int) -> None:
-    found = ends("raises", where, [victim])
+def _raises(where: str, victim: int, **how: bool) -> None:
+    found = ends("raises", where, [victim], **how)
     _assert_named(found, victim, ["Broken: too hot"])
     assert found[0].action.startswith(DURING[where])
 
@@ -59,16 +59,17 @@ def _is_interrupted(where: str, victims: Sequence[int], *, ahead: bool = False) 
         _assert_named([end], end.rank, ["interrupted"])
 
 
+# How a program ends then, `test_ctrl_c_in_a_step` shows for ranks that fail, too
 def test_a_rank_is_killed_in_a_step() -> None:
-    _is_killed("step", 1)
+    _is_killed("step", 1, at_once=True)
 
 
 def test_a_rank_raises_in_an_evaluation() -> None:
-    _raises("evaluation", 2)
+    _raises("evaluation", 2, at_once=True)
 
 
 def test_a_rank_stops_in_a_move() -> None:
-    _stops("move", 0)
+    _stops("move", 0, at_once=True)
 
 
 @pytest.mark.parametrize("victims", [[1], pytest.param(list(range(RANKS)), marks=pytest.mark.slow)])

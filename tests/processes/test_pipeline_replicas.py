@@ -184,7 +184,7 @@ def _follow(rank: int, size: int, ahead: bool, zero: int) -> tuple[list[tuple[in
     return maps, losses, forward_s
 
 
-@pytest.mark.parametrize(("ahead", "zero"), [(False, 0), (True, 0), (True, 1)])
+@pytest.mark.parametrize(("ahead", "zero"), [(False, 0), pytest.param(True, 0, marks=pytest.mark.slow), (True, 1)])
 def test_all_replicas_move_together_by_the_slowest_times(ahead: bool, zero: int) -> None:
     results = run_gloo(_follow, 4, ahead, zero)
     maps, losses, forward_s = results[0]

@@ -20,7 +20,7 @@ from tests.helpers.moe_models import hugging_face
 from tests.helpers.support import TinyModel
 
 LIMIT_S = 2.0
-WORK_S = 3.25 * LIMIT_S
+WORK_S = 2.25 * LIMIT_S
 NOTICED_S = 4.0
 
 
@@ -58,12 +58,12 @@ def slow_export(folder: str, fate: str) -> str:
     return "saved"
 
 
-def test_a_write_of_three_limits(tmp_path: Path) -> None:
+def test_a_write_of_two_limits(tmp_path: Path) -> None:
     assert on_processes(2, slow_save, str(tmp_path), timeout_s=90) == ["{'step': 1}"] * 2
 
 
 @pytest.mark.slow
-def test_an_export_of_three_limits(tmp_path: Path) -> None:
+def test_an_export_of_two_limits(tmp_path: Path) -> None:
     assert on_processes(2, slow_export, str(tmp_path), "goes on", timeout_s=90) == ["saved"] * 2
 
 
