@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,6 +66,8 @@ def test_four_ranks(case: Case) -> None:
     check_on_threads(case)
 
 
+# `tests/processes/test_gradients.py` and `tests/experts/test_modules.py` have eight ranks in the usual lane
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(cases(ranks=8))
 def test_eight_ranks(case: Case) -> None:
