@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--picture", type=Path, help="file for a picture of two blocks of that step, with prophet (PNG)")
     p.add_argument("--trace", type=Path, help="file for a trace of one step of every policy (Chrome, Perfetto)")
     p.add_argument("--repetitions", type=int, default=3)
-    p.add_argument("--steps", type=int, default=5, help="counted steps of one repetition")
+    p.add_argument("--steps", type=int, default=8, help="counted steps of one repetition")
     p.add_argument("--skip", type=int, default=2, help="steps of one repetition before those")
     p.add_argument("--warm-up-steps", type=int, default=80, help="training steps before the common checkpoint")
     p.add_argument("--checkpoints", type=Path, help="folder that keeps common checkpoints for later runs")

@@ -77,7 +77,7 @@ DEFAULT_POLICIES = (
     "tutel",
 )
 # What a listed policy needs of the others: ratios are taken within one run.
-CEILING = "forced-balance"
+EVEN = "forced-balance"
 
 
 class PolicyError(ValueError):

@@ -21,7 +21,7 @@ STALE = ("W6", "W7")  # planned from the step before, too
 PLANS = ("this step", "the step before")  # whose counts plans are made from
 KEYS = ("workload", "plans", "ranks", "seed", "preset")
 SAME = 1e-9  # share by which steps that are alike may differ
-OURS, CEILING = "prophet", "forced-balance"  # all others are published policies
+OURS, EVEN = "prophet", "forced-balance"  # all others are published policies
 
 
 def workload_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -60,7 +60,7 @@ def compared(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         found.setdefault(tuple(row[key] for key in KEYS), {})[row["policy"]] = row
     lines = []
     for key, by_policy in found.items():
-        published = [row for name, row in by_policy.items() if name not in (OURS, CEILING)]
+        published = [row for name, row in by_policy.items() if name not in (OURS, EVEN)]
         if OURS not in by_policy or "static" not in by_policy:
             continue
         ours, best = by_policy[OURS], min(published, key=lambda row: row["step_s_geomean"])
