@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline_balance.pipeline.move.files import read_checkpoint
 from pipeline_balance.spec import StageMap
@@ -72,6 +73,19 @@ def _noted(rank: int, size: int, folder: str) -> str:
 
 def test_what_an_optimizer_keeps_is_no_part_of_the_state_dict(tmp_path: Path) -> None:
     assert run_gloo(_noted, 2, str(tmp_path)) == ["whole"] * 2
+
+
+def _taken(rank: int, size: int) -> bool:
+    run = pipeline(_spread(size))
+    run.step(*batch(0))
+    state = run.state_dict()
+    then = {name: t.clone() for name, t in state.items()}
+    run.step(*batch(1))
+    return all(torch.equal(t, then[name]) for name, t in state.items())
+
+
+def test_a_state_dict_that_was_taken_does_not_train_on() -> None:
+    assert run_gloo(_taken, 2) == [True] * 2
 
 
 def _other_model(rank: int, size: int, folder: str) -> str:

@@ -333,18 +333,16 @@ class JobState(PipelineState):
 
     def drop(self) -> None:
         now, mover = self.now_sharded, self.mover
-        if now is None:
-            mover.drop()
-            return
-        for handle, tensor in settings(mover.owned.parameters, {}):
-            handle.tensor = tensor
-        # the state is to be freed: optimizers would hold the shards
-        gone = now.leave()
-        for optimizer in mover.optimizers.all:
-            for group in optimizer.param_groups:
-                group["params"][:] = [gone.get(id(p), p) for p in group["params"]]
-        mover.owned.read()
-        mover.drop()
+        if now is not None:
+            for handle, tensor in settings(mover.owned.parameters, {}):
+                handle.tensor = tensor
+            # the state is to be freed: optimizers would hold the shards
+            gone = now.leave()
+            for optimizer in mover.optimizers.all:
+                for group in optimizer.param_groups:
+                    group["params"][:] = [gone.get(id(p), p) for p in group["params"]]
+            mover.owned.read()
+        super().drop()
 
     def change(self, to: Going, built: Built, state: State, numbers: Mapping[str, Any]) -> Change:
         values = {piece.name: tensor for piece, tensor in state.items()}

@@ -10,11 +10,14 @@ import torch
 from pipeline_balance.pipeline.move.state import space_of, state_entries
 from pipeline_balance.pipeline.move.transaction import Assignments, Move, run
 from pipeline_balance.pipeline.move.votes import Vote
-from prophet.errors import StageFailed, TransitionError
+from prophet.errors import CollectiveError, CollectiveTimeout, StageFailed, TransitionError
 from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
-from prophet.state.layout import Piece
+from prophet.state.layout import Piece, whole_tensors
+from prophet.state.route import route
 from prophet.state.route_schedule import RouteSchedule
+from prophet.state.space import Space, TensorSpec
 from prophet.state.transition import Moved, State, empty
 
 
@@ -60,3 +63,42 @@ def test_the_failure_of_a_rank_is_raised_as_it_is_where_the_others_cannot_go_on(
     # another carrier can be made
     with pytest.raises(TransitionError, match=r"its process has ended; .*the state from before the move is whole$"):
         run(_Interrupted(), world=world, carrier=carrier)
+
+
+class _Ready(_Interrupted):
+    """A move of one rank, where nothing fails."""
+
+    budget_bytes = 1 << 10
+
+    def __init__(self) -> None:
+        self.in_force = "old"
+
+    def route_schedule(self, carrier: Collective) -> RouteSchedule:
+        layout = whole_tensors(Space((TensorSpec(name="w", shape=(2,), layer=0),)), 1, [[0]])
+        return RouteSchedule(route(layout, layout), 0)
+
+    def state(self, pieces: Sequence[Piece]) -> State:
+        return {piece: torch.ones(2) for piece in pieces}
+
+    def assemble(self, moved: Moved) -> Assignments:
+        return [lambda: setattr(self, "in_force", "new")]
+
+
+@pytest.mark.parametrize("word", ["yes", "no"])
+def test_the_first_word_decides_where_ranks_have_lost_each_other(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, move = ThreadWorld(1).collective(0), _Ready()
+
+    def lost(*given: object, **options: object) -> None:
+        raise CollectiveTimeout(0, Operation("deciding"), "no answer")
+
+    monkeypatch.setattr(world, "decide", lost)
+    monkeypatch.setattr(world, "settle", lambda name, mine: word)
+    if word == "yes":
+        run(move, world=world, carrier=world)
+        assert move.in_force == "new"
+    else:
+        with pytest.raises(TransitionError, match=r"no answer; the state from before the move is whole$") as failed:
+            run(move, world=world, carrier=world)
+        assert move.in_force == "old"
+        # these communicators are of no use any more
+        assert isinstance(failed.value.__cause__, CollectiveError)
