@@ -215,7 +215,7 @@ def _cases() -> Iterator[Any]:
     for transfers, schedule, variant in product(
         ["direct", "two-phase"], ["block-wise", "look-ahead", "operator"], variants
     ):
-        most = schedule == "block-wise" and len(variant) != 1  # nothing else, or kept and used twice
+        most = schedule == "block-wise" and ("uses" in variant or not variant)
         quick = transfers == "two-phase" and (most or (schedule == "look-ahead" and not variant))
         yield pytest.param(transfers, schedule, variant, marks=[] if quick else pytest.mark.slow)
 
