@@ -5,13 +5,16 @@ Shape legend: L layers, R ranks, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from prophet.planner.base import Planner
+from prophet.planner.model.cost import step_cost
 from prophet.scheduler.actions import Action
 from prophet.scheduler.pieces import Form
-from prophet.spec import IntArray, Placement
+from prophet.spec import IntArray, Placement, PlanContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,19 @@ def _max_mean(load: IntArray) -> float:
     means = load.mean(axis=1)
     # A layer without rows is balanced, and not a division by zero
     return float(np.mean(np.divide(load.max(axis=1), means, out=np.ones_like(means), where=means > 0)))
+
+
+def predicted_seconds(report: StepReport, planner: Planner, contexts: Sequence[PlanContext]) -> float:
+    """Predict the seconds of a step's MoE layers by the performance model, from its counts and placements.
+
+    Args:
+        report: Of the step.
+        planner: The planner, which splits the tokens.
+        contexts: Machine and sizes of every layer.
+    """
+    total_s = 0.0
+    for load, placement, context in zip(report.counts, report.placements, contexts, strict=True):
+        # layers may have fewer experts than the widest one, and what moves homes is no part of a step
+        counts, own = load[:, : context.experts], replace(context, previous=None)
+        total_s += step_cost(planner.split(counts, placement, own), placement, own).total_s
+    return total_s

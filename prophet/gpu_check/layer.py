@@ -17,18 +17,16 @@ from prophet.doctor.check import Check, finding, sound, unseen
 from prophet.engine.attach import attach
 from prophet.engine.config import EngineConfig
 from prophet.engine.engine import Engine
-from prophet.engine.step_report import StepReport
+from prophet.engine.step_report import StepReport, predicted_seconds
 from prophet.experts.gate import GateConfig
 from prophet.gpu_check.checks import TOPOLOGY, Answer, Place
 from prophet.layer.moe import MoE
 from prophet.machine.topology import read_topology
-from prophet.planner.base import Planner
-from prophet.planner.model.cost import step_cost
 from prophet.ranks.clocks import synchronize
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
-from prophet.spec import PlanContext, Topology
+from prophet.spec import Topology
 
 _WARM_UP, _ROUNDS = 3, 15
 _PLANNERS = ("static", "prophet")
@@ -224,21 +222,6 @@ class _Run:
     def predicted_s(self) -> float:
         """Seconds of the last step's MoE layers by the performance model, the same on all ranks."""
         return predicted_seconds(self.report, self.engine.planner, self.engine.contexts)
-
-
-def predicted_seconds(report: StepReport, planner: Planner, contexts: Sequence[PlanContext]) -> float:
-    """Predict the seconds of a step's MoE layers from its counts and placements.
-
-    Args:
-        report: Of the step.
-        planner: The planner, which splits the tokens.
-        contexts: Machine and sizes of every layer.
-    """
-    total_s = 0.0
-    for load, placement, context in zip(report.counts, report.placements, contexts, strict=True):
-        own = replace(context, previous=None)
-        total_s += step_cost(planner.split(load, placement, own), placement, own).total_s
-    return total_s
 
 
 def _moe(collective: Collective, sizes: _Sizes) -> MoE:

@@ -83,7 +83,13 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def between(self, name: str, began: Mark, ended: Mark) -> None:
-        """Count the time from one mark to another towards `name`."""
+        """Count a stretch of time.
+
+        Args:
+            name: What it counts towards.
+            began: The mark at its start.
+            ended: The mark at its end.
+        """
         if on_host(ended):
             self.add(name, ended - began)
             return

@@ -6,24 +6,18 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
-import numpy as np
 import pytest
 
 from pipeline_balance.elastic import gpu_checks
 from prophet.doctor.check import Check, finding, sound, unseen
-from prophet.engine.step_report import StepReport
 from prophet.errors import SpecError, UsageError
 from prophet.gpu_check import calibration, engine, environment, kernels, layer, page
 from prophet.gpu_check.checks import TASKS, Answer, Task, chosen, relevant
 from prophet.gpu_check.process import Ending
 from prophet.gpu_check.run import ALL_S
 from prophet.gpu_check.verdict import Verdict, left_out, too_few, verdict
-from prophet.planner import get_planner
-from prophet.planner.model.cost import step_cost
-from prophet.spec import LayerShape, PlanContext, Split, Topology
+from prophet.spec import Topology
 
 TASK = Task(name="engine", function="a:b", limit_s=60)
 GOOD = Answer(checks=[sound("engine", "as on one rank")], paste=["a line"], figures={"copies": 3})
@@ -217,19 +211,6 @@ def test_a_layer_says_its_throughput_and_how_far_the_prediction_is_off() -> None
     assert found[2] == sound("prediction", "0.50 of the time, off by -0.30")
     unknown = layer.judged("model", compared([0.8] * 4, calibrated=False), on_gpu=True)[2]
     assert unknown.state == "not checked"
-
-
-def test_predicted_seconds_are_those_of_all_layers() -> None:
-    topology, shape = Topology.uniform(2, flops_per_s=16e3), LayerShape.feed_forward(dim=2, hidden=2)
-    context = PlanContext(topology=topology, shape=shape, home=(0, 1))
-    planner = get_planner("static")
-    homes = context.homes_only()
-    load = np.array([[10, 0], [10, 0]])
-    report = SimpleNamespace(counts=np.stack([load, load[:, ::-1]]), placements=(homes, homes))
-    found = layer.predicted_seconds(cast(StepReport, report), planner, [context, context])
-    one = step_cost(Split.to_homes(load, homes), homes, context).total_s
-    assert found == pytest.approx(2 * one)
-    assert one > 3 * 20 / 1000, "20 rows at 1000 rows/s, backward twice as long"
 
 
 def compared(ratios: list[float], *, calibrated: bool = True) -> layer.Compared:
