@@ -213,7 +213,7 @@ def _measure(
 def measure_exchange(
     probe: Probe, operation: str, peers: np.ndarray, bank: Bank, ranges: Ranges, parts: Parts
 ) -> Measured:
-    """Time an all-to-all in which every rank sends the same number of rows [D], in all, to its `peers`.
+    """Time an all-to-all in which ranks send equally many rows [D] to each of their `peers`; collective.
 
     Args:
         probe: Times it.
@@ -224,7 +224,8 @@ def measure_exchange(
         parts: Chooses among the fitted and the held-out sizes.
     """
     op = Operation("probe of the all-to-all")
-    count = max(1, int(peers.sum()))
+    # Where nodes are uneven, of the rank with most: both ends of a pair must say the same number
+    count = max(1, _collective_max(probe.collective, int(peers.sum()), probe.device))
     row_bytes = bank.dim * bank.dtype.itemsize
 
     def run(rows: int, _: int) -> tuple[float, Callable[[], None]]:
