@@ -91,7 +91,7 @@ def topology_from(table: Mapping[str, Any]) -> Topology:
 
 def _known(table: Mapping[str, Any], prefix: str, names: set[str]) -> None:
     # A misspelt field would be left at its default, and nobody would notice.
-    unknown = sorted(set(table) - names)
+    unknown = sorted(str(name) for name in set(table) - names)
     if unknown:
         raise TopologyError(f"{prefix}{unknown[0][:64]}: unknown field; expected {', '.join(sorted(names))}")
 
@@ -142,14 +142,19 @@ def topology_table(topology: Topology) -> dict[str, Any]:
         "name": topology.name,
         "ranks": topology.ranks,
         "ranks_per_node": topology.ranks_per_node,
-        **{name: getattr(topology, name) for name in (*_OVERHEADS, *_RATES)},
-        "intra": asdict(topology.intra),
-        "inter": asdict(topology.inter),
+        # As Python's own numbers: numpy's are no TOML, and are refused by `torch.load(weights_only=True)`
+        **{name: float(getattr(topology, name)) for name in (*_OVERHEADS, *_RATES)},
+        "intra": _link_table(topology.intra),
+        "inter": _link_table(topology.inter),
         "rank": {
             "flops_per_s": [float(f) for f in topology.flops_per_s],
             "free_bytes": [int(b) for b in topology.free_bytes],
         },
     }
+
+
+def _link_table(link: Link) -> dict[str, float]:
+    return {name: float(value) for name, value in asdict(link).items()}
 
 
 def write_topology(

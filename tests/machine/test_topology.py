@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +34,12 @@ def topologies(draw: st.DrawFn) -> Topology:
         overlap_cost=draw(st.floats(0, 0.99)),
         name=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
     )
+
+
+def test_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
+    topology = Topology.uniform(2, intra=Link(bytes_per_s=np.float64(1e9)), expert_overhead_s=np.float32(0.5))  # type: ignore[arg-type]
+    write_topology(tmp_path / "t.toml", topology)
+    assert read_topology(tmp_path / "t.toml") == topology
 
 
 @given(topologies())
