@@ -435,15 +435,18 @@ class Engine:
 
         A run that loads it on as many ranks uses the placements that this one is going to use, and so goes on bit by
         bit; without it the first step has no replicas, and its sums another order. It also has the machine that this
-        run plans for, which a run with `topology="auto"` goes on with, on other hosts too. Not collective, and the same
-        on every rank.
+        run plans for, if that is known, which a run with `topology="auto"` goes on with, on other hosts too. Not
+        collective, and the same on every rank.
 
         Raises:
             RuntimeError: Within a step.
         """
         self._between_steps("state_dict()")
         plans = [layer.plans.latest() for layer in self.balanced]
-        topology = self.contexts[0].topology
+        topology: Topology | None = self.contexts[0].topology
+        # One that was to be measured and was not, as where nothing is copied, would keep later runs from measuring
+        if self.config.topology == AUTO and topology == Topology.uniform(self.collective.size):
+            topology = None
         return engine_state(self.step, plans, [layer.history for layer in self.balanced], topology)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -122,7 +122,8 @@ def resumed(home: str) -> list[Any]:
         balanced.load_state_dict(state)
         names.append(balanced.contexts[0].topology.name)
         balanced.close()
-    for wrong in ({**state["topology"], "ranks": 3}, {**state["topology"], "intra": 1}, None, {}):
+    table = state["topology"]
+    for wrong in ({**table, "ranks": 3}, {**table, "intra": 1}, {**table, 1: 2}, None, {}):
         balanced = attached()
         with pytest.raises(prophet.errors.SpecError, match="topology"):
             balanced.load_state_dict({**state, "topology": wrong})
@@ -130,6 +131,9 @@ def resumed(home: str) -> list[Any]:
     # of an earlier release
     state.pop("topology")
     balanced.load_state_dict(state)
+    names.append(balanced.contexts[0].topology.name)
+    # of a run that planned nothing, and so knew no machine
+    balanced.load_state_dict(attached(planner="static").state_dict())
     return [*names, balanced.contexts[0].topology.name]
 
 
@@ -143,6 +147,7 @@ def test_a_checkpoint_carries_the_machine(tmp_path: Path) -> None:
             # nothing is planned, so nothing was measured
             *("uniform", there),
             *("uniform", there),
+            "here",
             "here",
         ]
 

@@ -34,7 +34,7 @@ _NUMBERS: dict[str, Any] = {
 
 
 def engine_state(
-    step: int, plans: Sequence[KeptPlan | None], histories: Sequence[History], topology: Topology
+    step: int, plans: Sequence[KeptPlan | None], histories: Sequence[History], topology: Topology | None
 ) -> dict[str, Any]:
     """Return the memory as numbers and tensors by name.
 
@@ -42,14 +42,14 @@ def engine_state(
         step: The number of the next step.
         plans: What is planned for it, by layer, or None.
         histories: By layer.
-        topology: The machine that is planned for.
+        topology: The machine that is planned for; None where nobody knows it.
     """
     return {
         "step": step,
         "ranks": histories[0].ranks,
         "plans": [None if plan is None else plan_state(plan) for plan in plans],
         "histories": [{k: torch.from_numpy(v) for k, v in h.arrays().items()} for h in histories],
-        "topology": topology_table(topology),
+        **({} if topology is None else {"topology": topology_table(topology)}),
     }
 
 
@@ -64,7 +64,7 @@ def engine_state_from(
         like: Histories of the same kind, by layer; they are not changed.
 
     Returns:
-        The step, the plans, the histories and the machine; None for that where an earlier release has not saved it.
+        The step, the plans, the histories and the machine; None for that where none was saved.
 
     Raises:
         SpecError: For the state of another number of ranks or of other layers, and for a value that is no state.
