@@ -27,7 +27,6 @@ from prophet.experts.bank import Bank
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.files import cache_folder
 from prophet.machine.calibrate import calibration_of
-from prophet.machine.fit import fit_line
 from prophet.machine.measure import (
     Cases,
     Measured,
@@ -75,7 +74,7 @@ def topology_of(collective: Collective, bank: Bank) -> Topology:
 
     The first use takes at most about three seconds, and shows a line meanwhile. Its result lies in a file of the user's
     cache on rank 0's host, one for every set of hosts, devices, backend and expert. Ranks that are threads, and a rank
-    alone, have nothing to measure: theirs is `Topology.uniform`.
+    alone, have nothing to measure: theirs is `Topology.uniform`, as is that of experts on the meta device.
 
     Args:
         collective: The ranks.
@@ -88,6 +87,16 @@ def topology_of(collective: Collective, bank: Bank) -> Topology:
         return Topology.uniform(collective.size)
     mine = {"host": socket.gethostname(), "place": place(), "device": _device_name(bank.device)}
     rows = gather_json(mine, collective, Operation("where ranks are"))
+    first = collective.rank == 0
+    # On all ranks alike, though some may have loaded theirs already
+    if any(row["device"] == "meta" for row in rows):
+        if first:
+            warnings.warn(
+                'experts on the meta device cannot be measured, so plans are for topology="uniform", which is no real '
+                "machine: attach once they are on their device, or give EngineConfig a topology",
+                stacklevel=5,
+            )
+        return Topology.uniform(collective.size)
     per_node = _ranks_per_node([row["place"] for row in rows])
     expert = _expert_like(bank)
     known = {
@@ -98,22 +107,26 @@ def topology_of(collective: Collective, bank: Bank) -> Topology:
         "backend": collective.backend(),
         "expert": [expert.dim, expert.hidden, str(expert.dtype)],
     }
-    file = cache_folder() / f"topology-{hashlib.blake2b(json.dumps(known).encode(), digest_size=8).hexdigest()}.toml"
+    file = _file_of(known) if first else None
     found = _agreed(collective, lambda: _remembered(file))
     if found is not None and not found["old"]:
         return topology_from(found["table"])
     name = f"measured on {', '.join(dict.fromkeys(row['host'] for row in rows))}"
-    first = collective.rank == 0
     with working(f"Measuring the {collective.size} ranks that share experts") if first else nullcontext():
         measured = _measure(collective, expert, bank.device, per_node, name)
     if found is not None:
         remembered = topology_from(found["table"])
-        if first:
+        if file is not None:
             _compare(remembered, measured, file)
         return remembered
     # Rank 0's: a fit may differ in its last bit on another processor
-    kept = _agreed(collective, lambda: {"table": topology_table(_keep(file, measured))})
+    kept = _agreed(collective, lambda: _keep(file, measured))
     assert kept is not None
+    # Only now: where warnings are errors, others would wait for rank 0
+    if first and kept["problem"]:
+        warnings.warn(
+            f"the machine's topology cannot be kept, so the next run measures again: {kept['problem']}", stacklevel=5
+        )
     return topology_from(kept["table"])
 
 
@@ -151,8 +164,18 @@ def _expert_like(bank: Bank) -> FeedForwardBank:
 # ------------------------------------------------------------------------------------------------ what is remembered
 
 
-def _remembered(file: Path) -> dict[str, Any] | None:
+def _file_of(known: dict[str, Any]) -> Path | None:
+    """Where the machine `known` is remembered; None for a user without a home, as in some containers."""
+    name = hashlib.blake2b(json.dumps(known).encode(), digest_size=8).hexdigest()
+    with suppress(RuntimeError):
+        return cache_folder() / f"topology-{name}.toml"
+    return None
+
+
+def _remembered(file: Path | None) -> dict[str, Any] | None:
     """The topology that an earlier run has measured as a table, and whether it is old; None if there is none."""
+    if file is None:
+        return None
     try:
         table = topology_table(read_topology(file))
         return {"table": table, "old": time.time() - file.stat().st_mtime > _CHECK_AFTER_S}
@@ -161,18 +184,27 @@ def _remembered(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def _keep(file: Path, topology: Topology) -> Topology:
-    """Write the file, unless another group has meanwhile; return what it holds, so that the next run plans alike."""
+def _keep(file: Path | None, topology: Topology) -> dict[str, Any]:
+    """Write the file, unless another group has meanwhile.
+
+    Args:
+        file: What `_file_of` returned.
+        topology: What was measured.
+
+    Returns:
+        What the file holds as a table, so that the next run plans alike, and the problem if it cannot be kept.
+    """
+    if file is None:
+        return {"table": topology_table(topology), "problem": "the user has no home directory"}
     own = file.with_name(f"{file.stem}-{os.getpid()}{file.suffix}")
     try:
         write_topology(own, topology)
         if _remembered(file) is None:
             own.replace(file)
         _log.info("measured the machine, and wrote %s", file)
-        return read_topology(file)
+        return {"table": topology_table(read_topology(file)), "problem": ""}
     except (OSError, TopologyError) as error:
-        warnings.warn(f"the machine's topology cannot be kept, so the next run measures again: {error}", stacklevel=6)
-        return topology
+        return {"table": topology_table(topology), "problem": str(error)}
     finally:
         with suppress(OSError):
             own.unlink()
@@ -195,7 +227,7 @@ def _compare(remembered: Topology, measured: Topology, file: Path) -> None:
         warnings.warn(
             f"the machine has changed since it was measured: {'; '.join(moved)}. Plans still are for what {file} says, "
             "so that runs go on alike; delete it to have the machine measured anew",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -216,25 +248,26 @@ def _measure(
     """
 
     def bank_of(experts: int, hidden: int = expert.hidden) -> FeedForwardBank:
-        return FeedForwardBank(expert.dim, hidden, experts, bias=False).to(device, expert.dtype)
+        with device:
+            return FeedForwardBank(expert.dim, hidden, experts, bias=False).to(expert.dtype)
 
     began = time.perf_counter()
     before = RandomState(device)
-    # Whatever is set around: the user's random numbers stay, and a backward pass can be timed
+    # Whatever is set around: the user's random numbers stay, and a backward pass can be timed, in the experts' dtype
     try:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             one = bank_of(1)
             coarse, fine = (Probe(collective, device, turns, budget_s=_BUDGET_S) for turns in (1, _TURNS))
             found = _links(coarse, fine, one, per_node)
-            slower = fit_line(found[-1].fitted)
+            longest = found[-1].fitted[-1]
             tokens = _grown(lambda n: measure_experts(coarse, {1: one}, _upto(n), _all)[1], _MOST_ROWS)
             found += measure_experts(fine, {1: one, 2: bank_of(2)}, _upto(tokens), _all)
-            # A transfer's largest size takes as long
-            n_bytes = min(max((_LONGEST_S - slower.fixed_s) / slower.unit_s, _LEAST_BYTES), _MOST_BYTES)
-            moved = bank_of(1, max(1, int(n_bytes / 8) // (one.dim * one.dtype.itemsize)))
+            # A transfer's largest size takes as long. Not by a fit: ranks on other processors could send other sizes
+            n_bytes = min(max(int(longest.size * _LONGEST_S / longest.seconds), _LEAST_BYTES), _MOST_BYTES)
+            moved = bank_of(1, max(1, n_bytes // 8 // (one.dim * one.dtype.itemsize)))
             found += map(_undisturbed, measure_transfers(fine, moved, Ranges(halves=(1, 8), points=3), _all))
             overlap_cost = measure_overlap(
-                Probe(collective, device, _PAIRS, budget_s=_BUDGET_S), one, rows=tokens, n_bytes=int(n_bytes)
+                Probe(collective, device, _PAIRS, budget_s=_BUDGET_S), one, rows=tokens, n_bytes=n_bytes
             )
     finally:
         before.put_back()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +19,10 @@ from prophet.engine import engine
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.files import cache_folder
 from prophet.machine import auto
+from prophet.machine.fit import Point
+from prophet.machine.measure import Measured, Ranges, measure_experts
 from prophet.machine.topology import read_topology, write_topology
+from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.ranks.threads import ThreadWorld
@@ -60,6 +65,75 @@ def test_a_machine_is_measured_once_and_then_remembered(tmp_path: Path, ranks: i
     assert 1e5 < found[0].intra.bytes_per_s < 1e12
     assert all(1e6 < f < 1e14 for f in found[0].flops_per_s)
     assert 0 < found[0].trans_rate <= 1 >= found[0].agg_rate > 0
+
+
+def where_nothing_is_kept(home: str) -> list[Any]:
+    os.environ["HOME"] = home
+    group = collective_for(None, timeout_s=10.0)
+    auto._measure = lambda *_: Topology.uniform(2, name="now")  # type: ignore[assignment]
+    with torch.device("meta"):
+        nowhere = bank()
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    found = []
+    # a rank whose experts are not there yet, and then a user without a home
+    for experts in (nowhere if group.rank else bank(), bank()):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append((auto.topology_of(group, experts).name, [str(w.message)[:40] for w in caught]))
+        if group.rank == 0:
+            auto.cache_folder = no_home  # type: ignore[attr-defined]
+    group.close()
+    return found
+
+
+def test_a_user_without_a_home_and_experts_without_a_device(tmp_path: Path) -> None:
+    first, other = on_processes(2, where_nothing_is_kept, str(tmp_path))
+    assert other == [("uniform", []), ("now", [])]
+    assert first == [
+        ("uniform", ["experts on the meta device cannot be mea"]),
+        ("now", ["the machine's topology cannot be kept, s"]),
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_callers_modes_do_not_reach_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    casts = []
+
+    def watched(*args: Any) -> Any:
+        casts.append(torch.is_autocast_enabled("cpu"))
+        return measure_experts(*args)
+
+    def measured(c: Collective) -> Topology:
+        with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu"):
+            return auto._measure(c, bank(experts=1), torch.device("cpu"), 2, "here")
+
+    monkeypatch.setattr(auto, "measure_experts", watched)
+    assert [t.name for t in ThreadWorld(2).run(measured)] == ["here", "here"]
+    assert not any(casts)
+
+
+def test_a_transfer_takes_no_longer_than_the_exchange_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size follows from what was timed: the line of a disturbed measurement may be all but flat."""
+    points = tuple(Point(size, 1, seconds) for size, seconds in ((1e4, 1e-3), (4e4, 1e-3), (1.6e5, 1.2e-2)))
+    moved = []
+
+    def transfers(probe: Any, experts: FeedForwardBank, ranges: Ranges, *_: Any) -> Any:
+        moved.append(ranges.halves[1] * experts.expert_numel // 2 * experts.dtype.itemsize)
+        raise StopIteration
+
+    monkeypatch.setattr(auto, "_links", lambda *_: [Measured("a2a_intra", "byte", points, (), np.zeros((3, 2)))])
+    monkeypatch.setattr(auto, "measure_transfers", transfers)
+
+    def measured(c: Collective) -> None:
+        with suppress(StopIteration):
+            auto._measure(c, bank(experts=1), torch.device("cpu"), 2, "here")
+
+    ThreadWorld(2).run(measured)
+    assert len(moved) == 2
+    assert all(1.4e5 < n <= 1.6e5 for n in moved)
 
 
 def changed_meanwhile(home: str) -> list[Any]:
