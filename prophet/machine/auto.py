@@ -58,7 +58,7 @@ _TURNS, _PAIRS = 3, 5
 _BUDGET_S = 0.4
 _LEAST_ROWS, _MOST_ROWS = 16, 4096
 # Of all-to-alls and transfers
-_LEAST_BYTES, _MOST_BYTES = 1 << 14, 1 << 26
+_LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26
 _NO_LIMIT = 1 << 62
 # An expert is cut to this: beyond it products reach the same rate, and the ranks need the memory
 _MOST_EXPERT_BYTES = 1 << 26
@@ -260,7 +260,7 @@ def _measure(
             coarse, fine = (Probe(collective, device, turns, budget_s=_BUDGET_S) for turns in (1, _TURNS))
             found = _links(coarse, fine, one, per_node)
             longest = found[-1].fitted[-1]
-            tokens = _grown(lambda n: measure_experts(coarse, {1: one}, _upto(n), _all)[1], _MOST_ROWS)
+            tokens = _grown(lambda n: measure_experts(coarse, {1: one}, _upto(n), _all)[1], _LEAST_ROWS, _MOST_ROWS)
             found += measure_experts(fine, {1: one, 2: bank_of(2)}, _upto(tokens), _all)
             # A transfer's largest size takes as long. Not by a fit: ranks on other processors could send other sizes
             n_bytes = min(max(int(longest.size * _LONGEST_S / longest.seconds), _LEAST_BYTES), _MOST_BYTES)
@@ -319,15 +319,16 @@ def _links(coarse: Probe, fine: Probe, bank: Bank, per_node: int) -> list[Measur
         def exchange(probe: Probe, ranges: Ranges) -> Measured:
             return measure_exchange(probe, level, peers[level], bank, ranges, _all)
 
-        most = max(_LEAST_ROWS, _MOST_BYTES // (bank.dim * bank.dtype.itemsize))
-        return _undisturbed(exchange(fine, _upto(_grown(lambda rows: exchange(coarse, _upto(rows)), most), points=3)))
+        # Of few bytes it is their latency that is measured
+        least, most = (max(_LEAST_ROWS, n // (bank.dim * bank.dtype.itemsize)) for n in (_LEAST_BYTES, _MOST_BYTES))
+        rows = _grown(lambda rows: exchange(coarse, _upto(rows)), least, most)
+        return _undisturbed(exchange(fine, _upto(rows, points=3)))
 
     return [measured(level) for level in peers]
 
 
-def _grown(measure: Callable[[int], Measured], most: int) -> int:
+def _grown(measure: Callable[[int], Measured], rows: int, most: int) -> int:
     """The rows, up to `most`, whose run takes about `_LONGEST_S`; begins with few, so that none takes much longer."""
-    rows = _LEAST_ROWS
     while (took_s := _undisturbed(measure(rows)).fitted[-1].seconds) < _LONGEST_S / 2 and rows < most:
         rows = min(most, rows * (16 if took_s < _LONGEST_S / 32 else 4))
     return rows
