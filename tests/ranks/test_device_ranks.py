@@ -117,8 +117,7 @@ def test_ranks_of_several_communicators() -> None:
 def test_an_engine_trains_as_the_oracle_does(one_queue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "triton_available", lambda: False)
     case = Case(shapes=((2, 3), (4,)), steps=2, seed=7, device=NAME)
-    with pytest.warns(UserWarning, match="no topology: replicas are planned for ranks of 100 FLOP per byte"):
-        found = on_device(one_queue).run(lambda group: train(case, group))
+    found = on_device(one_queue).run(lambda group: train(case, group))
     compare(expected(case), found)
 
 
@@ -139,8 +138,7 @@ def test_windows_are_as_long_as_on_the_device_and_nobody_waits_for_them(monkeypa
         return told, seconds, steps
 
     world = on_device()
-    with pytest.warns(UserWarning, match="no topology"):
-        found = world.run(body)
+    found = world.run(body)
     compare(expected(case), [steps for _, _, steps in found])
     for told, seconds, _ in found:
         assert not any(told[0]), "the first step is read at the end of the second"
@@ -237,8 +235,7 @@ def test_transfers_in_their_own_stream_are_in_time_for_training(
     monkeypatch.setattr(choice, "triton_available", lambda: False)
     case = replace(case, device=NAME)
     world = DeviceWorld(2, timeout_s=20.0, side=side)
-    with pytest.warns(UserWarning, match="no topology"):
-        found = world.run(lambda group: train(case, group))
+    found = world.run(lambda group: train(case, group))
     compare(expected(case), found)
     packed = {queue for _, queue in world.last if queue.startswith("stream ")}
     assert len(packed) == 2, "each rank has one stream for transfers"

@@ -399,7 +399,6 @@ def on_hosts() -> dict[str, list[Seen]]:
     return {}
 
 
-@pytest.mark.filterwarnings("ignore:no topology")
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_a_device_changes_no_bit(name: str, mode: Mode, on_hosts: dict[str, list[Seen]]) -> None:
     size, body = RUNS[name]
