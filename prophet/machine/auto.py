@@ -39,6 +39,7 @@ from prophet.machine.measure import (
 )
 from prophet.machine.topology import read_topology, topology_from, topology_table, write_topology
 from prophet.ranks.collective import Collective
+from prophet.ranks.forwarding import ForwardingCollective
 from prophet.ranks.json_messages import gather_json
 from prophet.ranks.operation import Operation
 from prophet.ranks.places import place
@@ -83,6 +84,9 @@ def topology_of(collective: Collective, bank: Bank) -> Topology:
     Returns:
         The same on all ranks, to the last bit, and in the next run.
     """
+    # A pipeline's layers have one that times its waits, for instance
+    while isinstance(collective, ForwardingCollective):
+        collective = collective.inner
     if collective.size == 1 or not isinstance(collective, ProcessGroupCollective):
         return Topology.uniform(collective.size)
     mine = {"host": socket.gethostname(), "place": place(), "device": _device_name(bank.device)}

@@ -26,6 +26,7 @@ from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.ranks.threads import ThreadWorld
+from prophet.scheduler.recording import ObservedCollective
 from prophet.spec import Link, Topology
 from tests.helpers.launch import on_processes
 
@@ -82,7 +83,10 @@ def where_nothing_is_kept(home: str) -> list[Any]:
     for experts in (nowhere if group.rank else bank(), bank()):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found.append((auto.topology_of(group, experts).name, [str(w.message)[:40] for w in caught]))
+            # wrapped, as that of a pipeline's layers is
+            found.append(
+                (auto.topology_of(ObservedCollective(group), experts).name, [str(w.message)[:40] for w in caught])
+            )
         if group.rank == 0:
             auto.cache_folder = no_home  # type: ignore[attr-defined]
     group.close()

@@ -211,7 +211,9 @@ class StageExperts:
         state_dict = getattr(self.balancer, "state_dict", None)
         if state_dict is None:
             return {str(unit): None for unit in self._balanced}
-        state, found, first = state_dict(), dict[str, Any](), 0
+        # without the machine: another column may be on other hosts, and its balancer knows its own
+        state = {name: value for name, value in state_dict().items() if name != "topology"}
+        found, first = dict[str, Any](), 0
         for unit in self._balanced:
             end = first + sum(1 for _ in expert_layers([self._units[unit]]))
             own = {**state, **{name: state[name][first:end] for name in ("plans", "histories")}}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import prophet
 from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.run.experts import StageExperts, TimedCollective
 from prophet.errors import SpecError
@@ -84,6 +85,21 @@ class Recorder:
 
     def close(self) -> None:
         self.told.append("close")
+
+
+def test_layers_that_move_leave_the_machine_behind() -> None:
+    """Another column may be on other hosts, and its balancer knows its own machine."""
+
+    def run(column: Collective) -> list[str]:
+        made = units(column)
+        experts = StageExperts(made, column.rank, (0, 1), Meter())
+        balanced = prophet.EngineConfig(topology=prophet.Topology.uniform(2))
+        assert experts.balance(lambda part: prophet.attach(part, config=balanced), (1,), 1, column) is not None
+        (remembered,) = experts.memory().values()
+        experts.release()
+        return sorted(remembered)
+
+    assert ThreadWorld(2, timeout_s=20.0).run(run) == [["histories", "plans", "ranks", "step"]] * 2
 
 
 def test_a_balancer_follows_the_updates() -> None:
