@@ -261,8 +261,8 @@ def fingerprint(found: Sequence[tuple[str, ExpertsSpec, nn.Module]]) -> tuple[in
         what.update(f"{name}: {spec.signature()}; ".encode())
         if spec.held == spec.num_experts:
             for p in experts.parameters():
-                # only the sample leaves the device
-                sample = p.detach().reshape(-1)[-SAMPLE:].to("cpu", torch.float64)
+                # Only the sample leaves the device. A copy, as numpy's view would pin the memory of a float64 parameter
+                sample = p.detach().reshape(-1)[-SAMPLE:].to("cpu", torch.float64, copy=True)
                 values.update(sample.numpy().tobytes())
     return int.from_bytes(what.digest(), "little"), int.from_bytes(values.digest(), "little")
 

@@ -137,7 +137,7 @@ class Carried:
             yield f"{self.where}.{name}: {self._group_of(p)} {sorted(self._plain(name).items())}; ".encode()
             for _, value in sorted(self._state_of(name).items()):
                 if isinstance(value, Tensor) and value.ndim and self.spec.held == self.spec.num_experts:
-                    yield value.detach().reshape(-1)[-_SAMPLE:].to("cpu", torch.float64).numpy().tobytes()
+                    yield value.detach().reshape(-1)[-_SAMPLE:].to("cpu", torch.float64, copy=True).numpy().tobytes()
 
     @torch.no_grad()
     def moved(self, model: nn.Module) -> Move:

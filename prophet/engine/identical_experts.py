@@ -77,6 +77,7 @@ def _digest(bank: Bank, local: int) -> int:
     """Return a digest of the end of the largest parameter of home expert `local`."""
     # Not of biases, which are zero in many experts, or were never initialised anew
     largest = max(bank.flat_views(local, 0, bank.expert_numel), key=torch.Tensor.numel)
-    sample = largest[-SAMPLE:].to("cpu").contiguous().view(torch.uint8)
+    # A copy: a tensor that numpy has seen shares memory that torch can never free in place again
+    sample = largest[-SAMPLE:].to("cpu", copy=True).contiguous().view(torch.uint8)
     # Seven bytes: the number must fit into a signed 64-bit integer
     return int.from_bytes(hashlib.blake2b(sample.numpy().tobytes(), digest_size=7).digest(), "little")

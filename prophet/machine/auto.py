@@ -109,6 +109,7 @@ def topology_of(collective: Collective, bank: Bank) -> Topology:
         "devices": [row["device"] for row in rows],
         "ranks_per_node": per_node,
         "backend": collective.backend(),
+        "threads": torch.get_num_threads() if bank.device.type == "cpu" else None,
         "expert": [expert.dim, expert.hidden, str(expert.dtype)],
     }
     file = _file_of(known) if first else None

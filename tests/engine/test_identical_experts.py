@@ -71,3 +71,17 @@ def test_init_of_each_expert_is_what_it_says() -> None:
 def test_copies_of_one_expert_are_a_warning() -> None:
     with pytest.warns(UserWarning, match="all its experts are, so they may have been copied on purpose"):
         on_threads(2, lambda group: first_step(built(group, "copies")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_pins_no_parameter_to_its_memory(dtype: torch.dtype) -> None:
+    """Memory that numpy has seen can never be given back by a switch, or by FSDP."""
+
+    def body(group: Any) -> list[str]:
+        model = built(group, "inside").to(dtype)
+        engine = prophet.attach(model)
+        model(torch.ones(3, DIM, dtype=dtype)).sum().backward()
+        engine.close()
+        return [name for name, p in model.named_parameters() if not p.untyped_storage().resizable()]
+
+    assert on_threads(2, body) == [[], []]

@@ -124,7 +124,6 @@ def _run(rank: int, size: int, folder: str) -> dict[str, Any]:
     return {"exported": exported, "losses": losses, "layouts": layouts, "kept": kept, "copies": copies, "moved": moved}
 
 
-@pytest.mark.slow
 def test_one_run_of_all_is_equal_to_one_process(tmp_path: Path) -> None:
     losses = _alone()
     results = run_gloo(_run, 4, str(tmp_path), timeout_s=240.0)

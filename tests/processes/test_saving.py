@@ -16,17 +16,14 @@ import prophet
 from prophet.convert import load_original_state_dict, original_state_dict
 from prophet.engine.parallel import expert_parameters
 from prophet.errors import CollectiveTimeout, PartialStateError
-from prophet.ranks import process_group
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import batches, hugging_face, loss_of
 
-ROLL_CALL_S = 2.0  # what the first rank waits here for the others, half of what it does elsewhere
-ALONE_S = 3.0
+ALONE_S = 5.0
 
 
 def alone(folder: str, lone: int) -> list[tuple[str, float]]:
     """One rank tries one way after the other by itself, the other goes on; then both save."""
-    process_group.ROLL_CALL_S = ROLL_CALL_S
     model: Any = hugging_face("mixtral")
     prophet.convert(model, timeout_s=30)
     found = []
@@ -62,7 +59,7 @@ def test_one_rank_alone_is_refused_soon(lone: int, tmp_path: Path) -> None:
         assert "every rank" in text
         assert took < ALONE_S
     if lone == 0:
-        assert "rank 0: save_pretrained failed: rank 0 waited 2 s for rank(s) [1]" in said[0][0]
+        assert "rank 0: save_pretrained failed: rank 0 waited 4 s for rank(s) [1]" in said[0][0]
     else:
         wanted = "rank 1: save_pretrained failed: rank(s) [0] went on without this call, while rank 1 waited; rank 0"
         assert f"{wanted} was in exchange of counts, forward pass" in said[0][0]
@@ -75,7 +72,6 @@ def test_one_rank_alone_is_refused_soon(lone: int, tmp_path: Path) -> None:
 
 def sharded(folder: str) -> dict[str, bool]:
     """`fully_shard` after the conversion: save, load, and the state dict."""
-    process_group.ROLL_CALL_S = ROLL_CALL_S
     model: Any = hugging_face("mixtral")
     state = {n: t.clone() for n, t in model.state_dict().items()}
     prophet.convert(model)
