@@ -71,7 +71,7 @@ def test_a_machine_is_measured_once_and_then_remembered(tmp_path: Path, ranks: i
 def where_nothing_is_kept(home: str) -> list[Any]:
     os.environ["HOME"] = home
     group = collective_for(None, timeout_s=10.0)
-    auto._measure = lambda *_: Topology.uniform(2, name="now")  # type: ignore[assignment]
+    auto._measure = lambda *_: Topology.uniform(2, name="now")
     with torch.device("meta"):
         nowhere = bank()
 
