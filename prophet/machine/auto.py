@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 # Part of the name of a remembered file: raised where what is measured changes
 _VERSION = 1
 # Seconds of the longest run of each operation: far above latencies, and few enough of all together
-_LONGEST_S = 0.012
+_LONGEST_S = 0.008
 _TURNS, _PAIRS = 3, 5
 # Seconds of an operation's samples, also where other work makes them long
 _BUDGET_S = 0.4
