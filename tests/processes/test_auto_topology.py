@@ -121,7 +121,7 @@ def test_the_callers_modes_do_not_reach_the_measurement(monkeypatch: pytest.Monk
 
 def test_a_transfer_takes_no_longer_than_the_exchange_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size follows from what was timed: the line of a disturbed measurement may be all but flat."""
-    points = tuple(Point(size, 1, seconds) for size, seconds in ((1e4, 1e-3), (4e4, 1e-3), (1.6e5, 1.2e-2)))
+    points = tuple(Point(size, 1, seconds) for size, seconds in ((1e4, 1e-3), (4e4, 1e-3), (1.6e5, auto._LONGEST_S)))
     moved = []
 
     def transfers(probe: Any, experts: FeedForwardBank, ranges: Ranges, *_: Any) -> Any:
