@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from prophet.ranks import side_stream
+# Where it is used: a prediction has windows and no device, and loads no torch
+if TYPE_CHECKING:
+    import torch
 
 Mark = Any
 """A moment: seconds as a float on the host, else an event."""
@@ -28,6 +28,10 @@ def clock_on(device: torch.device) -> Callable[[], Mark]:
 
 def timed_event(device: torch.device) -> Any:
     """Launch an event that notes the device's time into this thread's stream."""
+    import torch
+
+    from prophet.ranks import side_stream
+
     event = torch.Event(device, enable_timing=True)
     event.record(side_stream.current_stream(device))
     return event
@@ -61,4 +65,6 @@ def synchronize(device: torch.device) -> None:
 
 def wait_for_all_streams(device: torch.device) -> None:
     """Wait on the host until all streams of `device` are empty."""
+    import torch
+
     torch.accelerator.synchronize(device)

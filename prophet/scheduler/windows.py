@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from prophet.ranks.clocks import Mark, clock_on, is_over, on_host, seconds_between
 from prophet.scheduler.actions import Window, WindowKind
 from prophet.spec import FloatArray, IntArray, PlanContext
+
+if TYPE_CHECKING:
+    import torch
 
 # what the stopwatch counts of communication: no compute, so no cover for transfers
 WAITS = ("a2a", "counts", "exposed_trans", "exposed_agg", "exposed_plan")

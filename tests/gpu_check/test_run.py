@@ -50,7 +50,7 @@ def seen(gpus: int) -> Ending:
 def test_every_check_runs_on_the_gpus_that_were_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, ran = on_gpus(tmp_path, monkeypatch, seen(4))
     assert [one.state for one in found] == ["sound"] * len(TASKS)
-    assert [job.ranks for job, _, _ in ran] == [1, 1, 4, 4, 4, 4, 4, 4, 4]
+    assert [job.ranks for job, _, _ in ran] == [1, 1, 4, 4, 4, 4, 4, 4, 4, 4]
     job, environment, own_s = ran[4]
     assert job.on_gpu
     assert job.ends_at_once
