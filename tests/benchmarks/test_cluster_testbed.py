@@ -174,7 +174,7 @@ def test_hosts_links_and_quotas() -> None:
 @needs_testbed
 def test_paced_hosts_slow_their_operators_and_have_no_quota() -> None:
     with Testbed(uniform("paced", hosts=2, share=0.25), paced=True) as bed:
-        for slowdown, groups in bed.run(f"{PROGRAMS}:paced_products", {"products": 20}, timeout_s=60):
+        for slowdown, groups in bed.run(f"{PROGRAMS}:paced_products", {"products": 60}, timeout_s=60):
             assert slowdown > 3.5  # more on a busy machine
             assert bed.prefix not in groups
         for name, value in kernel.TCP_SETTINGS.items():
