@@ -48,7 +48,7 @@ class EngineConfig:
         effort: The share of a step that the planner may search for better placements, from 0 to 1. Work is counted by
             assumed times, never by a clock. Planners that do not search have no use for it; a planner that is passed as
             an object keeps its own.
-        topology: The machine, for the performance model. "auto": ranks measure it on first use, in about three seconds,
+        topology: The machine, for the performance model. "auto": ranks measure it on first use, in some seconds,
             and remember it (see `prophet.machine.auto`). Otherwise a value, the path of a file that `prophet calibrate`
             wrote, which is read at once, a preset's name such as "h100-ib", or "uniform": one node of equal ranks of 1
             TFLOP/s and 10 GB/s.

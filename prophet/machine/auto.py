@@ -59,7 +59,7 @@ _TURNS, _PAIRS = 3, 5
 _BUDGET_S = 0.4
 _LEAST_ROWS, _MOST_ROWS = 16, 4096
 # Of all-to-alls and transfers
-_LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26
+_LEAST_BYTES, _MOST_BYTES = 1 << 19, 1 << 26
 _NO_LIMIT = 1 << 62
 # An expert is cut to this: beyond it products reach the same rate, and the ranks need the memory
 _MOST_EXPERT_BYTES = 1 << 26
@@ -73,9 +73,10 @@ _MOVED = 0.2
 def topology_of(collective: Collective, bank: Bank) -> Topology:
     """Return the machine of a group: what an earlier run has measured, or else what is measured now; collective.
 
-    The first use takes at most about three seconds, and shows a line meanwhile. Its result lies in a file of the user's
-    cache on rank 0's host, one for every set of hosts, devices, backend and expert. Ranks that are threads, and a rank
-    alone, have nothing to measure: theirs is `Topology.uniform`, as is that of experts on the meta device.
+    The first use takes two to five seconds on an idle machine, and shows a line meanwhile. Its result lies in a file
+    of the user's cache on rank 0's host, one for every set of hosts, devices, backend and expert. Ranks that are
+    threads, and a rank alone, have nothing to measure: theirs is `Topology.uniform`, as is that of experts on the
+    meta device.
 
     Args:
         collective: The ranks.
@@ -268,11 +269,15 @@ def _measure(
             tokens = _grown(lambda n: measure_experts(coarse, {1: one}, _upto(n), _all)[1], _LEAST_ROWS, _MOST_ROWS)
             found += measure_experts(fine, {1: one, 2: bank_of(2)}, _upto(tokens), _all)
             # A transfer's largest size takes as long. Not by a fit: ranks on other processors could send other sizes
-            n_bytes = min(max(int(longest.size * _LONGEST_S / longest.seconds), _LEAST_BYTES), _MOST_BYTES)
+            in_time = int(longest.size * _LONGEST_S / longest.seconds)
+            n_bytes = min(max(in_time, _LEAST_BYTES), _MOST_BYTES)
             moved = bank_of(1, max(1, n_bytes // 8 // (one.dim * one.dtype.itemsize)))
-            found += map(_undisturbed, measure_transfers(fine, moved, Ranges(halves=(1, 8), points=3), _all))
+            found += map(_undisturbed, measure_transfers(fine, moved, Ranges(halves=(1, 8), points=2), _all))
             overlap_cost = measure_overlap(
-                Probe(collective, device, _PAIRS, budget_s=_BUDGET_S), one, rows=tokens, n_bytes=n_bytes
+                Probe(collective, device, _PAIRS, budget_s=_BUDGET_S),
+                one,
+                rows=tokens,
+                n_bytes=min(n_bytes, 2 * in_time),
             )
     finally:
         before.put_back()
@@ -324,10 +329,10 @@ def _links(coarse: Probe, fine: Probe, bank: Bank, per_node: int) -> list[Measur
         def exchange(probe: Probe, ranges: Ranges) -> Measured:
             return measure_exchange(probe, level, peers[level], bank, ranges, _all)
 
-        # Of few bytes it is their latency that is measured
+        # Of few bytes it is latencies and buffers that are measured: networks with a limit let bursts pass
         least, most = (max(_LEAST_ROWS, n // (bank.dim * bank.dtype.itemsize)) for n in (_LEAST_BYTES, _MOST_BYTES))
         rows = _grown(lambda rows: exchange(coarse, _upto(rows)), least, most)
-        return _undisturbed(exchange(fine, _upto(rows, points=3)))
+        return _undisturbed(exchange(fine, _upto(rows)))
 
     return [measured(level) for level in peers]
 
@@ -352,9 +357,10 @@ def _undisturbed(measured: Measured) -> Measured:
     return replace(measured, fitted=tuple(replace(p, seconds=float(s)) for p, s in zip(points, lower, strict=True)))
 
 
-def _upto(rows: int, *, points: int = 2) -> Ranges:
+def _upto(rows: int) -> Ranges:
+    """Two sizes: of more, a line of least relative errors could leave out the largest, which counts most."""
     ends = max(2, rows // 16), rows
-    return Ranges(rows=ends, tokens=ends, groups=(1,), points=points)
+    return Ranges(rows=ends, tokens=ends, groups=(1,), points=2)
 
 
 def _all(fitted: Cases, between: Cases) -> tuple[Cases, Cases]:

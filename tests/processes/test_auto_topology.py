@@ -121,7 +121,7 @@ def test_the_callers_modes_do_not_reach_the_measurement(monkeypatch: pytest.Monk
 
 def test_a_transfer_takes_no_longer_than_the_exchange_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size follows from what was timed: the line of a disturbed measurement may be all but flat."""
-    points = tuple(Point(size, 1, seconds) for size, seconds in ((1e4, 1e-3), (4e4, 1e-3), (1.6e5, auto._LONGEST_S)))
+    points = tuple(Point(size, 1, seconds) for size, seconds in ((1e5, 1e-3), (4e5, 1e-3), (1.6e6, auto._LONGEST_S)))
     moved = []
 
     def transfers(probe: Any, experts: FeedForwardBank, ranges: Ranges, *_: Any) -> Any:
@@ -137,7 +137,7 @@ def test_a_transfer_takes_no_longer_than_the_exchange_before_it(monkeypatch: pyt
 
     ThreadWorld(2).run(measured)
     assert len(moved) == 2
-    assert all(1.4e5 < n <= 1.6e5 for n in moved)
+    assert all(1.4e6 < n <= 1.6e6 for n in moved)
 
 
 def changed_meanwhile(home: str) -> list[Any]:
