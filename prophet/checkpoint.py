@@ -2,6 +2,6 @@
 
 from prophet.engine.checkpoint.training import load, save
 from prophet.errors import CheckpointError
-from prophet.state.checkpoint_folder import DESCRIPTION
+from prophet.state.checkpoint.folder import DESCRIPTION
 
 __all__ = ["DESCRIPTION", "CheckpointError", "load", "save"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,9 @@ _MAY_IMPORT_A_PART = {
     "pipeline_balance.elastic": "prophet.commands.arguments",  # its command's options are those of the others
 }
 
+# A reader finds a file by its name among so many; where there are more, rooms stand between.
+_FILES_IN_A_FOLDER = 16
+
 # Third-party packages a room may import. Rooms that are not listed may import torch, numpy and rich.
 _NUMERIC = {"numpy"}
 _PACKAGES: dict[str, set[str]] = {
@@ -197,8 +201,8 @@ _PURE_MODULES = {
 _MAY_COMMUNICATE = {
     "prophet/ranks/process_group.py",
     "prophet/ranks/works.py",
-    "prophet/state/checkpoint_files.py",  # torch's distributed checkpoint format
-    "prophet/state/tensor_index.py",  # the same
+    "prophet/state/checkpoint/files.py",  # torch's distributed checkpoint format
+    "prophet/state/checkpoint/tensor_index.py",  # the same
     "pipeline_balance/pipeline/run/stages.py",
     "pipeline_balance/elastic/groups.py",
     "pipeline_balance/elastic/shards/fully_sharded.py",  # reads what FSDP2 keeps; sends nothing
@@ -216,7 +220,7 @@ _MAY_READ_THE_ENVIRONMENT = {
     "prophet/commands/gpu_check.py",  # the same; and what its checks' processes are started with
 }
 # torch keeps the index of its checkpoints as a pickle: one file reads it, and knows every class that may be in it.
-_READS_A_PICKLE = "prophet/state/tensor_index.py"
+_READS_A_PICKLE = "prophet/state/checkpoint/tensor_index.py"
 # a group has started when all of its ranks are connected
 _STARTING = {"init_process_group", "barrier", "destroy_process_group", "is_initialized"}
 
@@ -354,6 +358,11 @@ def test_rooms_within_a_room_import_one_way(outer: str) -> None:
 
 def test_nothing_is_too_long() -> None:
     assert not too_long(*PACKAGES, "integrations")
+
+
+def test_no_folder_holds_many_files() -> None:
+    flat = Counter(path.parent for path in sources(*PACKAGES, "integrations"))
+    assert not {folder: files for folder, files in flat.items() if files > _FILES_IN_A_FOLDER}
 
 
 def test_rooms_import_their_packages_only() -> None:

@@ -19,8 +19,8 @@ from benchmarks.layer.implementations import OURS, Implementation, build, missin
 from benchmarks.measure import meet, quartiles, rotated
 from prophet.machine.calibrate import calibrate
 from prophet.machine.measure import Ranges
-from prophet.ranks.clocks import clock_on, seconds_between, synchronize
 from prophet.ranks.collective import Collective
+from prophet.ranks.device.clocks import clock_on, seconds_between, synchronize
 from prophet.ranks.operation import Operation
 from prophet.spec import Topology
 

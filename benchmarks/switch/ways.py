@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.switch.storage import Client, SocketReader, SocketWriter
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
-from prophet.state.checkpoint_files import LoadPlanner, SavePlanner, by_tensor
+from prophet.state.checkpoint.files import LoadPlanner, SavePlanner, by_tensor
 from prophet.state.layout import Piece
 from prophet.state.route import Route, Transfer, route
 from prophet.state.space import Box

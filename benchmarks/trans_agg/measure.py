@@ -16,8 +16,8 @@ from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.machine.measure import Probe
 from prophet.ranks.collective import Collective
+from prophet.ranks.device.side_stream import SideStream
 from prophet.ranks.operation import Operation
-from prophet.ranks.side_stream import SideStream
 from prophet.scheduler.pieces import Chunk, agg_chunks, trans_chunks
 from prophet.scheduler.replica_transfers import Agg, Trans, Transfer
 from prophet.spec import Placement

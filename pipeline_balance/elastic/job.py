@@ -33,8 +33,8 @@ from pipeline_balance.pipeline.move.export import write_pretrained
 from pipeline_balance.pipeline.move.files import Also
 from pipeline_balance.pipeline.move.transaction import Switched
 from pipeline_balance.pipeline.pretrained import load_pretrained
+from pipeline_balance.pipeline.run.gradients.scaler import PipelineScaler
 from pipeline_balance.pipeline.run.optimizers import MakeOptimizer
-from pipeline_balance.pipeline.run.scaler import PipelineScaler
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.slices import SliceOptions

@@ -37,19 +37,19 @@ from pipeline_balance.pipeline.move.transaction import Prepared, Switched, run
 from pipeline_balance.pipeline.run.agreement import agree_on_model, agree_on_optimizers
 from pipeline_balance.pipeline.run.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.run.failures import Failures, fails_together
+from pipeline_balance.pipeline.run.gradients.scaler import PipelineScaler
 from pipeline_balance.pipeline.run.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.run.passes import Passes
 from pipeline_balance.pipeline.run.progress import Progress
 from pipeline_balance.pipeline.run.replicas import check_units
-from pipeline_balance.pipeline.run.scaler import PipelineScaler
 from pipeline_balance.pipeline.run.stages import PipelineConfig, PipelineGroups, RankAssignment, StageBuilder, Stages
 from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.schedules.named import MakeSchedule
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
-from prophet.ranks.clocks import clock_on
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.device.clocks import clock_on
 from prophet.ranks.operation import Operation
 
 if TYPE_CHECKING:

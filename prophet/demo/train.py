@@ -26,8 +26,8 @@ from prophet.engine.config import EngineConfig
 from prophet.engine.step_report import StepReport
 from prophet.machine.presets import CLUSTERS
 from prophet.planner.base import Planner
-from prophet.ranks.clocks import synchronize
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.device.clocks import synchronize
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.scheduler.recording import Recording

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from prophet.doctor.check import finding, sound
 from prophet.doctor.launcher import INTERFACE
 from prophet.gpu_check.checks import Answer, Place
-from prophet.ranks.clocks import synchronize
 from prophet.ranks.collective import Channel, Collective, Pending
+from prophet.ranks.device.clocks import synchronize
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 

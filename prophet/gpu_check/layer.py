@@ -22,8 +22,8 @@ from prophet.experts.gate import GateConfig
 from prophet.gpu_check.checks import TOPOLOGY, Answer, Place
 from prophet.layer.moe import MoE
 from prophet.machine.topology import read_topology
-from prophet.ranks.clocks import synchronize
 from prophet.ranks.collective import Collective
+from prophet.ranks.device.clocks import synchronize
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from prophet.spec import Topology

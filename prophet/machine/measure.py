@@ -24,8 +24,8 @@ import torch
 from prophet.errors import SpecError
 from prophet.experts.bank import Bank
 from prophet.machine.fit import Point
-from prophet.ranks.clocks import synchronize
 from prophet.ranks.collective import Collective
+from prophet.ranks.device.clocks import synchronize
 from prophet.ranks.operation import Operation
 from prophet.spec import FloatArray
 

@@ -5,7 +5,7 @@ fake in the tests. Each has two channels that never block one another: "tokens" 
 and combine, "weights" carries Trans and Agg.
 
 Every wait ends: after `timeout_s` a `CollectiveTimeout` names the rank, the layer and the operation, and says where the
-other ranks are. A `PeerLost` names those that are gone. For both, ranks ask `prophet.ranks.presence`.
+other ranks are. A `PeerLost` names those that are gone. For both, ranks ask `prophet.ranks.failures.presence`.
 
 Shape legend: R ranks.
 """
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prophet.errors import CollectiveError, CollectiveTimeout, OutOfStep, PeerLost, StageFailed
-from prophet.ranks.blocked import blocked
 from prophet.ranks.collective import (
     DEFAULT_TIMEOUT_S,
     Channel,
@@ -36,14 +35,15 @@ from prophet.ranks.collective import (
     Rows,
     check_rows,
 )
+from prophet.ranks.failures.blocked import blocked
+from prophet.ranks.failures.presence import Lost, Presence, Pulse, crossed, explained
+from prophet.ranks.failures.stuck import Reached, StuckWatch
+from prophet.ranks.failures.watch import Watch
 from prophet.ranks.messages import Frames
 from prophet.ranks.operation import Operation
 from prophet.ranks.places import known_places, machine, place
-from prophet.ranks.presence import Lost, Presence, Pulse, crossed, explained
-from prophet.ranks.stuck import Reached, StuckWatch
 from prophet.ranks.threads import ThreadWorld
 from prophet.ranks.waiting import Waiter, joined
-from prophet.ranks.watch import Watch
 from prophet.ranks.works import (
     abort,
     abort_on_device,

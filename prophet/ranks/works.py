@@ -16,8 +16,8 @@ from torch import Tensor
 
 from prophet.errors import OutOfStep
 from prophet.ranks.collective import Coming, Pending
+from prophet.ranks.device.side_stream import current_stream
 from prophet.ranks.operation import Operation
-from prophet.ranks.side_stream import current_stream
 from prophet.ranks.waiting import TURN_S, Waiter, joined, stay
 
 T = TypeVar("T")

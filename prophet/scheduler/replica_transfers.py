@@ -24,8 +24,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from prophet.experts.bank import Bank
 from prophet.experts.replica import Replica
 from prophet.ranks.collective import Collective, Pending
+from prophet.ranks.device.side_stream import SideStream
 from prophet.ranks.operation import Operation
-from prophet.ranks.side_stream import SideStream
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Chunk, Exchange, Piece
 

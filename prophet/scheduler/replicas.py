@@ -25,7 +25,7 @@ from torch import Tensor
 from prophet.experts.bank import Bank
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.ranks.collective import Collective
-from prophet.ranks.side_stream import SideStream
+from prophet.ranks.device.side_stream import SideStream
 from prophet.scheduler.actions import Action, Launch, TransferKind, Window, WindowKind
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
 from prophet.scheduler.replica_transfers import Agg, Trans, Transfer

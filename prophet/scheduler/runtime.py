@@ -15,7 +15,7 @@ import torch
 from prophet.experts.bank import Bank
 from prophet.experts.replica import ReplicaPool
 from prophet.ranks.collective import Collective
-from prophet.ranks.side_stream import SideStream
+from prophet.ranks.device.side_stream import SideStream
 from prophet.scheduler.actions import Action, Launch, Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import Recording

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prophet.ranks.clocks import Mark, clock_on, is_over, on_host, seconds_between
+from prophet.ranks.device.clocks import Mark, clock_on, is_over, on_host, seconds_between
 from prophet.scheduler.actions import Window, WindowKind
 from prophet.spec import FloatArray, IntArray, PlanContext
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import prophet
 from prophet.engine.checkpoint import training as checkpoint
 from prophet.errors import CheckpointError
-from prophet.state.tensor_index import TensorReader
+from prophet.state.checkpoint.tensor_index import TensorReader
 from tests.helpers.fuzzing import VALUES, Format, Payload, feed, mutated, replaced
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -28,7 +28,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from prophet.ranks import clocks, side_stream
+from prophet.ranks.device import clocks, side_stream
 
 NAME = "pretended"
 SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")

@@ -12,7 +12,7 @@ import prophet
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.ranks import process_group
-from prophet.ranks.presence import Presence
+from prophet.ranks.failures.presence import Presence
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.state.transition import Mode
 from tests.helpers import elastic_experts, elastic_jobs

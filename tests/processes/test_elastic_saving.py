@@ -22,7 +22,7 @@ from pipeline_balance.elastic import switching as job_module
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from prophet.errors import SpecError, StageFailed
-from prophet.state.checkpoint_folder import DESCRIPTION
+from prophet.state.checkpoint.folder import DESCRIPTION
 from tests.helpers import elastic_experts
 from tests.helpers.disk_faults import Disk
 from tests.helpers.elastic_jobs import broken, build, check_held, dataset, plain_losses, same, start, train, whole

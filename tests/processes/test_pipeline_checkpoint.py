@@ -11,7 +11,7 @@ import torch
 from pipeline_balance.pipeline.move.files import read_checkpoint
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
-from prophet.state.checkpoint_folder import DESCRIPTION
+from prophet.state.checkpoint.folder import DESCRIPTION
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, plain_losses
 

@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from prophet.errors import CollectiveTimeout
-from prophet.ranks import process_group, stuck
+from prophet.ranks import process_group
+from prophet.ranks.failures import stuck
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import collective_for
 from tests.helpers.launch import process_outcomes

@@ -14,7 +14,7 @@ import prophet
 from prophet import checkpoint
 from prophet.errors import PeerLost
 from prophet.ranks.process_group import collective_for
-from prophet.state.checkpoint_folder import Folder
+from prophet.state.checkpoint.folder import Folder
 from tests.helpers.launch import on_processes, process_outcomes
 from tests.helpers.moe_models import hugging_face
 from tests.helpers.support import TinyModel

@@ -29,9 +29,9 @@ from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import ReplicaPool
 from prophet.kernels import choice
 from prophet.ranks.collective import Collective, Pending
+from prophet.ranks.device.side_stream import SideStream
 from prophet.ranks.json_messages import gather_json
 from prophet.ranks.operation import Operation
-from prophet.ranks.side_stream import SideStream
 from prophet.ranks.threads import ThreadWorld
 from prophet.scheduler.actions import Launch, Window
 from prophet.scheduler.pieces import Form

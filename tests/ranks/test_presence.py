@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from prophet.ranks import presence as module
-from prophet.ranks.presence import Lost, Presence, Pulse, _started, explained, verdict
+from prophet.ranks.failures import presence as module
+from prophet.ranks.failures.presence import Lost, Presence, Pulse, _started, explained, verdict
 
 MACHINE = 7
 PATIENT_S = 20.0

@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from prophet.errors import StageFailed
-from prophet.ranks import presence as presence_module
-from prophet.ranks import watch as module
-from prophet.ranks.presence import LEFT, LEFT_AFTER, Presence, _started
+from prophet.ranks.failures import presence as presence_module
+from prophet.ranks.failures import watch as module
+from prophet.ranks.failures.presence import LEFT, LEFT_AFTER, Presence, _started
+from prophet.ranks.failures.watch import Watch
 from prophet.ranks.waiting import joined
-from prophet.ranks.watch import Watch
 
 STAGES = {0: (0, 3), 1: (1,), 2: (2,), 3: ()}
 OUTSIDE = "its program, outside the pipeline"

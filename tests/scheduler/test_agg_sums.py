@@ -9,7 +9,7 @@ from torch import Tensor
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import ReplicaPool
 from prophet.ranks.collective import Collective
-from prophet.ranks.side_stream import SideStream
+from prophet.ranks.device.side_stream import SideStream
 from prophet.scheduler import replica_transfers
 from prophet.scheduler.pieces import agg_chunks
 from prophet.scheduler.replica_transfers import Agg

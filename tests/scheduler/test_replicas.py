@@ -7,7 +7,7 @@ import torch
 
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import ReplicaPool
-from prophet.ranks.side_stream import SideStream
+from prophet.ranks.device.side_stream import SideStream
 from prophet.scheduler.actions import Launch, Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.replicas import BlockReplicas, Carrier, State

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from prophet.ranks import clocks
+from prophet.ranks.device import clocks
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import GRAIN, HALVES
 from prophet.scheduler.schedules import block_wise, blocking, cut_of

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from prophet.errors import CheckpointError, SpecError
-from prophet.state.checkpoint_files import Boxes, Files, by_tensor, write
-from prophet.state.checkpoint_folder import DESCRIPTION, read_description, tensors_of
+from prophet.state.checkpoint.files import Boxes, Files, by_tensor, write
+from prophet.state.checkpoint.folder import DESCRIPTION, read_description, tensors_of
 from prophet.state.json_values import from_json, to_json
 from prophet.state.layout import Piece, slice_box
 from prophet.state.space import Box, Space, TensorSpec

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.measure.slice_costs import OfSlice, SliceFit
 from pipeline_balance.spec import LayerCost
-from prophet.ranks.clocks import Mark, is_over, on_host, seconds_between
 from prophet.ranks.collective import Collective
+from prophet.ranks.device.clocks import Mark, is_over, on_host, seconds_between
 from prophet.ranks.operation import Operation
 
 _FIGURES = tuple(f.name for f in fields(LayerCost) if f.name != "name")
@@ -100,7 +100,7 @@ class Meter:
 
     Attributes:
         enabled: Whether anything is read; off between measured steps.
-        clock: Times waits and steps; see `prophet.ranks.clocks.clock_on`.
+        clock: Times waits and steps; see `prophet.ranks.device.clocks.clock_on`.
         work_clock: Times the layers' own work (None: `clock`). The processor time of the thread suits ranks that share
             cores or run under a quota, where the wall clock counts pauses as work.
         max_samples: How many samples of a kind are kept; with slices, as many of each slice.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.measure.meter import Meter, local_costs
 from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
-from prophet.ranks.clocks import clock_on
+from prophet.ranks.device.clocks import clock_on
 from prophet.trials import trying
 
 Build = Callable[[], nn.Module]

@@ -36,8 +36,8 @@ from pipeline_balance.spec import StageMap
 from prophet.errors import CheckpointError, SpecError
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import at_work
-from prophet.state.checkpoint_files import Agree, Files, by_tensor, write
-from prophet.state.checkpoint_folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
+from prophet.state.checkpoint.files import Agree, Files, by_tensor, write
+from prophet.state.checkpoint.folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
 from prophet.state.json_values import from_json, to_json
 from prophet.state.layout import Layout, Piece
 from prophet.state.space import Space, StateKind, TensorSpec

@@ -22,7 +22,7 @@ from pipeline_balance.pipeline.model.layers import Activations, Microbatch, Modu
 from pipeline_balance.pipeline.model.lost_losses import LostLosses, is_loss, lost_loss
 from pipeline_balance.pipeline.run.failures import Failures
 from pipeline_balance.pipeline.run.generators import seeded, unit_seed
-from pipeline_balance.pipeline.run.wide_sums import WideSums
+from pipeline_balance.pipeline.run.gradients.wide_sums import WideSums
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.transfers import Message, Step, received_ahead
 from prophet.errors import SpecError

@@ -18,10 +18,10 @@ from pipeline_balance.pipeline.model.ownership import Ownership, sum_of_bits
 from pipeline_balance.pipeline.run.agreement import Passing, actions_of, agree_on_batch, batch_of
 from pipeline_balance.pipeline.run.executor import Run
 from pipeline_balance.pipeline.run.experts import StageExperts
+from pipeline_balance.pipeline.run.gradients.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.run.optimizers import Optimizers
 from pipeline_balance.pipeline.run.progress import Progress
 from pipeline_balance.pipeline.run.replicas import start_alike
-from pipeline_balance.pipeline.run.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.run.stages import PipelineConfig, StageBuilder, Stages
 from pipeline_balance.pipeline.run.ties import share_tied_weights, ties_of
 from pipeline_balance.pipeline.run.update import Gradients

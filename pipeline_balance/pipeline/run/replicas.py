@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
+from prophet.ranks.device.side_stream import SideStream
 from prophet.ranks.gradient_means import average_gradients_
 from prophet.ranks.operation import Operation
-from prophet.ranks.side_stream import SideStream
 from prophet.ranks.waiting import Waiter
 
 # torch's wrappers by name, wherever a release keeps them

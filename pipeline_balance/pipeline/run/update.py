@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.ownership import Ownership, local
 from pipeline_balance.pipeline.run.experts import StageExperts
-from pipeline_balance.pipeline.run.norm import clip_gradients_, gradient_norm
+from pipeline_balance.pipeline.run.gradients.norm import clip_gradients_, gradient_norm
 from pipeline_balance.pipeline.run.replicas import ReplicaMeans
 from pipeline_balance.pipeline.run.stages import PipelineGroups
 from pipeline_balance.pipeline.run.ties import sum_tied_gradients, ties_of

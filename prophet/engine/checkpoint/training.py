@@ -3,10 +3,10 @@
 Every expert has its own entries under its global number, for its parameters and for its optimizer state, so that any
 rank can read any expert. The other parameters are entries as they are: whole, or a DTensor that FSDP has cut. Each
 tensor is written once, by one of the ranks that have it, and every rank reads only what it needs
-(`prophet.state.checkpoint_files`). `training.json` beside them describes them. A save that is interrupted leaves the
+(`prophet.state.checkpoint.files`). `training.json` beside them describes them. A save that is interrupted leaves the
 checkpoint that was in the folder before.
 
-No code from a checkpoint is run: `prophet.state.tensor_index` reads torch's index, which is a pickle.
+No code from a checkpoint is run: `prophet.state.checkpoint.tensor_index` reads torch's index, which is a pickle.
 
 Shape legend: m experts per rank.
 """
@@ -31,8 +31,8 @@ from prophet.errors import CheckpointError, some
 from prophet.layer.moe import moe_layers
 from prophet.ranks.process_group import at_work
 from prophet.spec import digest, odd_ones_out
-from prophet.state.checkpoint_files import Agree, Files, write
-from prophet.state.checkpoint_folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
+from prophet.state.checkpoint.files import Agree, Files, write
+from prophet.state.checkpoint.folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
 from prophet.state.json_values import to_json
 
 # These choose how an optimizer computes, which is up to the program that loads

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.measure.meter import Meter, gather_costs, local_costs
 from pipeline_balance.spec import LayerCost
-from prophet.ranks import clocks
 from prophet.ranks.collective import Collective
+from prophet.ranks.device import clocks
 from prophet.ranks.threads import ThreadWorld
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.run.norm import clip_gradients_, gradient_norm
+from pipeline_balance.pipeline.run.gradients.norm import clip_gradients_, gradient_norm
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.run.scaler import PipelineScaler, check_scaler
+from pipeline_balance.pipeline.run.gradients.scaler import PipelineScaler, check_scaler
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from prophet.errors import StageFailed
-from prophet.ranks.presence import LEFT, LEFT_AFTER, PULSE_S, Presence, Pulse
+from prophet.ranks.failures.presence import LEFT, LEFT_AFTER, PULSE_S, Presence, Pulse
 from prophet.ranks.waiting import TURN_S, Waiter, joined
 
 T = TypeVar("T")

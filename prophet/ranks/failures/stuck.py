@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from prophet.ranks.presence import KEEPER, LEFT, LEFT_AFTER, PULSE_S, Presence
+from prophet.ranks.failures.presence import KEEPER, LEFT, LEFT_AFTER, PULSE_S, Presence
 
 STUCK_S = 20.0
 _KEY = "prophet failure on a device"

@@ -4,7 +4,7 @@ What ranks hold is boxes of the tensors of a space, as everywhere in this packag
 torch's index says which. So a rank that wants a box reads its common part with every box of the files, whoever wrote
 them. Any rank can read any file: no rank needs another one to get its state, and no route is planned.
 
-A new checkpoint takes the place of the one before at a single rename (`prophet.state.checkpoint_folder`).
+A new checkpoint takes the place of the one before at a single rename (`prophet.state.checkpoint.folder`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from prophet.errors import CheckpointError
 from prophet.ranks.process_group import at_work, process_rank, processes
-from prophet.state.checkpoint_folder import Folder
+from prophet.state.checkpoint.folder import Folder
+from prophet.state.checkpoint.tensor_index import DAMAGED, TensorReader
 from prophet.state.layout import Piece, missing
 from prophet.state.space import Box, Space
 from prophet.state.streams import torch_dtype
-from prophet.state.tensor_index import DAMAGED, TensorReader
 
 _SHOWN_CHARACTERS = 400  # of an error's text
 

@@ -30,7 +30,7 @@ def timed_event(device: torch.device) -> Any:
     """Launch an event that notes the device's time into this thread's stream."""
     import torch
 
-    from prophet.ranks import side_stream
+    from prophet.ranks.device import side_stream
 
     event = torch.Event(device, enable_timing=True)
     event.record(side_stream.current_stream(device))

@@ -1,0 +1,1 @@
+"""Gradients of a pipeline before the update: summed in float32, unscaled, and clipped by one norm."""

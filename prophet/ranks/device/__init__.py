@@ -1,0 +1,1 @@
+"""Streams of a device, and times of what runs in them."""
