@@ -25,7 +25,7 @@ from pipeline_balance.control.stages import BalancedStages, PipelineStages
 from pipeline_balance.pipeline.measure.slice_costs import unit_costs
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
-from prophet.errors import PlanMismatch, SpecError
+from prophet.errors import CollectiveError, PlanMismatch, SpecError, TransitionError
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.ranks.waiting import Waiter
@@ -176,7 +176,8 @@ class Controller:
     ) -> float:
         """Train as `ElasticPipeline.step` does, and decide where a decision is due, after an update.
 
-        A decided move is made when the next step begins: until then `p.grad` is what the step has left.
+        A decided move is made when the next step begins, or with `prepare_in_backward` before this step's update.
+        Either way `p.grad` is afterwards what the step has left, for the layers that are here then.
 
         Args:
             inputs: A batch, or a sequence of its microbatches.
@@ -209,17 +210,45 @@ class Controller:
                 timer.loads_changed()
             self.pipeline.meter.enabled = timer.measuring
             due = update and timer.due and (self._thread is None or timer.step >= self._timed_from)
+            done = timer.step + int(update)
             if due and self._thread is not None:
                 # times of this step's forward are known by then, and the backward pass hides the work
                 self.pipeline.meter.on_backward = self._begin
+                self.pipeline.before_update(lambda: self._within(done))
             began = time.perf_counter()
             loss = train()
             self._steps_s.append(time.perf_counter() - began)
-            timer.step += int(update)
-            if due:
+            # a decision before the update has counted the step already
+            if due and timer.step != done:
+                timer.step = done
                 with self._concluding():
                     self._decided = self._next_decision()
+            timer.step = done
         return loss
+
+    def _within(self, done: int) -> None:
+        """Move before a step's update where that was prepared; else the decision waits for the end of the step.
+
+        Args:
+            done: How many steps there are with this one.
+        """
+        self.pipeline.before_update(_nothing)
+        with self._concluding():
+            ahead = self._begun()
+            if ahead.exception() is not None:
+                # raised after the step, which goes on
+                return
+            ready = ahead.result()
+            if ready.prepared is None or ready.prepared.early is None:
+                return
+            self._ahead, self.learner.timer.step = None, done
+            try:
+                self._carry_out(ready)
+            except TransitionError as error:
+                if isinstance(error.__cause__, CollectiveError):
+                    raise
+                # nothing has moved: made between the steps, where it says what is wrong
+                self._decided = replace(ready, prepared=None)
 
     def rebalance(self) -> Decision:
         """Decide and, where it pays, move now; collective over all ranks, between steps. Used gradients are dropped.
@@ -271,6 +300,7 @@ class Controller:
                 before_s=step_s,
                 after_s=None,
                 seconds=move.seconds,
+                early=move.early,
             )
             self._report.append(made)
             to_log.append(made)
@@ -309,19 +339,24 @@ class Controller:
         decision = self._decide(costs, side)
         return _Ready(costs, decision, self.stages.prepare(decision.best, side) if decision.move else None)
 
-    def _decided_ahead(self) -> _Ready:
-        """What was worked out beside the backward pass, once it is ready; raises what went wrong there."""
+    def _begun(self) -> Future[_Ready]:
+        """What is worked out beside the backward pass, once it has ended."""
         if self._ahead is None:
             # a rank without a stage has no backward pass, so nothing has begun yet
             self.pipeline.meter.on_backward = None
             self._begin()
-        ahead, self._ahead = self._ahead, None
-        assert ahead is not None
+        assert self._ahead is not None
         with self._spending("decide"):
             limit_s = self.pipeline.config.timeout_s
-            if not wait([ahead], limit_s).done:
+            if not wait([self._ahead], limit_s).done:
                 raise TimeoutError(f"no decision was worked out within {limit_s:g} s")
-            return ahead.result()
+        return self._ahead
+
+    def _decided_ahead(self) -> _Ready:
+        """What was worked out beside the backward pass; raises what went wrong there."""
+        ahead = self._begun()
+        self._ahead = None
+        return ahead.result()
 
     def _measure(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
         """All layers' costs as they would be on a rank of speed 1, from every rank's own; collective.
@@ -360,11 +395,13 @@ class Controller:
         durations = Durations.of_stages(ready.costs, best, speeds=speeds, transfer_s=self.config.transfer_s)
         done = self.stages.change(best, durations, ready.prepared)
         self._moves.append(done)
-        figures = [done.seconds, float(done.sent_bytes + done.received_bytes)]
+        figures = [done.seconds, float(done.sent_bytes + done.received_bytes), float(done.early_bytes)]
         mine = torch.tensor(figures, dtype=torch.float64)
         every = self.pipeline.collective.all_gather(mine, op=Operation("timing a move"))
         # the slowest rank holds all others up, and equal figures keep later decisions equal
-        return MoveTime(seconds=float(every[:, 0].max()), busiest_bytes=float(every[:, 1].max()))
+        slowest_s, busiest, _ = every.amax(dim=0).tolist()
+        _, whole, early = every.sum(dim=0).tolist()
+        return MoveTime(seconds=slowest_s, busiest_bytes=busiest, early=early / whole if whole else 0.0)
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:
@@ -383,6 +420,10 @@ class Controller:
             moves=len(self._moves),
             moved_bytes=sum(m.sent_bytes for m in self._moves),
         )
+
+
+def _nothing() -> None:
+    """Called before updates in which nothing is decided."""
 
 
 def _scaled(cost: LayerCost, speed: float) -> LayerCost:

@@ -17,10 +17,17 @@ from pipeline_balance.spec import LayerCost, RankLimits, StageMap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveTime:
-    """What a move took: seconds on the slowest rank, bytes sent and received on the busiest."""
+    """What a move took.
+
+    Attributes:
+        seconds: On the slowest rank.
+        busiest_bytes: Sent and received on the busiest rank.
+        early: The share of all bytes that travelled beside a backward pass.
+    """
 
     seconds: float
     busiest_bytes: float
+    early: float = 0.0
 
 
 class DecisionTimer:

@@ -41,10 +41,13 @@ class BalancedStages(Protocol):
         """Slices of a microbatch; 1: it passes whole."""
 
     def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared | None:
-        """Do ahead what a change needs besides the state, in a thread beside a step; collective."""
+        """Do ahead what a change needs, in a thread beside a step; collective.
+
+        Where it sends state early, the change is made before this step's update.
+        """
 
     def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
-        """Go to `stage_map` between two steps; collective.
+        """Go to `stage_map`, between two steps or before an update; collective.
 
         Args:
             stage_map: The map to go to.
@@ -81,7 +84,7 @@ class PipelineStages:
         return slicing.slices if slicing is not None else 1
 
     def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared | None:
-        return self.pipeline.prepare(stage_map, collective)
+        return self.pipeline.prepare(stage_map, collective, early=not self.pipeline.between_steps)
 
     def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
         # what `rebuild` raises is raised on all ranks, so a controller needs no agreement around it

@@ -445,12 +445,36 @@ class ElasticPipeline:
 
     # --- changing stages --------------------------------------------------------------------------------------
 
-    def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared:
+    @property
+    def between_steps(self) -> str:
+        """Why layers can move between steps only; empty where they may move before a step's update as well."""
+        if self.experts.any:
+            return "replicas share experts, whose gradients come home at the end of an update"
+        # what a thread sends on a device lands between the kernels of training
+        if self.config.device.type != "cpu":
+            return f"the state is on {self.config.device}, and what travels beside a step stays on the host"
+        return ""
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        """Have `call` called in the coming steps, on all ranks, once gradients are those of the whole update.
+
+        Args:
+            call: It may change the stages.
+        """
+        self._passes.before_update = call
+
+    def prepare(self, stage_map: StageMap, collective: Collective, *, early: bool = False) -> Prepared:
         """Do ahead what a change to `stage_map` needs besides the state itself; collective over all ranks.
 
         With the `side_collective` it may run in another thread while a step is under way.
+
+        Args:
+            stage_map: The map to go to.
+            collective: Over all ranks.
+            early: Whether to send now what only an update changes, for a change before this step's update. Not where
+                layers move `between_steps`.
         """
-        return self.mover.prepare(self.stages, self.owners, stage_map, collective)
+        return self.mover.prepare(self.stages, self.owners, stage_map, collective, early=early)
 
     def side_collective(self) -> Collective:
         """Return a separate communicator over all ranks, for use beside a step; made at the first call, by all
@@ -463,6 +487,8 @@ class ElasticPipeline:
         self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> Switched:
         """Change to another stage map, between steps; collective over all ranks, whether they run a stage or not.
+
+        A controller may also do it within a step, before its update: see `between_steps`.
 
         Gradients that an update has used are dropped. With zero=1 optimizer state goes to its owners under the new map.
         Layers whose balanced experts are shared move only between updates.
@@ -486,7 +512,7 @@ class ElasticPipeline:
         began, before = time.perf_counter(), self.stage_map.layers_on(self.rank)
         done = run(move, world=self.groups.world, carrier=self.mover.carrier(self.owners))
         self.experts.follow(before, stage_map.layers_on(self.rank), move.remembered, self.groups.world)
-        return replace(done, seconds=time.perf_counter() - began)
+        return replace(move.counted(done), seconds=time.perf_counter() - began)
 
     def state(self) -> PipelineState:
         """Return the training state, to be taken elsewhere; see `pipeline_balance.elastic`."""

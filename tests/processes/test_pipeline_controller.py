@@ -204,7 +204,7 @@ def _frozen_alone(steps: int) -> tuple[list[float], list[int]]:
     return losses, frozen
 
 
-def _freezing(rank: int, size: int, steps: int, balance: bool) -> dict[str, Any]:
+def _freezing(rank: int, size: int, steps: int, balance: bool, ahead: bool = False) -> dict[str, Any]:
     run = make()
     config = ControllerConfig(
         every_steps=4,
@@ -212,6 +212,7 @@ def _freezing(rank: int, size: int, steps: int, balance: bool) -> dict[str, Any]
         min_gain=0.1,
         horizon_steps=20,
         move_cost=MoveCost(fixed_s=0.0 if balance else 1e9),
+        prepare_in_backward=ahead,
     )
     balanced: Controller = pipeline_balance.attach(run, config=config)
     freezer, x = Freezer(LAYERS, FREEZING), _rows()
@@ -229,12 +230,16 @@ def _freezing(rank: int, size: int, steps: int, balance: bool) -> dict[str, Any]
             }
         )
         frozen.append(_freeze(dict(enumerate(run.model.units)), freezer, losses[-1], run.collective))
-    return {"losses": losses, "frozen": frozen, "left": left, "moves": balanced.overhead().moves}
+    early = [move.early for move in balanced.report.moves]
+    return {"losses": losses, "frozen": frozen, "left": left, "moves": balanced.overhead().moves, "early": early}
 
 
-def test_a_rule_that_reads_gradients_sees_them_after_every_step() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_rule_that_reads_gradients_sees_them_after_every_step(ahead: bool) -> None:
     steps = 40
-    moved, still = run_gloo(_freezing, 3, steps, True), run_gloo(_freezing, 3, steps, False)
+    moved, still = run_gloo(_freezing, 3, steps, True, ahead), run_gloo(_freezing, 3, steps, False)
+    # with momentum a frozen layer has weight and momentum, another one a gradient besides
+    assert all(share >= 2 / 3 - 0.01 if ahead else share == 0 for share in moved[0]["early"])
     losses, frozen = _frozen_alone(steps)
     assert moved[0]["moves"] >= 3
     assert still[0]["moves"] == 0

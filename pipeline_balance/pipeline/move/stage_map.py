@@ -24,17 +24,19 @@ from pipeline_balance.pipeline.model.ownership import (
     try_put,
 )
 from pipeline_balance.pipeline.model.registered import Settings, settings
+from pipeline_balance.pipeline.move.ahead import Early, bring, early_of, rest_of
 from pipeline_balance.pipeline.move.state import (
     Held,
     base_name,
     by_layer,
     collect,
+    expected_gradients,
     layout_over,
     specs_of,
     state_entries,
     without_replica,
 )
-from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared
+from pipeline_balance.pipeline.move.transaction import Assignments, Move, Prepared, Switched
 from pipeline_balance.pipeline.move.votes import WHOLE, Vote, refuse_against, share, union
 from pipeline_balance.pipeline.run.optimizers import Optimizers
 from pipeline_balance.pipeline.run.passes import Passes
@@ -124,7 +126,9 @@ class StateMover:
         """Where this rank computes."""
         return self.builder.config.device
 
-    def prepare(self, now: Stages, owners: Owners, stage_map: StageMap, collective: Collective) -> Prepared:
+    def prepare(
+        self, now: Stages, owners: Owners, stage_map: StageMap, collective: Collective, *, early: bool = False
+    ) -> Prepared:
         """Describe the state and find the route; collective.
 
         Args:
@@ -132,15 +136,53 @@ class StateMover:
             owners: Who updates what under them.
             stage_map: The map to go to.
             collective: Over the ranks of the pipeline; a separate one if a step is under way.
+            early: Whether to send now what only an update changes, for a move before this step's update.
         """
         self.builder.check_map(stage_map)
         # a backward pass may be filling gradients in: the route holds if there are none when the move begins
         held = self.collect(now, owners, gradients=False)
-        space, _ = share(held, collective, self.in_one_route(owners))
         to = owners.under(stage_map)
+        brought = self._bring(held, now, (owners, to), stage_map, collective) if early else None
+        if brought is not None and isinstance(held, Held):
+            held = rest_of(held).with_(self.expected(now, owners))
+        space, _ = share(held, collective, self.in_one_route(owners))
         route_schedule = self.route_schedule(space, (now.stage_map, owners), (stage_map, to))
         route_schedule.precompute(self.budget_bytes, in_place=False)
-        return Prepared(target=(stage_map, to.table), specs=specs_of(held), route=route_schedule)
+        return Prepared(target=(stage_map, to.table), specs=specs_of(held), route=route_schedule, early=brought)
+
+    def _bring(
+        self, held: Held | str, now: Stages, owners: tuple[Owners, Owners], stage_map: StageMap, collective: Collective
+    ) -> Early | None:
+        """Send what travels early, if anything does; collective.
+
+        Args:
+            held: What this rank holds.
+            now: The stages in force.
+            owners: Who updates what under the map in force, and under the one to go to.
+            stage_map: The map to go to.
+            collective: Over the ranks of the pipeline.
+        """
+        groups = self.groups
+        mine = early_of(held) if isinstance(held, Held) else held
+        names = {name: name for name in mine.tensors} if isinstance(mine, Held) else {}
+        described = mine
+        # one route for all replicas, as there is one communicator beside a step
+        if isinstance(mine, Held) and groups.replicas > 1 and not owners[0].zero:
+            described = mine.of_replica(owners[0], groups.rank, groups.replica)
+            names = {name: without_replica(name)[0] for name in described.tensors}
+        space, _ = share(described, collective, range(groups.world.size))
+        grid, tied = groups.grid, self.owned.tied()
+
+        def placed(stage_map: StageMap, owners: Owners) -> Layout:
+            if groups.replicas == 1:
+                return by_layer(space, stage_map, grid.pipeline_ranks, tied)
+            return layout_over(space, grid.rows, stage_map, owners, tied, groups.world.size)
+
+        before, after = placed(now.stage_map, owners[0]), placed(stage_map, owners[1])
+        schedule = RouteSchedule(route(before, after), groups.world.rank)
+        assert isinstance(mine, Held)
+        memory: dict[str, Any] = {"budget_bytes": self.budget_bytes, "device": self.device, "allocate": self.allocate}
+        return bring(mine, names, schedule, collective, **memory)
 
     def in_one_route(self, owners: Owners) -> tuple[int, ...]:
         """The processes, by their numbers in the world, whose state goes in one route with this one's."""
@@ -188,6 +230,17 @@ class StateMover:
         units = now.stage_map.layers_on(groups.rank)
         held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
         return held.of_replica(owners, groups.rank, groups.replica) if owners.zero and isinstance(held, Held) else held
+
+    def expected(self, now: Stages, owners: Owners) -> Held:
+        """Describe the gradients that a step under way is going to leave on this rank.
+
+        Args:
+            now: The stages in force.
+            owners: Who updates what under them.
+        """
+        groups = self.groups
+        held = Held.of(expected_gradients(self.owned, now.stage_map.layers_on(groups.rank)))
+        return held.of_replica(owners, groups.rank, groups.replica) if owners.zero else held
 
     def change(
         self, units: Collection[int], state: State, scalars: Mapping[str, Any], new_owner: Ownership | None = None
@@ -280,6 +333,7 @@ class StageMove(Move):
         self._schedule: Schedule | None = None
         self._owners = self.passes.owners
         self.remembered: dict[str, Any] = {}
+        self._ready, self._differ = 0, False
 
     def vote(self) -> Vote:
         mover, before, owners = self.mover, self.passes.now.stage_map, self.passes.owners
@@ -295,12 +349,11 @@ class StageMove(Move):
         if experts.under_way and self._regroups(range(mover.groups.grid.pipeline_ranks)):
             raise SpecError("gradients of balanced experts come home at the end of an update: move after update=True")
         self._held = held = mover.collect(self.passes.now, owners, gradients=not self.passes.used)
-        ahead, target = self.prepared, (self.stage_map, self._owners.table)
-        ready = ahead.route is not None and ahead.target == target and ahead.specs == specs_of(held)
+        ready = self._holds(held)
         # where the route is ready, the tensors need no description, which is most of a vote
         vote = Vote.of(
-            held,
-            tensors=not ready,
+            self._to_go(held, ready),
+            tensors=ready < 2,
             alike={
                 "were given another stage map": [self.stage_map.boundaries, self.stage_map.ranks],
                 "follow another schedule": mover.builder.number(self._schedule),
@@ -321,6 +374,22 @@ class StageMove(Move):
         state = mover.optimizers.state() if not owners.zero else {}
         return replace(vote, copies=weights, ties=tie_digests(self._ties, before, rank, state, weights))
 
+    def _holds(self, held: Held | str) -> int:
+        """How much of what was made ahead holds, as in `Vote.ready`."""
+        ahead, target = self.prepared, (self.stage_map, self._owners.table)
+        if isinstance(held, str) or ahead.route is None or ahead.target != target:
+            return 0
+        if ahead.early is not None and not ahead.early.holds(held):
+            return 0
+        # in any order: of gradients that are only expected nobody knows where they will stand
+        same = set(ahead.specs) == set(specs_of(self._to_go(held, 1)))
+        return 2 if same else int(ahead.early is not None)
+
+    def _to_go(self, held: Held | str, ready: int) -> Held | str:
+        """What this move has to send: with `ready` all but what has travelled early."""
+        early = ready and self.prepared.early is not None
+        return rest_of(held) if early and isinstance(held, Held) else held
+
     def compare(self, votes: Sequence[Vote]) -> None:
         refuse_against(votes, self.whole)
         self._space, self._numbers = union(votes, WHOLE, self.mover.in_one_route(self.passes.owners))
@@ -329,16 +398,18 @@ class StageMove(Move):
         for rank in range(grid.pipeline_ranks):
             refuse_apart({process: votes[process].copies for process in grid.column(rank)})
         refuse_untied(self._ties, self.passes.now.stage_map, grid, [vote.ties for vote in votes])
-        self._ready = [vote.ready for vote in votes]
+        found = [vote.ready for vote in votes]
+        self._ready, self._differ = min(found), len(set(found)) > 1
 
     def route_schedule(self, carrier: Collective) -> RouteSchedule:
         mover = self.mover
-        if self.prepared.route is not None and all(self._ready):
+        if self.prepared.route is not None and self._ready == 2:
             return self.prepared.route
-        if any(self._ready):
+        if self._differ:
             # on another rank something has changed since, so the ranks that were ready describe their tensors now
             in_one_route = mover.in_one_route(self.passes.owners)
-            self._space, self._numbers = share(self._held, mover.groups.world, in_one_route)
+            held = self._to_go(self._held, self._ready)
+            self._space, self._numbers = share(held, mover.groups.world, in_one_route)
         before = (self.passes.now.stage_map, self.passes.owners)
         return mover.route_schedule(self._space, before, (self.stage_map, self._owners))
 
@@ -355,7 +426,11 @@ class StageMove(Move):
     def assemble(self, moved: Moved) -> Assignments:
         mover, passes, groups, owners = self.mover, self.passes, self.mover.groups, self._owners
         stages = mover.builder.build(self.stage_map, self.durations, schedule=self._schedule)
-        state = {Piece(without_replica(piece.name)[0], piece.box): tensor for piece, tensor in moved.state.items()}
+        new = dict(moved.state)
+        if self.early is not None:
+            assert isinstance(self._held, Held)
+            new |= self.early.state(self._held)
+        state = {Piece(without_replica(piece.name)[0], piece.box): tensor for piece, tensor in new.items()}
         numbers: dict[str, Any] = {}
         for key, value in self._numbers.items():
             name, replica = without_replica(key)
@@ -366,6 +441,28 @@ class StageMove(Move):
         kept = [passes.gradients.keep] if self._midway else []
         return [change.make, lambda: passes.go_on(stages, owners), *kept]
 
+    @property
+    def early(self) -> Early | None:
+        """What has travelled early and holds on all ranks; known from `compare` on."""
+        return self.prepared.early if self._ready else None
+
+    def counted(self, done: Switched) -> Switched:
+        """Return what this move took, with what travelled early.
+
+        Args:
+            done: What its last part took.
+        """
+        if self.early is None:
+            return done
+        early = self.early.moved
+        return replace(
+            done,
+            messages=done.messages + early.messages,
+            sent_bytes=done.sent_bytes + early.sent_bytes,
+            received_bytes=done.received_bytes + early.received_bytes,
+            early_bytes=early.sent_bytes + early.received_bytes,
+        )
+
     def _regroups(self, ranks: Sequence[int]) -> bool:
         """Whether layers that share experts come to any of these pipeline ranks, or go."""
         before, after, shared = self.passes.now.stage_map, self.stage_map, self.passes.experts.shared
@@ -373,5 +470,5 @@ class StageMove(Move):
 
     @property
     def _midway(self) -> bool:
-        """Whether an update is under way."""
-        return self.passes.progress.parts > 0
+        """Whether an update is under way, to which other batches may be added."""
+        return self.passes.progress.parts > 0 and not self.passes.complete

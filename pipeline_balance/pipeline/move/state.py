@@ -52,6 +52,10 @@ class Held:
                 held.add_state(item.name, item.entry, item.value, item.parameter.device, item.unit)
         return held
 
+    def with_(self, other: Held) -> Held:
+        """Return what both hold."""
+        return Held(self.specs + other.specs, self.tensors | other.tensors, self.scalars | other.scalars)
+
     def of_replica(self, owners: Owners, pipeline_rank: int, replica: int) -> Held:
         """Describe the same where all replicas move in one route, because optimizer state has owners.
 
@@ -170,6 +174,20 @@ def items(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, g
         if not set(buffer.units).isdisjoint(units):
             found.append(Item(name, buffer.tensor, "buffer", buffer.units[0]))
     return found
+
+
+def expected_gradients(owned: Ownership, units: Collection[int]) -> list[Item]:
+    """List the gradients that a backward pass is going to leave, with the parameters in their place.
+
+    Args:
+        owned: The model's parameters and buffers.
+        units: The units that run here.
+    """
+    return [
+        Item(f"{name}#grad", parameter, "gradient", owned.units_of[name][0])
+        for name in owned.of(units)
+        if (parameter := owned.parameters[name]).requires_grad
+    ]
 
 
 def collect(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, gradients: bool = True) -> Held:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline_balance.pipeline.move.ahead import Early
 from pipeline_balance.pipeline.move.votes import WHOLE, Vote, votes_of
 from prophet.errors import BudgetError, CollectiveError, StageFailed, StateLost, TransitionError, in_a_line
 from prophet.ranks.collective import Collective, Decision
@@ -51,6 +52,7 @@ class Prepared:
         target: What it goes to.
         specs: The description of the state that the route is for.
         route: The route; None where it could not be made.
+        early: What has travelled before; None: nothing. The route is of the rest then.
         problem: Why it could not be made.
         broken: Whether processes have lost each other meanwhile.
     """
@@ -58,6 +60,7 @@ class Prepared:
     target: Any = None
     specs: tuple[TensorSpec, ...] = ()
     route: RouteSchedule | None = None
+    early: Early | None = None
     problem: str = ""
     broken: bool = False
 
@@ -70,6 +73,7 @@ class Switched:
         seconds: How long the process was held up.
         link_bytes: Bytes of the state by sending and receiving rank of the route, the same on all processes.
         messages, sent_bytes, received_bytes: This rank's own.
+        early_bytes: Of what it has sent and received, what travelled while the process went on computing.
         buffer_bytes: The move's buffers.
         peak_bytes: The most that old state, new state and buffers took together.
     """
@@ -81,6 +85,7 @@ class Switched:
     received_bytes: int
     buffer_bytes: int
     peak_bytes: int
+    early_bytes: int = 0
 
 
 class Move(ABC):

@@ -28,7 +28,7 @@ class Vote:
         cannot: Why its state cannot be moved; empty where nothing is wrong.
         tensors: What it holds, as `spec_rows` has it.
         numbers: What optimizers keep besides tensors, by name.
-        ready: Whether a route that was found ahead holds for this state.
+        ready: What was made ahead and holds for this state: 0 nothing, 1 what has travelled early, 2 the route too.
         copies: Digests of what other processes have, too.
         ties: Digests of tied parameters.
         more: What this kind of move says besides.
@@ -40,7 +40,7 @@ class Vote:
     cannot: str = ""
     tensors: Sequence[Sequence[Any]] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    ready: bool = False
+    ready: int = 0
     copies: Mapping[str, Any] = field(default_factory=dict)
     ties: Mapping[str, Sequence[int]] = field(default_factory=dict)
     more: Any = None

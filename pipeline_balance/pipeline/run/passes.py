@@ -38,6 +38,8 @@ class Passes:
         now: The stages in force.
         progress: Counts what was done.
         used: Whether an update has used the gradients that are still there.
+        complete: Whether the gradients are those of a whole update, which is about to use them.
+        before_update: Called then, on all ranks; layers may move meanwhile.
         grad_norm: The last update's norm; None where it was not clipped.
 
     Args:
@@ -63,7 +65,8 @@ class Passes:
         self.gradients = Gradients(owned, self.groups, experts)
         self.owners = owners
         self.progress = Progress(first_ranks=self.groups.grid.pipeline_ranks)
-        self.used = False
+        self.used = self.complete = False
+        self.before_update: Callable[[], None] = lambda: None
         self.grad_norm: float | None = None
         self._trainable = owned.trainable()
         self._scaler: PipelineScaler | None = None
@@ -223,8 +226,15 @@ class Passes:
 
     def _update(self, max_norm: float | None, scaler: PipelineScaler | None) -> None:
         """Use the gradients: one step of every optimizer, on every rank."""
-        progress, stage_map = self.progress, self.now.stage_map
-        self.gradients.complete(stage_map)
+        progress = self.progress
+        self.gradients.complete(self.now.stage_map)
+        self.complete = True
+        try:
+            self.before_update()
+        finally:
+            self.complete = False
+        # another one, perhaps, from here on
+        stage_map = self.now.stage_map
         # the batches of the update may have had other numbers of labels than its first one, whose count was assumed
         self.gradients.scale_(progress.divisor / (progress.counted or 1))
         if scaler is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ class _Pretended:
     """One rank of a pipeline: a step begins its backward pass where `backward` says so; nothing moves."""
 
     in_job = False
+    between_steps = "this one is pretended"
 
     def __init__(self, collective: Collective, *, backward: bool = True, timeout_s: float = 10.0) -> None:
         self.collective = collective
@@ -51,6 +53,9 @@ class _Pretended:
         self.threads.add(threading.current_thread().name)
         assert self.held_up.wait(10.0)
         return self.collective
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        """It has no updates."""
 
     def local_costs(self) -> dict[int, LayerCost]:
         return {i: LayerCost(forward_s=LATE[i]) for i in self.stage_map.layers_on(self.collective.rank)}
@@ -128,7 +133,8 @@ def test_layers_move_only_after_an_update() -> None:
 class _Moving(_Pretended):
     """Its layers do move."""
 
-    def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared:
+    def prepare(self, stage_map: StageMap, collective: Collective, *, early: bool) -> Prepared:
+        assert not early
         return Prepared(target=stage_map)
 
     def rebuild(self, stage_map: StageMap, **_: Any) -> Switched:

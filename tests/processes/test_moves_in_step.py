@@ -1,0 +1,272 @@
+"""Layers that move before a step's update: what is trained has the bits of the same run without moves."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.spec import StageMap
+from prophet.errors import StageFailed, TransitionError
+from prophet.ranks.forwarding import ForwardingCollective
+from prophet.ranks.waiting import Waiter
+from tests.helpers import pipeline_replicas as tied
+from tests.helpers.launch import run_gloo
+from tests.helpers.pipeline_model import LAYERS, batch, pipeline
+
+# each goes to the next one: to and fro, an idle rank, and one that gives up all it has
+TWO = [((0, 3, 7), (0, 1)), ((0, 5, 7), (0, 1)), ((0, 2, 7), (1, 0)), ((0, 7), (1,))]
+
+
+def _map(number: int, maps: list[Any]) -> StageMap:
+    return StageMap(*maps[number % len(maps)])
+
+
+class _InStep:
+    """Moves the layers of a pipeline before the update of every step."""
+
+    def __init__(self, pipe: ElasticPipeline) -> None:
+        self.pipe, self.thread = pipe, Waiter("prepares a move")
+        self.side = pipe.side_collective()
+        self.early_bytes = self.sent_bytes = 0
+        self.held: list[bool] = []
+        self.arrived: Callable[[], None] = lambda: None
+
+    def next(self, stage_map: StageMap) -> None:
+        """Move to `stage_map` in the coming step."""
+        pipe = self.pipe
+        ahead: list[Future[Any]] = []
+
+        def begin() -> None:
+            ahead.append(self.thread.submit(lambda: pipe.prepare(stage_map, self.side, early=True)))
+
+        def move() -> None:
+            pipe.before_update(lambda: None)
+            if not ahead:
+                # an idle rank has no backward pass
+                pipe.meter.on_backward = None
+                begin()
+            prepared = ahead[0].result(60.0)
+            self.arrived()
+            done = pipe.rebuild(stage_map, prepared=prepared)
+            self.early_bytes += done.early_bytes
+            self.sent_bytes += done.sent_bytes + done.received_bytes
+            self.held.append(done.early_bytes > 0)
+
+        pipe.meter.on_backward = begin
+        pipe.before_update(move)
+
+
+def _all_of(pipe: ElasticPipeline) -> dict[str, Tensor]:
+    """What this rank holds: parameters, gradients, buffers, optimizer state."""
+    found: dict[str, Tensor] = {}
+    state = pipe.optimizer.state
+    for name in pipe.owned.of(pipe.stage_map.layers_on(pipe.rank)):
+        p = pipe.owned.parameters[name]
+        found[name] = p.detach().clone()
+        if p.grad is not None:
+            found[f"{name}#grad"] = p.grad.clone()
+        found |= {f"{name}@{key}": torch.as_tensor(value).clone() for key, value in state.get(p, {}).items()}
+    for name, buffer in pipe.owned.buffers.items():
+        if not buffer.tensor.is_meta:
+            found[name] = buffer.tensor.clone()
+    return found
+
+
+def _adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=3e-3, amsgrad=True)
+
+
+def _momentum(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.05, momentum=0.9, nesterov=True)
+
+
+def _plain(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.05)
+
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "amsgrad": {"make_optimizer": _adam},
+    "momentum": {"make_optimizer": _momentum},
+    "sgd": {"make_optimizer": _plain},
+    "clipped": {"max_norm": 0.05},
+    "scaled": {"scaled": True},
+    "added up": {"passes": 2},
+    "frozen": {"frozen": True},
+    "replicas": {"replicas": 2},
+    "owners": {"replicas": 2, "zero": 1, "max_norm": 0.05},
+}
+
+
+def _train(rank: int, size: int, setup: str, steps: int, moves: bool) -> tuple[list[Any], list[dict[str, Tensor]]]:
+    given = dict(SETUPS[setup])
+    max_norm, scaled = given.pop("max_norm", None), given.pop("scaled", False)
+    passes, frozen = given.pop("passes", 1), given.pop("frozen", False)
+    pipe = pipeline(_map(0, TWO), **given)
+    scaler = pipe.scaler(init_scale=2.0**10, growth_interval=3) if scaled else None
+    in_step = _InStep(pipe)
+    losses: list[Any] = []
+    found: list[dict[str, Tensor]] = []
+    for step in range(steps):
+        if frozen:
+            for name, parameter in pipe.owned.parameters.items():
+                parameter.requires_grad_(pipe.owned.units_of[name][0] >= step // 3 % (LAYERS - 1))
+        if moves:
+            in_step.next(_map(step + 1, TWO))
+        for n in range(passes):
+            x, y = batch(passes * step + n)
+            how = {"max_norm": max_norm, "scaler": scaler}
+            losses.append(pipe.step(x, y, update=n == passes - 1, **how))
+        losses.append(pipe.grad_norm)
+        found.append(_all_of(pipe))
+    if moves:
+        assert in_step.held == [True] * steps
+        losses.append(("early", in_step.early_bytes, in_step.sent_bytes))
+    return losses, found
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_move_in_every_step_changes_no_bit(setup: str) -> None:
+    ranks = 4 if "replicas" in SETUPS[setup] else 2
+    steps = 12
+    moved = run_gloo(_train, ranks, setup, steps, True)
+    still = run_gloo(_train, ranks, setup, steps, False)
+    for (losses, _), (wanted, _) in zip(moved, still, strict=True):
+        assert losses[:-1] == wanted
+    for step in range(steps):
+        whole: dict[str, list[Tensor]] = {}
+        for _, found in still:
+            for name, tensor in found[step].items():
+                whole.setdefault(name, []).append(tensor)
+        names = set()
+        for _, found in moved:
+            for name, tensor in found[step].items():
+                names.add(name)
+                assert any(torch.equal(tensor, one) for one in whole[name]), (step, name)
+        assert names == whole.keys(), step
+
+
+def _touched(rank: int, size: int, moves: bool) -> tuple[list[Any], list[bool]]:
+    """Somebody writes to a weight that has been sent, in a manner that torch does not count."""
+    pipe = pipeline(_map(0, TWO))
+    in_step = _InStep(pipe)
+    losses: list[Any] = []
+
+    def touch() -> None:
+        if 4 in pipe.layers:
+            for p in pipe.layers[4].parameters():
+                p.data.mul_(1.01)
+
+    in_step.arrived = touch
+    for step in range(4):
+        if moves:
+            in_step.next(_map(step + 1, TWO))
+        else:
+            pipe.before_update(touch)
+        losses.append(pipe.step(*batch(step)))
+    return losses, in_step.held
+
+
+def test_a_weight_that_changes_on_its_way_arrives_as_it_is_then() -> None:
+    moved, still = (run_gloo(_touched, 2, moves) for moves in (True, False))
+    assert moved[0][0] == still[0][0]
+    # layer 4 goes from rank 1 to 0 first, where what has come is not used
+    assert moved[0][1][0] is False
+    assert moved[0][1] == moved[1][1]
+
+
+def _short(rank: int, size: int) -> tuple[list[float], list[bool], list[bool]]:
+    """Rank 0 gets no memory for what is on its way; then it does."""
+    pipe = pipeline(_map(0, TWO))
+    in_step, allocate = _InStep(pipe), pipe.mover.allocate
+    losses = [pipe.step(*batch(0))]
+    refused: list[bool] = []
+
+    def none_left(*_: Any) -> Tensor:
+        raise MemoryError("none left")
+
+    for step in range(1, 4):
+        pipe.mover.allocate = none_left if rank == 0 and step == 1 else allocate
+        in_step.next(_map(step, TWO))
+        if step == 1:
+            # what fails early is left for the move itself, which says it on all ranks
+            with pytest.raises(TransitionError, match="rank 0: no memory for the new state: none left"):
+                pipe.step(*batch(step))
+            refused.append(pipe.stage_map == _map(0, TWO))
+            pipe.mover.allocate = allocate
+            pipe.drop_gradients()
+        losses.append(pipe.step(*batch(step)))
+    return losses, in_step.held, refused
+
+
+def test_a_rank_without_memory_for_what_is_on_its_way_keeps_all() -> None:
+    found = run_gloo(_short, 2)
+    still = run_gloo(_train, 2, "adam", 4, False)
+    assert found[0][0] == [loss for loss in still[0][0] if loss is not None]
+    assert [one[2] for one in found] == [[True], [True]]
+    assert found[0][1] == [True, True]
+
+
+class _Dies(ForwardingCollective):
+    """The process ends when it first sends state beside a step."""
+
+    def exchange(self, *args: Any, **options: Any) -> Any:
+        os._exit(1)
+
+
+def _lose_one(rank: int, size: int) -> tuple[str, bool, StageMap]:
+    pipe = pipeline(_map(0, TWO), timeout_s=20.0)
+    pipe.step(*batch(0))
+    in_step, before = _InStep(pipe), _all_of(pipe)
+    if rank == 1:
+        in_step.side = _Dies(in_step.side)
+    in_step.next(_map(1, TWO))
+    with pytest.raises(StageFailed) as caught:
+        pipe.step(*batch(1))
+    now = _all_of(pipe)
+    weights = [name for name in before if "#grad" not in name and not name.endswith("seen")]
+    return str(caught.value), all(torch.equal(now[n], before[n]) for n in weights), pipe.stage_map
+
+
+def test_a_rank_that_dies_with_state_on_its_way_is_named_and_the_others_keep_theirs() -> None:
+    said, whole, stage_map = run_gloo(_lose_one, 2, silent=frozenset({1}))[0]
+    assert re.search(r"rank 1 \(stage 1\) failed .*: its process has ended", said)
+    assert whole
+    assert stage_map == _map(0, TWO)
+
+
+def _tied(rank: int, size: int, moves: bool) -> tuple[list[float], dict[str, Tensor]]:
+    maps = [((0, 3, 6), (0, 1)), ((0, 5, 6), (0, 1)), ((0, 2, 6), (1, 0)), ((0, 6), (1,))]
+    pipe = ElasticPipeline.from_modules(
+        tied.layers(),
+        tied.loss_fn,
+        _map(0, maps),
+        make_optimizer=tied.make_optimizer,
+        microbatches=2,
+        seed=tied.SEED,
+        counted=tied.counted,
+        timeout_s=60.0,
+    )
+    in_step, losses = _InStep(pipe), []
+    for step in range(8):
+        if moves:
+            in_step.next(_map(step + 1, maps))
+        losses.append(pipe.step(*tied.batch(step, 0), max_norm=tied.MAX_NORM))
+    return losses, _all_of(pipe)
+
+
+def test_tied_weights_move_before_an_update() -> None:
+    moved, still = run_gloo(_tied, 2, True), run_gloo(_tied, 2, False)
+    # of a tied weight on one rank all microbatches are added up in turn, on two ranks each adds up its own
+    assert moved[0][0] == pytest.approx(still[0][0], rel=tied.TOLERANCE)
+    wanted = still[0][1] | still[1][1]
+    for name, tensor in (moved[0][1] | moved[1][1]).items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=tied.TOLERANCE, atol=tied.TOLERANCE)
