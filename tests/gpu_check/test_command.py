@@ -20,6 +20,7 @@ from prophet.cli import BAD_INPUT, FAILED, OK, main
 from prophet.gpu_check import checks
 from tests.helpers.gpu_check_bodies import BLOWS
 from tests.helpers.house import ROOT
+from tests.helpers.releases import needs_interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,7 @@ def test_a_page_that_cannot_be_written_loses_no_answer(
     assert "No space left on device" in err
 
 
+@needs_interpreter
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     "names",

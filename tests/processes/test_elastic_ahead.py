@@ -21,6 +21,7 @@ from prophet.state.streams import Streams, Timetable
 from tests.helpers.elastic_jobs import check_held, plain_losses, same, start, train, whole
 from tests.helpers.launch import run_gloo
 from tests.helpers.noted import noted
+from tests.helpers.releases import needs_orders
 
 LIMIT_S = 30.0
 
@@ -52,6 +53,7 @@ def _ahead(rank: int, size: int) -> None:
     job.close()
 
 
+@needs_orders
 def test_what_follows_from_a_route_is_found_by_the_thread_that_prepares() -> None:
     run_gloo(_ahead, 4, timeout_s=120.0)
 

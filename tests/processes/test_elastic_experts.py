@@ -27,6 +27,7 @@ from tests.helpers.elastic_experts import (
 )
 from tests.helpers.elastic_jobs import broken, check_held, dataset, same, train
 from tests.helpers.launch import run_gloo
+from tests.helpers.releases import needs_orders
 from tests.helpers.support import RandomPlanner
 
 
@@ -63,6 +64,7 @@ TOUR = (
 )
 
 
+@needs_orders
 @pytest.mark.parametrize(
     ("layouts", "every"),
     [

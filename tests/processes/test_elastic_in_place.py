@@ -18,6 +18,7 @@ from tests.helpers import elastic_experts, elastic_jobs
 from tests.helpers.elastic_jobs import broken, same, train
 from tests.helpers.launch import run_gloo
 from tests.helpers.metering import metered, state_of, storages
+from tests.helpers.releases import needs_orders
 from tests.helpers.sliced_models import adam, batch_of, model_of
 
 Whole = Callable[[Job], dict[str, torch.Tensor]]
@@ -81,6 +82,7 @@ def _there_and_back(rank: int, size: int, kind: str) -> list[tuple[str, float]]:
     return ratios
 
 
+@needs_orders
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back_in_place_has_the_bits_the_losses_and_the_peak(kind: str) -> None:
     every = run_gloo(_there_and_back, 4, kind, timeout_s=150.0)

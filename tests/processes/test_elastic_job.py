@@ -33,6 +33,7 @@ from tests.helpers.elastic_jobs import (
     whole,
 )
 from tests.helpers.launch import run_gloo
+from tests.helpers.releases import needs_orders
 
 TOUR = ("pp2,dp2", "dp4,zero1", "pp4", "pp2,dp2,zero1", "dp1", "pp3", "dp3,zero1", "pp1,dp2", "pp2,zero1", "pp2,v2,dp2")
 
@@ -99,6 +100,7 @@ def _there_and_back(rank: int, size: int) -> None:
     assert {k: fired[k] - old[k] for k in fired} == {"step": 1, "module": each, "gradient": each}
 
 
+@needs_orders
 def test_there_and_back_is_bit_identical() -> None:
     run_gloo(_there_and_back, 4)
 

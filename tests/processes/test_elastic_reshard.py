@@ -35,6 +35,7 @@ from tests.helpers.own_loops import (
     train_step,
     whole,
 )
+from tests.helpers.releases import needs_orders
 
 TOUR = ("dp4", "dp4,zero3", "dp2,tp2,zero2", "tp4", "dp2,zero2,order3:1", "dp4")
 EACH = 2
@@ -60,6 +61,7 @@ def _tour(
     return losses
 
 
+@needs_orders
 @pytest.mark.parametrize(
     ("make", "made", "tour"),
     [(adamw, build, TOUR), (momentum, build_tied, ("dp4", "dp2,tp2,zero3", "dp4", "dp4,zero2", "dp1"))],

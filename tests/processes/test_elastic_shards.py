@@ -16,6 +16,7 @@ from prophet.errors import SpecError, StageFailed, TransitionError
 from tests.helpers.elastic_jobs import DIM, batches, build, check_held, dataset, plain_losses, same, start, train
 from tests.helpers.launch import run_gloo
 from tests.helpers.own_loops import gathered
+from tests.helpers.releases import needs_orders
 from tests.helpers.sliced_models import adam, batch_of, model_of
 
 KINDS = ("plain", "packed", "padded")
@@ -74,6 +75,7 @@ def _alone(steps: int, options: dict[str, Any]) -> list[float]:
     return losses
 
 
+@needs_orders
 @pytest.mark.parametrize(
     ("ranks", "layouts", "options"),
     [

@@ -20,6 +20,7 @@ from tests.helpers import sliced_layers as own
 from tests.helpers.elastic_jobs import broken, check_held, same, whole
 from tests.helpers.elastic_sliced import check_cut, chunks, go, llama_job, own_job
 from tests.helpers.launch import run_gloo
+from tests.helpers.releases import needs_orders
 from tests.helpers.sliced_models import adam, alone, apart, batch_of, model_of
 from tests.helpers.transformers_models import small
 
@@ -215,6 +216,7 @@ def _broken(rank: int, size: int) -> tuple[list[str], list[float]]:
     return said, losses
 
 
+@needs_orders
 def test_a_failed_switch_leaves_the_slices_as_they_were() -> None:
     losses, _ = own.one_process(len(PLACES) + 1, 4, 1)
     results = run_gloo(_broken, 4)

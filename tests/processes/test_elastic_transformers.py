@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="the model is transformers'")
 
 from pipeline_balance import elastic
 from tests.helpers.launch import run_gloo
+from tests.helpers.releases import needs_orders
 from tests.helpers.sliced_models import adam, batch_of, model_of, own_loss
 
 KINDS = ("plain", "packed", "padded")
@@ -49,6 +50,7 @@ def _alone(tied: bool) -> list[float]:
     return losses
 
 
+@needs_orders
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_goes_through_layouts_and_trains_as_in_one_process(tied: bool, tmp_path: Path) -> None:
     losses = _alone(tied)

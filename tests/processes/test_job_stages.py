@@ -23,6 +23,7 @@ from tests.helpers.elastic_jobs import MICROBATCHES, SEED, batches, check_held, 
 from tests.helpers.elastic_sliced import llama_job
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import plain_step
+from tests.helpers.releases import needs_orders
 from tests.helpers.sliced_models import alone, model_of
 
 SLOW_S = 6e-3
@@ -102,6 +103,7 @@ def _tour(rank: int, size: int, folder: str) -> dict[str, Any]:
     return {"losses": losses, "layouts": layouts, "kept": kept, "moves": moves}
 
 
+@needs_orders
 def test_stages_follow_the_load_in_every_layout(tmp_path: Path) -> None:
     results = run_gloo(_tour, 4, str(tmp_path))
     first = results[0]

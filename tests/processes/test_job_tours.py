@@ -20,6 +20,7 @@ from tests.helpers import sliced_layers as own
 from tests.helpers.elastic_experts import whole
 from tests.helpers.elastic_jobs import same
 from tests.helpers.launch import run_gloo
+from tests.helpers.releases import needs_orders
 from tests.helpers.sliced_experts import layers
 
 RANKS, CHANGES, UNITS = 4, 8, 6
@@ -108,6 +109,7 @@ def _tour(rank: int, size: int, seed: int, folder: str) -> dict[str, Any]:
     return {"losses": losses, "went": went, "changed": changed}
 
 
+@needs_orders
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed == HERE else pytest.mark.slow) for seed in range(30)]
 )

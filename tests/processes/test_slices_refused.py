@@ -24,6 +24,7 @@ from prophet.experts.gate import GateConfig
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers import sliced_layers as own
 from tests.helpers.launch import process_outcomes, run_gloo
+from tests.helpers.releases import after_2_11
 
 
 def pipe_of(
@@ -79,6 +80,7 @@ def _refused(rank: int, size: int) -> list[str]:
     return said
 
 
+@after_2_11
 def test_each_is_one_error_on_all_ranks() -> None:
     expected = [
         "ranks [1] cut microbatches by SliceOptions(slices=4",
