@@ -24,7 +24,7 @@ from torch import nn
 
 import prophet
 from prophet import checkpoint
-from prophet.engine.fail_together import on_all_ranks, together
+from prophet.engine.checkpoint.fail_together import on_all_ranks, together
 from prophet.errors import CheckpointError
 from prophet.files import read_bytes, read_json
 from prophet.ranks.operation import Operation

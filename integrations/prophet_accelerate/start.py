@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import prophet
 from prophet.convert import ConversionReport, RoutedExperts, original_state_dict, standard_adapters
 from prophet.convert.find import find_all
-from prophet.engine.fail_together import on_all_ranks
+from prophet.engine.checkpoint.fail_together import on_all_ranks
 from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_, expert_parameters, leave_out_of_ddp
 from prophet.errors import PartialStateError
 from prophet.layer.moe import moe_layers

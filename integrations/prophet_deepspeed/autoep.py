@@ -28,7 +28,7 @@ import prophet
 from prophet.convert import Adapter, ConversionReport, ExpertsSpec, ExpertWeights, FfnNames, converted
 from prophet.convert.checks import check_movable, check_stackable
 from prophet.convert.layers.routed import check_model
-from prophet.engine.fail_together import on_all_ranks
+from prophet.engine.checkpoint.fail_together import on_all_ranks
 from prophet.errors import ConversionError
 from prophet.files import shown
 from prophet.kernels.grouped_ffn.naive import QUICK_SLOPE

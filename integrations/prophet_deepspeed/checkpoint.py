@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import prophet
 from prophet.convert import converted, original_state_dict
 from prophet.convert.state import names_before
+from prophet.engine.checkpoint.fail_together import limit_of, on_all_ranks
 from prophet.engine.checkpoint.optimizer_by_expert import Share, join_state, shares_of, split_state
-from prophet.engine.fail_together import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet, process_rank, processes

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 
 from prophet.convert import converted
 from prophet.convert.saving import load_pretrained, save_pretrained
-from prophet.engine.fail_together import on_all_ranks
+from prophet.engine.checkpoint.fail_together import on_all_ranks
 from prophet.errors import CheckpointError
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import meet, process_rank

@@ -36,9 +36,9 @@ from prophet.ranks.collective import (
     check_rows,
 )
 from prophet.ranks.failures.blocked import blocked
+from prophet.ranks.failures.first_failure import FailureWatch
 from prophet.ranks.failures.presence import Lost, Presence, Pulse, crossed, explained
 from prophet.ranks.failures.stuck import Reached, StuckWatch
-from prophet.ranks.failures.watch import Watch
 from prophet.ranks.messages import Frames
 from prophet.ranks.operation import Operation
 from prophet.ranks.places import known_places, machine, place
@@ -113,7 +113,7 @@ class ProcessGroupCollective(Collective):
         RuntimeError: Where torch.distributed is not initialised.
     """
 
-    watch: Watch | None = None
+    watch: FailureWatch | None = None
 
     def __init__(
         self,
@@ -402,13 +402,13 @@ class ProcessGroupCollective(Collective):
         keep = list(sends), list(recvs)
         return coming(works, ops[0].tensor.new_empty(0), keep, lambda works: self.guard(lambda: wait(works), op, known))
 
-    def watched(self, stages_of: Callable[[int], Sequence[int]]) -> Watch:
+    def watched(self, stages_of: Callable[[int], Sequence[int]]) -> FailureWatch:
         """Watch these ranks for failures during all waits from now on; each of them calls this.
 
         Args:
-            stages_of: See `Watch`.
+            stages_of: See `FailureWatch`.
         """
-        self.watch = Watch(self._presence, self._ranks, self.groups["tokens"].group_name, stages_of)
+        self.watch = FailureWatch(self._presence, self._ranks, self.groups["tokens"].group_name, stages_of)
         return self.watch
 
     def roll_call(self, op: Operation) -> None:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from prophet.engine.checkpoint.description import FORMAT, description_from_json, misfit
 from prophet.engine.checkpoint.experts import ExpertStates, counts_on_device, entries_of
+from prophet.engine.checkpoint.fail_together import limit_of, together
 from prophet.engine.checkpoint.optimizer_by_expert import banks_of, patterns, shares_of, split_state
-from prophet.engine.fail_together import limit_of, together
 from prophet.errors import CheckpointError, some
 from prophet.layer.moe import moe_layers
 from prophet.ranks.process_group import at_work

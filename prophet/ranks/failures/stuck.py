@@ -49,7 +49,7 @@ class StuckWatch:
         self._presence, self._ranks, self.mark = presence, ranks, mark
         # What has failed before this process made its present groups; None while it has none on a device
         self._over: dict[int, str] | None = None
-        # Where the main thread was at the last look
+        # Where the main thread was at the last look, and since when: a thread that moves does not wait
         self._place: tuple[object, ...] = ()
         self._since = self._looked = time.monotonic()
         self._ended: dict[int, str] = {}

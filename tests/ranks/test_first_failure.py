@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from prophet.errors import StageFailed
+from prophet.ranks.failures import first_failure as module
 from prophet.ranks.failures import presence as presence_module
-from prophet.ranks.failures import watch as module
+from prophet.ranks.failures.first_failure import FailureWatch
 from prophet.ranks.failures.presence import LEFT, LEFT_AFTER, Presence, _started
-from prophet.ranks.failures.watch import Watch
 from prophet.ranks.waiting import joined
 
 STAGES = {0: (0, 3), 1: (1,), 2: (2,), 3: ()}
@@ -54,7 +54,7 @@ class Ranks:
     def __init__(self) -> None:
         self.stores: list[Any] = [dist.HashStore()] * 4
         self.presences = [Presence(lambda r=r: self.stores[r], r, 7) for r in range(4)]  # type: ignore[misc]
-        self.watches = [Watch(p, range(4), "tests", STAGES.__getitem__) for p in self.presences]
+        self.watches = [FailureWatch(p, range(4), "tests", STAGES.__getitem__) for p in self.presences]
 
     def belongs_to(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.presences[rank].close()
@@ -137,7 +137,7 @@ def test_a_killed_process_is_named(ranks: Ranks, other: subprocess.Popen[bytes],
 def test_ranks_of_a_group_go_by_their_numbers_in_it(ranks: Ranks, other: subprocess.Popen[bytes]) -> None:
     ranks.belongs_to(3, other)
     other.kill()
-    watch = Watch(ranks.presences[2], [3, 2], "a pair", {0: (7,), 1: (8,)}.__getitem__)
+    watch = FailureWatch(ranks.presences[2], [3, 2], "a pair", {0: (7,), 1: (8,)}.__getitem__)
     with pytest.raises(StageFailed) as caught:
         joined(Future(), watch.turns(5.0))
     assert said(caught.value)[:2] == (0, (7,))

@@ -32,7 +32,7 @@ def _to_json(failure: StageFailed) -> str:
     return json.dumps([failure.rank, failure.stages, failure.action, failure.cause])
 
 
-class Watch:
+class FailureWatch:
     """Failures of the ranks of one group, as this rank learns of them.
 
     Args:
