@@ -390,7 +390,7 @@ def _advice(answer: dict[str, Any]) -> str:
     return TOO_DEAR
 
 
-# What takes most of a step, as the table names it
+# The answer in JSON keeps the short keys, which programs read; people see these
 _MOST = {
     "experts": "experts",
     "all-to-all": "all-to-all",

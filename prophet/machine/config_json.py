@@ -24,7 +24,7 @@ _MOST_LAYERS = 1 << 12
 _SEQUENCE = 4096
 _INSTEAD = "give --layers, --experts, --top-k, --dim, --hidden and --heads in place of --model"
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Names of functions in configurations, and in this library
+# Names from configurations: three of them are the tanh approximation of gelu, computed in different orders
 _FUNCTIONS = {
     "silu": "silu",
     "swish": "silu",

@@ -327,7 +327,7 @@ class PipelineState:
                 raise SpecError(f"the model is to be collected on rank {rank} of {collective.size}")
             self.passes.read_model()
             items = self.items()
-            # whatever an optimizer keeps, the model has a state_dict
+            # optimizer state is left out here, before it is described: odd state refuses no state_dict
             if not isinstance(items, str):
                 items = [item for item in items if item.kind in ("parameter", "buffer")]
             found = self.described(items)
