@@ -171,7 +171,7 @@ def _checked(
         raise ConversionError(nothing_found(model, left))
     holders = [(f.where, f.experts(model)) for f in found]
     check_not_shared(model, holders, [f.block_name for f in found])
-    check_no_optimizer((p for _, held in holders for p in held.parameters()), but=optimizer)
+    check_no_optimizer([held for _, held in holders], but=optimizer)
     carried = carry(optimizer, model, found)
     check_by_trying(model, found)
     return carried

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -219,14 +220,17 @@ def _expert_of(place: str, experts: str) -> str:
     return place if number is None or not place.startswith(f"{experts}.") else ".".join(inside[: number + 1])
 
 
-def check_no_optimizer(params: Iterable[nn.Parameter], but: object = None) -> None:
-    """Raise `ConversionError` where a living optimizer holds one of `params`: it would go on with dead parameters.
+def check_no_optimizer(experts: Sequence[nn.Module], but: object = None) -> None:
+    """Raise `ConversionError` where a living optimizer holds a parameter of `experts`: it would go on with dead ones.
 
     Args:
-        params: The experts' parameters before the conversion.
+        experts: The modules with experts before the conversion.
         but: An optimizer that is converted, too.
     """
-    wanted = {id(p) for p in params}
+    # The search goes through every object of the process, so it is made only where somebody may be found
+    if not _held_outside(experts):
+        return
+    wanted = {id(p) for held in experts for p in held.parameters()}
     kinds: list[type] = [torch.optim.Optimizer]
     for kind in kinds:
         kinds.extend(kind.__subclasses__())
@@ -251,6 +255,19 @@ def check_no_optimizer(params: Iterable[nn.Parameter], but: object = None) -> No
                 f"{type(found[0]).__name__} was built before the conversion and would go on with the old experts: "
                 f"prophet.convert(model, optimizer=optimizer) takes one along; or convert first, then build it"
             )
+
+
+def _held_outside(modules: Sequence[nn.Module]) -> bool:
+    """Whether anything but one module may refer to one of the parameters; a second module counts as well."""
+    # What a single dictionary refers to counts as much as this, whatever this version of Python adds for the call
+    once = {"": nn.Parameter(torch.empty(0))}
+    fewest = sys.getrefcount(once[""])
+    return any(
+        held[name] is not None and sys.getrefcount(held[name]) > fewest
+        for root in modules
+        for held in (module._parameters for module in root.modules())
+        for name in held
+    )
 
 
 def fingerprint(found: Sequence[tuple[str, ExpertsSpec, nn.Module]]) -> tuple[int, int]:

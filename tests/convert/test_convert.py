@@ -271,7 +271,10 @@ def test_the_search_for_optimizers_leaves_other_threads_alone() -> None:
     thread.start()
     try:
         for _ in range(400):
-            check_no_optimizer(nn.Linear(3, 3).parameters())
+            expert = nn.Linear(3, 3)
+            held = expert.weight  # somebody may hold it for an optimizer, so all objects are searched
+            check_no_optimizer([expert])
+            assert held is expert.weight
     finally:
         sys.setswitchinterval(interval)
         gc.unfreeze()
@@ -279,6 +282,23 @@ def test_the_search_for_optimizers_leaves_other_threads_alone() -> None:
         thread.join(timeout=60)
     assert heap
     assert not failed
+
+
+def test_nothing_is_searched_where_only_the_model_holds_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Searched(Exception):
+        pass
+
+    def get_referrers(*_: object) -> list[object]:
+        raise Searched
+
+    monkeypatch.setattr(gc, "get_referrers", get_referrers)
+    model = Net()
+    check_no_optimizer([model])
+    groups = [{"params": [model.head.weight]}]
+    with pytest.raises(Searched):
+        check_no_optimizer([model])
+    del groups
+    prophet.convert(model)
 
 
 def test_an_optimizer_of_other_parameters_is_no_obstacle() -> None:
