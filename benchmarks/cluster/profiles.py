@@ -97,6 +97,8 @@ BUILT_IN = {
         _FOUR,
         uniform("eight-hosts", hosts=8, share=0.045, link_mbit_per_s=40.0),
         uniform("two-nodes", hosts=8, nodes=2, share=0.045, link_mbit_per_s=40.0, uplink_mbit_per_s=80.0),
+        # one rank alone may use its node's whole port; four together get a twelfth of their own links' rate
+        uniform("two-nodes-shared-ports", hosts=8, nodes=2, share=0.045, link_mbit_per_s=240.0, uplink_mbit_per_s=80.0),
         dataclasses.replace(_FOUR, name="slow-host", share=(*_FOUR.share[:-1], _FOUR.share[-1] / 3)),
     )
 }

@@ -195,6 +195,22 @@ def test_uplink_limits_traffic_between_nodes() -> None:
 
 
 @needs_testbed
+def test_a_shared_port_belongs_to_whoever_sends() -> None:
+    """One rank of a node gets all of its port, four share it, and links inside the node are faster."""
+    profile = load_profile("two-nodes-shared-ports")
+    port, link = 80e6 / 8, 240e6 / 8
+    alone, together, inside = [[0, 4]], [[r, 4 + r] for r in range(4)], [[0, 1]]
+    with Testbed(profile, paced=True) as bed:
+        job = {"rounds": [alone, together, inside], "mbytes": 4}
+        found = bed.run(f"{PROGRAMS}:streams", job, timeout_s=90)
+    assert 0.8 * port < found[4][0] < 1.15 * port
+    # the last of four ends when all have passed: together they are as fast as one alone
+    assert 0.8 * port < 4 * min(found[4 + r][1] for r in range(4)) < 1.15 * port
+    assert 0.6 * link < found[1][2] < 1.15 * link
+    assert bed.leftovers() == []
+
+
+@needs_testbed
 @pytest.mark.parametrize(("exits", "kind"), [(False, "ValueError: this host was told to fail"), (True, "status 7")])
 def test_a_failing_host_is_named_and_the_others_are_ended(exits: bool, kind: str) -> None:
     with two_hosts() as bed:

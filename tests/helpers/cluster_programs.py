@@ -78,6 +78,39 @@ def ring(host: Host, args: dict[str, Any]) -> float:
     return size / took_s
 
 
+def streams(host: Host, args: dict[str, Any]) -> list[float]:
+    """Send bytes from rank to rank, several rounds of [source, destination] pairs one after the other.
+
+    Returns the bytes per second at which this rank's arrived in each round; 0 where nothing was sent to it. A round's
+    streams begin once all of them are connected.
+    """
+    size, found = int(args["mbytes"] * (1 << 20)), []
+    with host.process_group(timeout_s=30):
+        import torch
+        import torch.distributed as dist
+
+        for pairs in args["rounds"]:
+            mine = [(a, b) for a, b in pairs if host.rank in (a, b)]
+            dist.barrier()
+            for a, b in mine:  # a pair's first message makes the connection
+                one = torch.zeros(1, dtype=torch.uint8)
+                if a == host.rank:
+                    dist.send(one, b)
+                else:
+                    dist.recv(one, a)
+            dist.barrier()
+            began, rate = time.perf_counter(), 0.0
+            data = torch.zeros(size, dtype=torch.uint8)
+            works = [dist.isend(data, b) if a == host.rank else dist.irecv(data, a) for a, b in mine]
+            for work in works:
+                assert work is not None
+                work.wait()
+            if any(b == host.rank for _, b in mine):
+                rate = size / (time.perf_counter() - began)
+            found.append(rate)
+    return found
+
+
 def burn(host: Host, args: dict[str, Any]) -> float:
     """Compute for a while; returns the share of one core that it got."""
     wall, used = time.perf_counter(), time.process_time()
