@@ -25,8 +25,8 @@ def bounds(cases: Sequence[Case], context: PlanContext) -> tuple[list[float], li
     homes = context.homes_only()
     alone = [Split.to_homes(case.present, homes) for case in cases]
     even = [forced_balance(case.present, context)[0] for case in cases]
-    static_s, ceiling_s = ([step_cost(split, homes, context).total_s for split in splits] for splits in (alone, even))
-    return static_s, ceiling_s
+    static_s, even_s = ([step_cost(split, homes, context).total_s for split in splits] for splits in (alone, even))
+    return static_s, even_s
 
 
 def row_of(
@@ -36,9 +36,9 @@ def row_of(
     cases: Sequence[Case],
     context: PlanContext,
     static_s: Sequence[float],
-    ceiling_s: Sequence[float],
+    even_s: Sequence[float],
 ) -> dict[str, Any]:
-    """One row of the table; `static_s`, `ceiling_s`: `bounds`."""
+    """One row of the table; `static_s`, `even_s`: `bounds`."""
     planner = get_planner(policy) if policy != "forced-balance" else None
     walk = Walk(planner, context) if planner is not None else None
     max_mean, copies, seconds, experts, split_us = ([] for _ in range(5))  # type: list[list[float]]
@@ -58,7 +58,7 @@ def row_of(
         copies.append(float(placement.copies_per_rank().mean()))
         seconds.append(cost.total_s)
         experts.append(cost.expert_s / cost.total_s)
-    fraction = np.array(ceiling_s) / np.array(seconds)
+    fraction = np.array(even_s) / np.array(seconds)
     plan_us = walk.plan_us if walk is not None else [0.0]
     return {
         "trace": trace,
