@@ -1,4 +1,8 @@
-"""python -m benchmarks.cluster --profile four-hosts --policies static,prophet,forced-balance --json out.json"""
+"""python -m benchmarks.cluster --profile four-hosts --policies static,prophet,forced-balance --json out.json
+
+What balancing gains on emulated hosts, against published policies, DeepSpeed, Tutel and perfectly even routing. The
+routing is that of the model's own router, or with --routing that of a recorded trace.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,17 @@ from typing import Any
 
 from benchmarks.cluster.policies import DEFAULT_POLICIES, POLICY_NAMES, PolicyError, planner_of, policy
 from benchmarks.cluster.profiles import BUILT_IN, Profile, ProfileError, load_profile
+from benchmarks.cluster.routing import read_replay
 from benchmarks.cluster.rows import against, summarise, table
 from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
+from benchmarks.cluster.worker import steps_of_repetition
 from benchmarks.cluster.workload import Workload
 from benchmarks.common import chosen, environment, write_json
-from prophet.errors import SpecError
+from prophet.errors import SpecError, TraceError
 from prophet.report.picture import draw_step, middle_blocks
-from prophet.scheduler.timeline import Span, write_trace
+from prophet.scheduler.timeline import Span
+from prophet.scheduler.timeline import write_trace as write_timeline
+from prophet.traces import write_trace
 
 FULL_RATE_MBIT_PER_S = 4000.0  # while the checkpoint is made, which is not measured
 PICTURED = ["prophet", "prophet-blocking"]
@@ -35,6 +43,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--against", default="", help="of the policies, comma-separated: the others' steps over those of the fastest"
+    )
+    p.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FILE",
+        help="replay the routing of this trace instead of the router's: every rank's choices have its counts of that "
+        "step and layer, the same for all policies but those of even routing",
     )
     p.add_argument("--json", type=Path, help="file for the rows")
     p.add_argument("--picture", type=Path, help="file for a picture of two blocks of that step, with prophet (PNG)")
@@ -107,18 +122,28 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
         raise PolicyError(f"--against: expected some of the policies that run ({', '.join(names)}), got {args.against}")
     if workload.experts % profile.hosts:
         raise PolicyError(f"{workload.experts} experts cannot be divided among {profile.hosts} hosts")
+    replay = None
+    if args.routing is not None:
+        window = steps_of_repetition(args.steps, args.skip)
+        replay = read_replay(args.routing, workload, ranks=profile.hosts, repetitions=args.repetitions, window=window)
+        say(str(replay))
     key_of = json.dumps([dataclasses.asdict(workload), profile.hosts, args.warm_up_steps])
     key = hashlib.blake2b(key_of.encode(), digest_size=6).hexdigest()
     began = time.monotonic()
     with Testbed(profile, python=python, paced=True) as bed:
         folder = (args.checkpoints or bed.scratch).resolve() / key
         make_checkpoint(bed, workload, args, folder)
+        routing = None
+        if replay is not None:
+            routing = str(bed.scratch / "routing.npz")
+            write_trace(routing, replay.trace)
         job = {
             **chosen(args, "repetitions", "steps", "skip", "warm_up_steps", "slots_per_rank", "timeout_s"),
             "workload": dataclasses.asdict(workload),
             "policies": names,
             "ranks_per_node": profile.hosts_per_node,
             "folder": str(folder),
+            "routing": routing,
             "trace": names if args.trace else PICTURED if args.picture else [],
         }
         results = bed.run(
@@ -128,16 +153,22 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
             imports=sorted({policy(n).system for n in names}),
             while_running=follow,
         )
-    rows = summarise(results, tokens_per_step=workload.tokens_per_host() * profile.hosts, policies=names)
+    rows = summarise(
+        results,
+        tokens_per_step=workload.tokens_per_host() * profile.hosts,
+        policies=names,
+        replayed=None if replay is None else replay.file,
+    )
     if args.trace or args.picture:
         groups = traced_steps(results)
         if args.trace:
-            write_trace(args.trace, groups)
+            write_timeline(args.trace, groups)
         if args.picture:
             draw(args.picture, groups)
     return {
         "profile": dataclasses.asdict(profile),
         "workload": dataclasses.asdict(workload),
+        "routing": None if replay is None else replay.as_dict(),
         "repetitions": args.repetitions,
         "steps": args.steps,
         "environment": environment(),
@@ -179,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         workload = Workload(**chosen(args, *(f.name for f in dataclasses.fields(Workload))))
         with unwound_when_ended():
             document = benchmark(profile, workload, args)
-    except (ProfileError, PolicyError, TestbedUnavailable, TestbedError) as error:
+    except (ProfileError, PolicyError, TraceError, TestbedUnavailable, TestbedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     say(table(document["rows"]))

@@ -11,6 +11,7 @@ from prophet.errors import SpecError
 from prophet.planner import Planner, get_planner
 
 System = Literal["prophet", "deepspeed", "tutel"]
+CAPACITY = 1.25  # as GShard and Switch train
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,11 +19,11 @@ class Policy:
     """How a run is balanced.
 
     system: whose MoE layer runs. planner: of our engine, a name or "MODULE:FUNCTION" (see `planner_of`). schedule:
-    how its transfers are laid out. even: the routing is replaced by a perfectly even one. plain: our layer without
-    the engine. use_windows: whether the planner knows of the compute under which transfers hide (Eq. 8). transfers:
-    the form of Trans and Agg. topology: what the planner knows of the machine, the run's own calibration by
-    default. refetch: replicas' parameters are fetched again for the backward pass. replan: when placements are
-    planned anew, and for which load.
+    how its transfers are laid out. even: the routing is replaced by a perfectly even one. capacity: a peer's capacity
+    factor, beyond which it drops; None drops nothing. plain: our layer without the engine. use_windows: whether the
+    planner knows of the compute under which transfers hide (Eq. 8). transfers: the form of Trans and Agg. topology:
+    what the planner knows of the machine, the run's own calibration by default. refetch: replicas' parameters are
+    fetched again for the backward pass. replan: when placements are planned anew, and for which load.
     """
 
     name: str
@@ -33,9 +34,19 @@ class Policy:
     topology: Literal["calibrated", "auto", "uniform"] = "calibrated"
     refetch: bool = False
     even: bool = False
+    capacity: float | None = None
     plain: bool = False
     use_windows: bool = True
     replan: ReplanConfig = EVERY_STEP
+
+    @property
+    def mode(self) -> str | None:
+        """How a peer runs, in words; None for our layer."""
+        if self.system == "prophet":
+            return None
+        dropless = "dropless, padded to the hottest expert"
+        mode = dropless if self.capacity is None else f"capacity factor {self.capacity:g}"
+        return f"{mode}, even routing" if self.even else mode
 
 
 _ALL = (
@@ -61,7 +72,11 @@ _ALL = (
     Policy(name="forced-balance", even=True, plain=True),
     Policy(name="forced-balance-prophet", planner="prophet", even=True),
     Policy(name="deepspeed", system="deepspeed"),
+    Policy(name="deepspeed-capacity", system="deepspeed", capacity=CAPACITY),
+    Policy(name="deepspeed-even", system="deepspeed", even=True),
     Policy(name="tutel", system="tutel"),
+    Policy(name="tutel-capacity", system="tutel", capacity=CAPACITY),
+    Policy(name="tutel-even", system="tutel", even=True),
 )
 POLICY_NAMES = tuple(p.name for p in _ALL)
 DEFAULT_POLICIES = (
@@ -74,7 +89,11 @@ DEFAULT_POLICIES = (
     "forced-balance",
     "forced-balance-prophet",
     "deepspeed",
+    "deepspeed-capacity",
+    "deepspeed-even",
     "tutel",
+    "tutel-capacity",
+    "tutel-even",
 )
 # What a listed policy needs of the others: ratios are taken within one run.
 EVEN = "forced-balance"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster.policies import EVEN
+from benchmarks.cluster.policies import EVEN, policy
 from benchmarks.tables import columns
 from prophet.report import median_interval
 
@@ -19,7 +19,7 @@ COLUMNS = (
     ("step_s_median", "step s", "{:.3f}"),
     ("step_s_quartiles", "25 to 75 %", "{0[0]:.3f} to {0[1]:.3f}"),
     ("tokens_per_s", "tokens/s", "{:.0f}"),
-    ("fraction_of_forced_balance", "of even", "{:.3f}"),
+    ("fraction_of_even_routing", "of even", "{:.3f}"),
     ("max_mean_median", "max/mean", "{:.3f}"),
     ("copies_per_rank_mean", "copies", "{:.1f}"),
     ("exposed_fraction", "exposed", "{:.3f}"),
@@ -27,21 +27,30 @@ COLUMNS = (
     ("expert_s", "expert s", "{:.3f}"),
     ("simulated_error", "sim. error", "{:+.3f}"),
     ("loss_final", "loss", "{:.4f}"),
+    ("dropped_fraction", "dropped", "{:.3f}"),
+    ("mode", "mode", "{}"),
 )
 
 
 def summarise(
-    results: Sequence[Mapping[str, Any]], *, tokens_per_step: int, policies: Sequence[str]
+    results: Sequence[Mapping[str, Any]], *, tokens_per_step: int, policies: Sequence[str], replayed: str | None = None
 ) -> list[dict[str, Any]]:
     """One row per policy from the R hosts' results.
 
     A step lasts as long as its mean over ranks (all ranks wait for each other in every step); medians run over the
-    steps of all repetitions.
+    steps of all repetitions. replayed: the trace whose routing every policy was given but those of even routing.
     """
-    rows = [_row(results, name, tokens_per_step) for name in policies]
+    rows = [
+        {
+            **_row(results, name, tokens_per_step),
+            "routing": "even" if policy(name).even else replayed or "the router's own",
+            "mode": policy(name).mode,
+        }
+        for name in policies
+    ]
     even = next((r["tokens_per_s"] for r in rows if r["policy"] == EVEN), None)
     for row in rows:
-        row["fraction_of_forced_balance"] = None if even is None else row["tokens_per_s"] / even
+        row["fraction_of_even_routing"] = None if even is None else row["tokens_per_s"] / even
     return rows
 
 
@@ -87,9 +96,10 @@ def _row(results: Sequence[Mapping[str, Any]], name: str, tokens_per_step: int) 
         "step_s_quartiles": np.quantile(steps, (0.25, 0.75)).tolist(),
         "step_s_by_repetition": [float(np.median(s)) for s in steps],
         "tokens_per_s": tokens_per_step / median,
-        "fraction_of_forced_balance": None,
+        "fraction_of_even_routing": None,
         "max_mean_median": _median([x for run in first for x in run["max_mean"]]),
         "max_mean_static_median": _median([x for run in first for x in run.get("max_mean_static", ())]),
+        "dropped_fraction": _mean([x for run in first for x in run.get("dropped", ())]),
         "copies_per_rank_mean": float(np.mean([x for run in first for x in run["copies_per_rank"]])),
         "exposed_s": exposed,
         "exposed_fraction": sum(known) / median if known else None,
@@ -114,6 +124,10 @@ def _growth(resident_bytes: Sequence[int]) -> int:
 
 def _median(values: Sequence[float]) -> float | None:
     return float(np.median(values)) if len(values) else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 def _mean_seconds(per_rank: Sequence[Sequence[Mapping[str, Any]]], name: str) -> float | None:

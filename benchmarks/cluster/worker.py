@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import prophet
 from benchmarks.cluster import calibrate, peers
 from benchmarks.cluster.calibrate import Calibration
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.policies import Policy, planner_of, policy
+from benchmarks.cluster.routing import even_row, given, max_mean_at_home
 from benchmarks.cluster.workload import (
     Workload,
     batches,
     build,
-    forced_balance,
     load_checkpoint,
     optimizer_of,
     train_step,
@@ -36,7 +36,6 @@ from benchmarks.cluster.workload import (
 from benchmarks.measure import peak_memory_bytes, reset_peak_memory, resident_bytes, rotated
 from benchmarks.pacing import compute_apart
 from prophet import Engine, EngineConfig, attach
-from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
 from prophet.engine.config import Experiment
 from prophet.engine.step_report import StepReport
@@ -50,8 +49,16 @@ from prophet.scheduler.recording import ObservedCollective, Recording
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.timeline import Span
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, Windows
+from prophet.traces import read_trace
 
+SETTLING_STEPS = 5  # uncounted ones before all else
+CALIBRATION_STEPS = 4  # watched ones of each routing, behind those that are skipped
 SIMULATED_PARTS = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
+
+
+def steps_of_repetition(steps: int, skip: int) -> int:
+    """The most that anything runs from one checkpoint: so many steps of a trace one repetition needs."""
+    return max(SETTLING_STEPS, skip + max(steps, CALIBRATION_STEPS))
 
 
 def prepare(host: Host, args: Mapping[str, Any]) -> list[float]:
@@ -95,6 +102,8 @@ class Bench:
         self.trace_policies = set(args.get("trace", ()))
         self.traced: dict[str, list[list[Any]]] = {}
         self.state = load_checkpoint(Path(args["folder"]), host.rank)
+        # [repetitions * window, L, E] of this rank
+        self.replayed = None if args["routing"] is None else read_trace(args["routing"]).counts[:, :, host.rank]
         self.corpus = load_corpus()
         self.model = build(self.workload)
         self.collective = moe_layers(self.model)[0].collective
@@ -106,11 +115,11 @@ class Bench:
             self.workload, self.corpus, rank=self.host.rank, ranks=self.host.hosts, first_step=self.first_step
         )
 
-    def settle(self, steps: int = 5) -> None:
+    def settle(self) -> None:
         """Some steps with transfers that nobody counts: the first ones find cold memory and cold connections."""
         with ExitStack() as stack:
             optimizer, _ = self._attached(policy("pro-prophet"), stack)
-            for rows in itertools.islice(self.rows(), steps):
+            for rows in itertools.islice(self.rows(), SETTLING_STEPS):
                 train_step(self.model, optimizer, rows)
 
     # --- calibration ---
@@ -125,7 +134,7 @@ class Bench:
         # What a host computes while others wait for a busy one, and beside all the others: half of the steps each.
         for p in (policy("static"), Policy(name="even", even=True)):
             seen: list[StepReport] = []
-            recording = self._watched_steps(p, self.skip + 4, seen.append)
+            recording = self._watched_steps(p, self.skip + CALIBRATION_STEPS, seen.append)
             reports += seen[self.skip :]
             spans += recording.recorder.spans()
             for step in range(self.skip, recording.steps):
@@ -199,13 +208,27 @@ class Bench:
             refetch=p.refetch,
         )
 
-    def _attached(self, p: Policy, stack: ExitStack) -> tuple[torch.optim.Optimizer, Engine | None]:
+    def _give(self, p: Policy, gates: list[nn.Module], repetition: int, stack: ExitStack) -> None:
+        """Let the gates choose evenly, or what the trace says from this repetition's first step on, if they shall."""
+        workload, rank, replayed = self.workload, self.host.rank, self.replayed
+        if p.even:
+            even = even_row(workload.tokens_per_host() * workload.top_k, workload.experts, rank)
+            row_of = lambda step, layer: even  # noqa: E731
+        elif replayed is not None:
+            first = repetition * steps_of_repetition(self.steps, self.skip)
+            row_of = lambda step, layer: replayed[first + step, layer]  # noqa: E731
+        else:
+            return
+        stack.enter_context(given(gates, row_of, top_k=workload.top_k, seed=(workload.seed, repetition, rank)))
+
+    def _attached(
+        self, p: Policy, stack: ExitStack, repetition: int = 0
+    ) -> tuple[torch.optim.Optimizer, Engine | None]:
         """Load the checkpoint and, unless the policy is plain, attach the engine, until the stack is closed."""
         self.model.load_state_dict(self.state)
         self.model.zero_grad()
         optimizer = optimizer_of(self.model, self.workload)
-        if p.even:
-            stack.enter_context(forced_balance(self.model, self.host.rank))
+        self._give(p, [layer.gate for layer in moe_layers(self.model)], repetition, stack)
         if p.plain:
             return optimizer, None
         experiment = Experiment(schedule=p.schedule, transfers=p.transfers, replan=p.replan)
@@ -249,31 +272,32 @@ class Bench:
         compute_apart()
         reset_peak_memory()
         if p.system == "prophet":
-            result = self._run_ours(p)
+            result = self._run_ours(p, repetition)
             if repetition == 0 and p.name in self.trace_policies:
                 self._trace(p)
         else:
-            result = self._run_peer(p)
+            result = self._run_peer(p, repetition)
         return {"policy": p.name, "repetition": repetition, "peak_memory_bytes": peak_memory_bytes(), **result}
 
-    def _run_ours(self, p: Policy) -> dict[str, Any]:
+    def _run_ours(self, p: Policy, repetition: int) -> dict[str, Any]:
         reports: list[StepReport] = []
         planned: list[tuple[tuple[Placement, ...], tuple[Form, ...]]] = []
         step_s, losses, resident = [], [], []
         with ExitStack() as stack:
-            optimizer, engine = self._attached(p, stack)
+            optimizer, engine = self._attached(p, stack, repetition)
             if engine is not None:
                 engine.on_step.append(reports.append)
                 engine.on_step.append(lambda report: planned.append((report.placements, report.forms)))
-            watches = [layer.port.stopwatch for layer in moe_layers(self.model)] if engine is None else []
-            plain_seconds = []
+            layers = moe_layers(self.model) if engine is None else []
+            plain_seconds, plain_max_mean = [], []
             for rows in itertools.islice(self.rows(), self.skip + self.steps):
                 seconds, loss = train_step(self.model, optimizer, rows)
                 step_s.append(seconds)
                 losses.append(loss)
                 resident.append(resident_bytes())
                 if engine is None:
-                    plain_seconds.append(added(w.take() for w in watches))
+                    plain_seconds.append(added(layer.port.stopwatch.take() for layer in layers))
+                    plain_max_mean.append(float(np.mean([layer.stats.max_mean for layer in layers if layer.stats])))
         seconds_of = [r.seconds for r in reports] if reports else plain_seconds
         result = {
             "step_s": step_s[self.skip :],
@@ -283,8 +307,8 @@ class Bench:
                 name: float(np.median([s.get(name, 0.0) for s in seconds_of[self.skip :]]))
                 for name in ("a2a", "expert", "counts", "exposed_plan", "exposed_trans", "exposed_agg", "plan", "split")
             },
-            "max_mean": [r.max_mean for r in reports[self.skip :]] or [1.0] * self.steps,
-            "max_mean_static": [r.max_mean_static for r in reports[self.skip :]] or [1.0] * self.steps,
+            "max_mean": ([r.max_mean for r in reports] or plain_max_mean)[self.skip :],
+            "max_mean_static": ([r.max_mean_static for r in reports] or plain_max_mean)[self.skip :],
             "copies_per_rank": [float(r.copies.sum(axis=0).mean()) for r in reports[self.skip :]] or [0.0],
             "actions": [str(a) for a in reports[-1].actions] if reports else [],
         }
@@ -332,25 +356,32 @@ class Bench:
 
     # --- the peers ---
 
-    def _run_peer(self, p: Policy) -> dict[str, Any]:
-        model = peers.build_peer(p.system, self.workload, self.state, rank=self.host.rank, ranks=self.host.hosts)
+    def _run_peer(self, p: Policy, repetition: int) -> dict[str, Any]:
+        model = peers.build_peer(
+            p.system, self.workload, self.state, rank=self.host.rank, ranks=self.host.hosts, capacity=p.capacity
+        )
+        layers: list[peers.Peer] = [block.moe for block in model.blocks]  # type: ignore[misc]
         optimizer = optimizer_of(model, self.workload)
         compute_apart()
-        steps = [train_step(model, optimizer, rows) for rows in itertools.islice(self.rows(), self.skip + self.steps)]
+        steps, counts = [], []
+        with ExitStack() as stack:
+            self._give(p, [layer.gate for layer in layers], repetition, stack)
+            for rows in itertools.islice(self.rows(), self.skip + self.steps):
+                steps.append(train_step(model, optimizer, rows))
+                counts.append([layer.counts() for layer in layers])
         step_s, losses = zip(*steps[self.skip :], strict=True)
-        balance = self._peer_balance(model)
-        known = {"max_mean": [] if balance is None else [balance], "copies_per_rank": [0.0]}
-        return {"step_s": step_s, "losses": losses, **known}
-
-    def _peer_balance(self, model: MoEGPT) -> float | None:
-        """Mean over blocks of largest rank load over mean, of the last step; None where the peer does not tell."""
-        counts = [block.moe.counts() for block in model.blocks]  # type: ignore[operator, union-attr]
-        if any(c is None for c in counts):
-            return None
-        op = Operation("loads of a peer")
-        load = self.collective.all_gather(torch.stack(counts).to(torch.int64), op=op).sum(dim=0).numpy()  # [L, E]
-        per_rank = load.reshape(load.shape[0], self.host.hosts, -1).sum(axis=2)
-        return float((per_rank.max(axis=1) / per_rank.mean(axis=1)).mean())
+        result = {"step_s": step_s, "losses": losses, "max_mean": [], "copies_per_rank": [0.0]}
+        told = [c.to(torch.int64) for step in counts[self.skip :] for c in step if c is not None]
+        if len(told) < self.steps * len(layers):
+            return result  # a release that does not tell
+        table = torch.stack(told)
+        load = self.collective.all_gather(table, op=Operation("loads of a peer")).numpy()  # [R, T * L, E]
+        load = load.reshape(self.host.hosts, self.steps, len(layers), -1).transpose(1, 2, 0, 3)  # [T, L, R, E]
+        result["max_mean"] = max_mean_at_home(load).mean(axis=1).tolist()
+        if p.capacity is not None:
+            capacity = layers[0].capacity(self.workload.tokens_per_host(), self.workload.experts)
+            result["dropped"] = [peers.dropped_fraction(step, capacity) for step in load]
+        return result
 
 
 def use_collective(layers: list[prophet.MoE], collective: Collective) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, load_corpus, rank_batch
-from prophet.experts.gate import Routing
-from prophet.layer.moe import moe_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,32 +130,3 @@ def load_checkpoint(folder: Path, rank: int) -> dict[str, Tensor]:
     """This rank's part of the common checkpoint: all shared parameters, and its own experts."""
     state: dict[str, Tensor] = torch.load(checkpoint_file(folder, rank), weights_only=True)
     return state
-
-
-# --- a perfectly even routing ---
-
-
-def even_ids(tokens: int, top_k: int, experts: int, offset: int) -> Tensor:
-    """[N, K] expert of every choice, each expert chosen equally often (to within one), a token's choices different."""
-    first = torch.arange(tokens * top_k).view(tokens, top_k)
-    return (first + offset) % experts
-
-
-@contextmanager
-def forced_balance(model: nn.Module, rank: int) -> Iterator[None]:
-    """Replace what the routers decide by a perfectly even routing; their scores and weights are still computed."""
-    layers = moe_layers(model)
-    for layer in layers:
-        scored = layer.gate.forward
-
-        def even(x: Tensor, *, scored: Any = scored, experts: int = layer.num_experts) -> Routing:
-            routing: Routing = scored(x)
-            n, k = routing.ids.shape
-            return dataclasses.replace(routing, ids=even_ids(n, k, experts, rank))
-
-        layer.gate.forward = even  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.gate.forward

@@ -19,7 +19,7 @@ from benchmarks.cluster.calibrate import PROBE_BYTES, fit_experts, fit_link, pro
 from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, planner_of, policy
 from benchmarks.cluster.profiles import uniform
 from benchmarks.cluster.rows import against, summarise, table
-from benchmarks.cluster.workload import Workload, build, even_ids, forced_balance
+from benchmarks.cluster.workload import Workload, build
 from prophet import EngineConfig, attach
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.engine.config import Experiment
@@ -54,35 +54,6 @@ def test_a_policy_may_name_a_function_that_returns_a_planner() -> None:
     for unknown in ("tests.helpers.nowhere:planner", "tests.helpers.support:nothing"):
         with pytest.raises(SpecError, match="expected a module and its function"):
             planner_of(policy(unknown))
-
-
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(12, 2, 8), (7, 2, 4), (5, 1, 8), (3, 8, 8)])
-def test_even_routing_is_even_and_never_repeats_an_expert(tokens: int, top_k: int, experts: int) -> None:
-    for offset in (0, 3):
-        ids = even_ids(tokens, top_k, experts, offset)
-        counts = torch.bincount(ids.reshape(-1), minlength=experts)
-        assert int(counts.max() - counts.min()) <= 1
-        assert all(len(set(row)) == top_k for row in ids.tolist())
-
-
-def test_forced_balance_changes_the_loads_and_is_undone() -> None:
-    def body(collective: ThreadCollective) -> list[float]:
-        with seeded(0):
-            model = MoEGPT(SMALL, group=collective)
-        rows = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(collective.rank))
-        found = []
-        for even in (False, True, False):
-            if even:
-                with forced_balance(model, collective.rank):
-                    model.loss(rows).backward()
-            else:
-                model.loss(rows).backward()
-            found.append(max(x.stats.max_mean for x in moe_layers(model) if x.stats is not None))
-        return found
-
-    for found in cast(list[list[float]], on_threads(2, body)):
-        assert found[1] == 1.0
-        assert found[0] == found[2] > 1.0
 
 
 # --- recording ---
@@ -257,14 +228,15 @@ def test_rows() -> None:
                 run_of("prophet", [2.0, 2.0], 0, seconds=seconds, simulated_s=[{"step": 2.2, "idle": 0.5}], **grown),
                 run_of("forced-balance", [1.0, 1.0], 0, seconds=seconds),
                 run_of("deepspeed", [8.0, 8.0], 0, max_mean=[]),
+                run_of("deepspeed-capacity", [2.0, 2.0], 0, dropped=[0.125, 0.25]),
             ]
         }
         for _ in range(2)
     ]
-    rows = {r["policy"]: r for r in summarise(results, tokens_per_step=100, policies=list(_names(results)))}
+    rows = {r["policy"]: r for r in summarise(results, tokens_per_step=100, policies=_names(results), replayed="t.npz")}
     row = rows["prophet"]
     assert row["tokens_per_s"] == 50.0
-    assert row["fraction_of_forced_balance"] == 0.5
+    assert row["fraction_of_even_routing"] == 0.5
     assert row["max_mean_median"] == pytest.approx(1.6)
     assert row["exposed_s"] == {"plan": 0.01, "trans": 0.02, "agg": 0.07}
     assert row["exposed_fraction"] == pytest.approx(0.05)
@@ -275,10 +247,21 @@ def test_rows() -> None:
     assert rows["deepspeed"]["a2a_s"] is None
     assert rows["deepspeed"]["max_mean_median"] is None
     text = table(list(rows.values()))
-    assert len(text.splitlines()) == 4
+    assert len(text.splitlines()) == 5
+    assert rows["deepspeed-capacity"]["dropped_fraction"] == 0.1875
+    assert rows["deepspeed"]["dropped_fraction"] is None
+    assert text.splitlines()[-2].endswith("-  dropless, padded to the hottest expert")
+    assert text.splitlines()[-1].endswith("0.188                    capacity factor 1.25")
+    assert {r["policy"]: r["routing"] for r in rows.values()} == {
+        "prophet": "t.npz",
+        "forced-balance": "even",
+        "deepspeed": "t.npz",
+        "deepspeed-capacity": "t.npz",
+    }
     assert "0.500" in text
     without = summarise(results, tokens_per_step=100, policies=["prophet"])
-    assert without[0]["fraction_of_forced_balance"] is None
+    assert without[0]["fraction_of_even_routing"] is None
+    assert without[0]["routing"] == "the router's own"
 
 
 def _names(results: list[dict[str, list[dict[str, object]]]]) -> list[str]:
@@ -323,7 +306,7 @@ def test_a_short_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(rows) == {"static", "prophet", "forced-balance"}
     # balancing changes the order of sums and nothing else
     assert rows["prophet"]["loss_final"] == pytest.approx(rows["static"]["loss_final"], rel=1e-5)
-    assert rows["forced-balance"]["fraction_of_forced_balance"] == 1.0
+    assert rows["forced-balance"]["fraction_of_even_routing"] == 1.0
     assert rows["forced-balance"]["max_mean_median"] == 1.0
     assert document["calibration"]["topology"]["intra"]["bytes_per_s"] < 1.3 * 25e6
     traced = read_timeline(tmp_path / "trace.json")
