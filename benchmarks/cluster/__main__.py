@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--checkpoints", type=Path, help="folder that keeps common checkpoints for later runs")
     p.add_argument("--slots-per-rank", type=int, default=4)
     p.add_argument("--timeout-s", type=float, default=60.0, help="limit on every wait between hosts")
-    p.add_argument("--limit-s", type=float, default=1500.0, help="limit on each phase")
+    p.add_argument("--limit-s", type=float, default=7200.0, help="limit on each phase (%(default)g)")
     p.add_argument("--python", help="interpreter of the hosts (one that has the peers)")
     defaults = Workload()
     for field in dataclasses.fields(Workload):

@@ -148,8 +148,8 @@ def read_replay(path: Path, workload: Workload, *, ranks: int, repetitions: int,
     """Read a trace and fold it to the run's sizes.
 
     Recorded ranks are merged, or put side by side, as in `prophet plan`; counts without ranks are shared evenly.
-    Neighbouring experts are merged, layers and windows are spread evenly over the recording, and the counts of a rank
-    are scaled to its choices.
+    Neighbouring experts are merged, and the counts of a rank are scaled to its choices. Blocks replay the middle layers
+    of as many equal parts of the recording; repetitions' windows are spread evenly over it.
 
     Args:
         path: What `prophet plan` reads.
@@ -170,7 +170,7 @@ def read_replay(path: Path, workload: Workload, *, ranks: int, repetitions: int,
             f"{path}: expected a layer for each of {workload.blocks} blocks and {window} steps, got {layers} layers "
             f"and {steps} steps on {ranks} ranks"
         )
-    chosen = np.linspace(0, layers - 1, workload.blocks).round().astype(np.int64)
+    chosen = (2 * np.arange(workload.blocks) + 1) * layers // (2 * workload.blocks)
     first = [(steps - window) * (i + 1) // (repetitions + 1) for i in range(repetitions)]
     rows = np.concatenate([np.arange(i, i + window) for i in first])
     counts = recorded.counts[np.ix_(rows, chosen)].astype(np.int64)

@@ -195,14 +195,14 @@ def test_a_trace_of_the_runs_sizes_is_replayed_as_it_is(tmp_path: Path) -> None:
 
 
 def test_ranks_experts_and_tokens_are_folded(tmp_path: Path) -> None:
-    """Four ranks to two, 16 experts to 8, five layers to the first and the last, 10 tokens of a rank to 32."""
+    """Four ranks to two, 16 experts to 8, five layers to the second and the fourth, 10 tokens of a rank to 32."""
     counts = np.random.default_rng(0).integers(1, 4, (6, 5, 4, 16))
     replay = read_replay(written(tmp_path / "t.npz", counts), SIZES, ranks=2, repetitions=1, window=6)
-    assert replay.layers == (0, 4)
+    assert replay.layers == (1, 3)
     found = replay.trace.counts
     assert found.shape == (6, 2, 2, 8)
     assert (found.sum(axis=3) == TOKENS * 2).all()
-    merged = counts[:, (0, 4)].reshape(6, 2, 2, 2, 8, 2).sum(axis=(3, 5))
+    merged = counts[:, (1, 3)].reshape(6, 2, 2, 2, 8, 2).sum(axis=(3, 5))
     exact = merged * (TOKENS * 2 / merged.sum(axis=3, keepdims=True))
     assert np.abs(found - exact).max() < 1  # what does not divide, and nothing else
 
