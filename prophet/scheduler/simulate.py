@@ -337,7 +337,8 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
     """Return the seconds until each rank is done with an all-to-all of `pairs[r, d]` bytes, [R].
 
     A rank is done when its link has carried what it sends and receives, and when those that send to it have sent all
-    that they send: their links serve all peers at the same time.
+    that they send: their links serve all peers at the same time. A node's port serves all its ranks at the same time,
+    so whoever sends or receives through one is done when it is.
     """
     node = topology.node_ids()
     same_node = node[:, None] == node[None, :]
@@ -350,6 +351,12 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
         done = np.maximum(done, own)
         senders = np.where(moved > 0, (moved.sum(axis=1) / link.bytes_per_s + link.latency_s)[:, None], 0.0)
         done = np.maximum(done, senders.max(axis=0))
+    # The last level's: what passes between nodes
+    sent, received = moved.sum(axis=1), moved.sum(axis=0)
+    out_s, in_s = (topology.port_seconds(bytes_R)[node] for bytes_R in (sent, received))
+    done = np.maximum(done, np.where(sent > 0, out_s, 0.0))
+    done = np.maximum(done, np.where(received > 0, in_s, 0.0))
+    done = np.maximum(done, np.where(moved > 0, out_s[:, None], 0.0).max(axis=0))
     return done
 
 

@@ -5,7 +5,7 @@ Shape legend: R ranks.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -209,7 +209,7 @@ class Topology:
         ranks: R. They are numbered node by node: ranks 0 .. ranks_per_node-1 share node 0.
         ranks_per_node: Ranks of a node; the last node may have fewer.
         intra: The network within a node.
-        inter: The network between nodes.
+        inter: The network between nodes, as a rank has it whose node sends and receives nothing else.
         flops_per_s: FLOP/s [R] that expert products reach on each rank, not the data sheet's peak.
         free_bytes: Bytes [R] that replicas may take on each rank.
         expert_overhead_s: Seconds for every expert that a rank computes.
@@ -219,6 +219,8 @@ class Topology:
         agg_rate: The same for Agg, where gradients are added up.
         overlap_cost: From 0 to below 1, the share of its seconds by which a transfer lengthens the compute that hides
             it: sending takes time of the processor, or of a GPU's memory.
+        port_bytes_per_s: Bytes per second that all ranks of a node together send to other nodes, and as many that they
+            receive at the same time; None where every rank has a network card of its own.
         name: Its name in messages and reports.
 
     Raises:
@@ -236,6 +238,7 @@ class Topology:
     trans_rate: float = 1.0
     agg_rate: float = 1.0
     overlap_cost: float = 0.0
+    port_bytes_per_s: float | None = None
     name: str = "unnamed"
 
     def __post_init__(self) -> None:
@@ -243,6 +246,8 @@ class Topology:
             raise SpecError(f"Topology.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
         check_positive(self, "ranks", "ranks_per_node", "trans_rate", "agg_rate")
         check_not_negative(self, "expert_overhead_s", "call_overhead_s")
+        if self.port_bytes_per_s is not None:
+            check_positive(self, "port_bytes_per_s")
         for field_name, values in (("flops_per_s", self.flops_per_s), ("free_bytes", self.free_bytes)):
             if len(values) != self.ranks:
                 raise SpecError(f"Topology.{field_name} needs one entry per rank ({self.ranks}), got {len(values)}")
@@ -260,6 +265,7 @@ class Topology:
         flops_per_s: float = 1e12,
         intra: Link | None = None,
         inter: Link | None = None,
+        port_bytes_per_s: float | None = None,
         free_bytes: int = 1 << 62,
         expert_overhead_s: float = 0.0,
         name: str = "uniform",
@@ -272,6 +278,7 @@ class Topology:
             flops_per_s: FLOP/s that expert products reach.
             intra: The network within a node; None for 10 GB/s without latency.
             inter: The network between nodes; None for that within a node.
+            port_bytes_per_s: What the ranks of a node share between nodes; None for no limit.
             free_bytes: Bytes that replicas may take on a rank; no limit by default.
             expert_overhead_s: Seconds for every expert that a rank computes.
             name: Its name in messages and reports.
@@ -286,6 +293,7 @@ class Topology:
             flops_per_s=(float(flops_per_s),) * ranks,
             free_bytes=(int(free_bytes),) * ranks,
             expert_overhead_s=expert_overhead_s,
+            port_bytes_per_s=port_bytes_per_s,
             name=name,
         )
 
@@ -302,6 +310,36 @@ class Topology:
     def node_ids(self) -> IntArray:
         """Return the node of every rank, [R]."""
         return np.arange(self.ranks, dtype=np.int64) // self.ranks_per_node
+
+    @property
+    def port_share(self) -> float:
+        """Seconds that a byte takes at its node's port over those at its rank's own link; 0 where no port limits."""
+        port, link = self.port_bytes_per_s, self.inter.bytes_per_s
+        # All links of a node together are no faster than such a port
+        return 0.0 if port is None or port >= self.ranks_per_node * link else link / port
+
+    @property
+    def even_inter(self) -> Link:
+        """The network between nodes as each rank has it while all ranks of its node send and receive alike."""
+        slower = self.port_share * min(self.ranks_per_node, self.ranks)
+        # Where no port limits, the very same numbers
+        return self.inter if slower <= 1.0 else replace(self.inter, bytes_per_s=self.inter.bytes_per_s / slower)
+
+    def port_seconds(self, moved: FloatArray) -> FloatArray:
+        """Return the seconds until every node's port has sent what its ranks send to other nodes, or received it.
+
+        Args:
+            moved: Bytes [R] that each rank sends to other nodes, or receives from them.
+
+        Returns:
+            Seconds [nodes]; zeros without a port.
+        """
+        if self.port_bytes_per_s is None:
+            return np.zeros(self.nodes)
+        seconds = np.add.reduceat(moved, np.arange(0, self.ranks, self.ranks_per_node)) / self.port_bytes_per_s
+        # A port that moves nothing adds no latency, as a link
+        latency_s: FloatArray = np.where(seconds > 0, self.inter.latency_s, 0.0)
+        return seconds + latency_s
 
     def relative_speed(self) -> FloatArray:
         """Return the compute speed of every rank relative to the fastest, [R] in (0, 1]."""

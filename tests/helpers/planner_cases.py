@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Topology, Windows
 
+# Rates of a node's port over that of a rank's link
+PORTS = (1.0, 0.5, 1.5, 3.0, 8.0)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -29,11 +32,13 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 6, max_tokens: int = 200, even_sp
     per_node = draw(st.integers(1, ranks))
     speed = np.ones(ranks) if even_speed or draw(st.booleans()) else rng.choice([0.25, 0.5, 0.8, 1.0], ranks)
     shape = LayerShape.feed_forward(dim=draw(st.sampled_from([8, 64])), hidden=draw(st.sampled_from([8, 512])))
+    inter_bytes_per_s = draw(st.sampled_from([1e7, 1e9]))
     topology = Topology(
         ranks=ranks,
         ranks_per_node=per_node,
         intra=Link(bytes_per_s=draw(st.sampled_from([1e8, 1e10])), latency_s=draw(st.sampled_from([0.0, 1e-5]))),
-        inter=Link(bytes_per_s=draw(st.sampled_from([1e7, 1e9])), latency_s=2e-5),
+        inter=Link(bytes_per_s=inter_bytes_per_s, latency_s=2e-5),
+        port_bytes_per_s=draw(st.sampled_from([None, *(inter_bytes_per_s * share for share in PORTS)])),
         flops_per_s=tuple(float(s) * draw(st.sampled_from([1e9, 1e11])) for s in speed),
         free_bytes=tuple(int(b) * shape.replica_bytes for b in rng.integers(0, 6, ranks)),
         expert_overhead_s=draw(st.sampled_from([0.0, 1e-6])),

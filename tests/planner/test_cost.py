@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prophet.errors import SpecError
 from prophet.planner.core.sources import sources
@@ -77,6 +79,68 @@ def test_exchange_takes_the_busiest_rank_of_the_slowest_level() -> None:
     assert exchange_seconds(pairs, FOUR) == pytest.approx(0.01 + 1.1)
 
 
+def test_the_ranks_of_a_node_share_its_port() -> None:
+    """Sending and receiving; a rank that crosses alone has the whole port, up to the rate of its own link."""
+    ported = dataclasses.replace(FOUR, port_bytes_per_s=500.0)
+    pairs = np.zeros((4, 4))
+    assert exchange_seconds(pairs, ported) == 0.0
+    pairs[0, 1] = 400.0  # within the node, where the port counts for nothing
+    assert exchange_seconds(pairs, ported) == exchange_seconds(pairs, FOUR)
+    pairs[0, 2] = 200.0  # alone: over its own link of 400 bytes per second
+    assert exchange_seconds(pairs, ported) == pytest.approx(0.01 + 0.5)
+    pairs[1, 3] = 100.0  # 300 bytes through both ports, but 200 over the first link
+    assert exchange_seconds(pairs, ported) == pytest.approx(0.01 + 300 / 500)
+    pairs[2, 0] = pairs[3, 1] = 300.0  # the other way at the same time
+    assert exchange_seconds(pairs, ported) == pytest.approx(0.01 + 600 / 500)
+    slow = dataclasses.replace(FOUR, port_bytes_per_s=100.0)
+    assert exchange_seconds(pairs, slow) == pytest.approx(0.01 + 600 / 100)
+
+
+def test_a_port_counts_once_however_large_its_node() -> None:
+    """Three nodes, of three ranks and of two."""
+    eight = Topology.uniform(8, ranks_per_node=3, inter=Link(bytes_per_s=100.0), port_bytes_per_s=100.0)
+    pairs = np.zeros((8, 8))
+    pairs[6, 0] = pairs[7, 3] = 50.0
+    assert exchange_seconds(pairs, eight) == pytest.approx(1.0)
+    pairs[0, 3] = pairs[1, 4] = pairs[2, 5] = 40.0  # the port of the middle node receives 170
+    assert exchange_seconds(pairs, eight) == pytest.approx(1.7)
+
+
+def test_what_a_port_leaves_every_rank_where_all_cross() -> None:
+    assert FOUR.port_share == 0.0
+    assert FOUR.even_inter is FOUR.inter
+    rails = dataclasses.replace(FOUR, port_bytes_per_s=800.0)
+    assert (rails.port_share, rails.even_inter) == (0.0, FOUR.inter), "both ranks of a node have all of their links"
+    shared = dataclasses.replace(FOUR, port_bytes_per_s=300.0)
+    assert shared.port_share == pytest.approx(4 / 3)
+    assert shared.even_inter == Link(bytes_per_s=150.0, latency_s=0.01)
+    assert mean_bandwidth(shared) == pytest.approx(3 / (1 / 4000 + 2 / 150))
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
+def test_a_port_without_a_rate_is_refused(wrong: float) -> None:
+    with pytest.raises(SpecError, match=r"Topology\.port_bytes_per_s"):
+        dataclasses.replace(FOUR, port_bytes_per_s=wrong)
+
+
+@given(st.integers(1, 4), st.integers(0, 2), st.sampled_from([0.5, 1.0, 2.0]), st.integers(0, 2**32 - 1))
+def test_one_rank_per_node_has_its_port_for_itself(nodes: int, short: int, rate: float, seed: int) -> None:
+    """A port is then a second link in series; and one as fast as all of a node's links is none, however large it is."""
+    rng = np.random.default_rng(seed)
+    pairs = rng.pareto(1.0, (nodes, nodes)) * rng.integers(0, 2, (nodes, nodes))
+    alone = Topology.uniform(
+        nodes, ranks_per_node=1, inter=Link(bytes_per_s=10.0, latency_s=0.5), port_bytes_per_s=10.0 * rate
+    )
+    slower = dataclasses.replace(alone, inter=Link(bytes_per_s=10.0 * min(1.0, rate), latency_s=0.5))
+    plain = dataclasses.replace(slower, port_bytes_per_s=None)
+    assert exchange_seconds(pairs, alone) == pytest.approx(exchange_seconds(pairs, plain))
+    ranks = nodes * 3 - short  # the last node may be smaller
+    many = rng.pareto(1.0, (ranks, ranks))
+    rails = Topology.uniform(ranks, ranks_per_node=3, inter=alone.inter, port_bytes_per_s=30.0)
+    without = dataclasses.replace(rails, port_bytes_per_s=None)
+    assert exchange_seconds(many, rails) == pytest.approx(exchange_seconds(many, without))
+
+
 def test_two_phase_transfer_is_taken_where_it_is_cheaper() -> None:
     one_node = Topology.uniform(4, intra=Link(bytes_per_s=1600.0, latency_s=0.25))
     everywhere = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])
@@ -88,6 +152,14 @@ def test_two_phase_transfer_is_taken_where_it_is_cheaper() -> None:
     assert single == pytest.approx((1.25, 1.25, 0.0))
     assert not single.two_phase(Cover(), 0.0)
     assert transfer_seconds(Placement.homes_only(4, 4), one_node, 1600) == (0.0, 0.0, 0.0)
+
+
+def test_copies_for_one_node_cross_once_in_two_phases() -> None:
+    """Through a shared port a direct transfer crosses with every copy; two phases send parts, then exchange them."""
+    ported = dataclasses.replace(FOUR, port_bytes_per_s=400.0)
+    away = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 2), (0, 3)])
+    found = transfer_seconds(away, ported, 1600)
+    assert found == pytest.approx((0.01 + 2 * 1600 / 400, 0.01 + 1600 / 400, 0.001 + 800 / 4000))
 
 
 def test_a_form_that_takes_less_but_shows_more_is_not_taken() -> None:

@@ -81,6 +81,31 @@ def test_no_planner_beats_the_oracle(name: str, overlap_cost: float, experts: bo
         assert seconds >= best.bound * (1 - 1e-6)
 
 
+@pytest.mark.parametrize("port", [0.5, 1.0, 1.5])
+def test_the_oracle_knows_ports(port: float) -> None:
+    """Of two nodes of two ranks: its seconds are the model's of its placement, and no planner is below its bound."""
+    from prophet.planner.oracle.optimum import solve_exactly
+
+    rng = np.random.default_rng(5)
+    load = rng.multinomial(4096, rng.dirichlet(np.full(4, 0.4)), size=4).astype(np.int64)
+    context = get_preset("a100-ib:DeepSeek-V3").context(4, 4, routed_per_rank=4096, slots_per_rank=2)
+    link = context.topology.inter
+    topology = dataclasses.replace(context.topology, ranks_per_node=2, port_bytes_per_s=port * link.bytes_per_s)
+    context = dataclasses.replace(context, topology=topology)
+    best = solve_exactly(load, context, time_limit_s=20)
+    assert lower_bound(load, context) <= best.bound * (1 + 1e-6)
+    assert best.bound <= best.seconds * (1 + 1e-3)
+    split = get_planner("prophet", split_effort=10.0).split(load, best.placement, context)
+    assert step_cost(split, best.placement, context).total_s == pytest.approx(best.seconds, rel=0.02)
+    for policy in ("prophet", "static", "top2", "pro-prophet"):
+        planner = get_planner(policy)
+        placement = planner.place(load, context)
+        seconds = step_cost(planner.split(load, placement, context), placement, context).total_s
+        assert seconds >= best.bound * (1 - 1e-6)
+    fewer = dataclasses.replace(context, topology=dataclasses.replace(topology, port_bytes_per_s=None))
+    assert solve_exactly(load, fewer, time_limit_s=20).seconds < best.seconds, "the port is what it waits for"
+
+
 def test_the_timed_split_comes_close_to_the_best_one() -> None:
     """Exchange-bound cases, half of them on two nodes: where the lowest bottleneck alone is far from the best."""
     from prophet.planner.oracle.optimum import solve_exactly

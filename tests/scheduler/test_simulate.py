@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.errors import SpecError
-from prophet.planner.model.cost import transfer_seconds
+from prophet.planner.model.cost import exchange_seconds, transfer_seconds
 from prophet.scheduler.actions import Action
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.schedules import NAMES, Schedule, block_wise, blocking, schedule_named
@@ -25,6 +25,7 @@ from prophet.scheduler.simulate import (
     transfer_by_chunk,
 )
 from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
+from tests.helpers.planner_cases import Case, cases
 from tests.helpers.schedules import compute_s, uniform_durations
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -306,6 +307,35 @@ def test_exchange_by_rank_follows_the_busiest_link() -> None:
     assert exchange_by_rank(pairs, topology).tolist() == [1.0, 0.5, 0.0, 1.0]
 
 
+def test_whoever_uses_a_port_is_done_when_it_is() -> None:
+    topology = dataclasses.replace(context().topology, port_bytes_per_s=100.0)
+    pairs = np.zeros((4, 4))
+    pairs[1, 0] = 100.0  # inside node 0: no port
+    assert exchange_by_rank(pairs, topology).tolist() == [0.1, 0.1, 0.0, 0.0]
+    pairs[0, 2] = 100.0
+    assert exchange_by_rank(pairs, topology).tolist() == [1.0, 0.1, 1.0, 0.0]
+    pairs[1, 3] = 50.0  # 150 bytes through both ports
+    assert exchange_by_rank(pairs, topology).tolist() == [1.5] * 4
+    pairs[1, 3] = 0.0
+    pairs[3, 1] = 20.0  # the other way is free
+    assert exchange_by_rank(pairs, topology).tolist() == [1.0, 0.2, 1.0, 0.2]
+    four = Topology.uniform(4, ranks_per_node=1, inter=topology.inter, port_bytes_per_s=100.0)
+    pairs = np.random.default_rng(0).pareto(1.0, (4, 4))
+    alone = dataclasses.replace(four, port_bytes_per_s=None)
+    assert exchange_by_rank(pairs, four) == pytest.approx(exchange_by_rank(pairs, alone))
+
+
+@given(cases(max_ranks=8), st.integers(0, 2**32 - 1))
+def test_the_last_rank_is_done_when_the_model_says(case: Case, seed: int) -> None:
+    topology = case.context.topology
+    rng = np.random.default_rng(seed)
+    pairs = rng.pareto(1.0, (topology.ranks,) * 2) * rng.integers(0, 2, (topology.ranks,) * 2)
+    done = exchange_by_rank(pairs, topology)
+    assert done.max() == pytest.approx(exchange_seconds(pairs, topology))
+    idle = pairs - np.diag(np.diag(pairs))
+    assert ((done == 0) == ((idle.sum(axis=0) == 0) & (idle.sum(axis=1) == 0))).all()
+
+
 def test_predicted_durations() -> None:
     load = np.array([[8, 0, 0, 0]] * 4)
     c = context()
@@ -329,8 +359,10 @@ def test_predicted_durations() -> None:
         predicted_durations([placement], [split, split], [c])
 
 
-def test_chunks_of_both_forms_add_up_to_the_planners_cost() -> None:
+@pytest.mark.parametrize("port_bytes_per_s", [None, 120.0])
+def test_chunks_of_both_forms_add_up_to_the_planners_cost(port_bytes_per_s: float | None) -> None:
     c = context()
+    c = dataclasses.replace(c, topology=dataclasses.replace(c.topology, port_bytes_per_s=port_bytes_per_s))
     for pairs in ([(0, 1), (0, 2), (0, 3), (3, 1)], [(1, 3)], []):
         placement = Placement.with_replicas(c.home, 4, pairs)
         cost = transfer_seconds(placement, c.topology, 32)

@@ -38,14 +38,17 @@ Traffic = npt.NDArray[np.float64]
 
 
 def mean_bandwidth(topology: Topology) -> float:
-    """Return the paper's average bandwidth, bytes/s: that of an even exchange, with one link busy at a time."""
+    """Return the paper's average bandwidth, bytes/s: that of an even exchange, with one link busy at a time.
+
+    The ranks of a node share its port in an even exchange.
+    """
     # The harmonic mean over a rank's peers, because an even exchange sends each peer the same bytes
     peers = topology.ranks - 1
     # A rank alone exchanges nothing, so any rate will do
     if peers == 0:
         return topology.intra.bytes_per_s
     inside = min(topology.ranks_per_node, topology.ranks) - 1
-    seconds_per_byte = inside / topology.intra.bytes_per_s + (peers - inside) / topology.inter.bytes_per_s
+    seconds_per_byte = inside / topology.intra.bytes_per_s + (peers - inside) / topology.even_inter.bytes_per_s
     return peers / seconds_per_byte
 
 
@@ -99,15 +102,18 @@ def paper_cost(
 def exchange_seconds(pairs: FloatArray, topology: Topology) -> float:
     """Return the seconds of one all-to-all in which rank r sends `pairs[r, d]` bytes to rank d, [R, D]."""
     # The levels work at the same time (they are separate wires, both ways at once), so the slowest rank of the slowest
-    # level decides; a level that moves nothing adds no latency. What stays on a rank is free.
+    # level decides, or the slowest node's port; a level that moves nothing adds no latency. What stays on a rank is
+    # free.
     node = topology.node_ids()
     same_node = node[:, None] == node[None, :]
     off_rank = ~np.eye(topology.ranks, dtype=np.bool_)
     seconds = 0.0
     for link, mask in ((topology.intra, same_node & off_rank), (topology.inter, ~same_node)):
         moved = np.where(mask, pairs, 0)
-        seconds = max(seconds, link_seconds(link, moved.sum(axis=1), moved.sum(axis=0)))
-    return seconds
+        sent, received = moved.sum(axis=1), moved.sum(axis=0)
+        seconds = max(seconds, link_seconds(link, sent, received))
+    # The last level's: what passes between nodes
+    return max(seconds, *(float(topology.port_seconds(moved).max()) for moved in (sent, received)))
 
 
 def link_seconds(link: Link, sent: Traffic, received: Traffic) -> float:

@@ -123,11 +123,19 @@ def _exchange(
             everything = _plus(*((terms, 1.0) for terms in pairs.values()))
             program.require(_plus((everything, 1.0), ({active: 1.0}, -most)), high=0.0)
             latency = {active: link.latency_s}
+
+        # What a link or a port has to carry before the exchange ends, with its rate
+        carried: list[tuple[list[Terms], float]] = []
         for end, rank in itertools.product((0, 1), range(topology.ranks)):
-            mine = _plus(*((terms, 1.0) for pair, terms in pairs.items() if pair[end] == rank))
+            carried.append(([terms for pair, terms in pairs.items() if pair[end] == rank], link.bytes_per_s))
+        if topology.port_bytes_per_s is not None and not same_node:
+            for end, node in itertools.product((0, 1), range(topology.nodes)):
+                mine = [terms for pair, terms in pairs.items() if topology.node_of(pair[end]) == node]
+                carried.append((mine, topology.port_bytes_per_s))
+        for mine, rate in carried:
             if mine:
-                scaled = _plus((mine, unit_bytes / link.bytes_per_s), (latency, 1.0), ({time: 1.0}, -1.0))
-                program.require(scaled, high=0.0)
+                total = _plus(*((terms, unit_bytes / rate) for terms in mine))
+                program.require(_plus((total, 1.0), (latency, 1.0), ({time: 1.0}, -1.0)), high=0.0)
     return {time: 1.0}
 
 
@@ -267,6 +275,7 @@ def _transfers(
 def _counted_in(unit_s: float, context: PlanContext) -> PlanContext:
     """Return the context with all times counted in units of `unit_s` seconds."""
     topology, windows = context.topology, context.windows
+    port = topology.port_bytes_per_s
 
     def link(of: Link) -> Link:
         return Link(bytes_per_s=of.bytes_per_s * unit_s, latency_s=of.latency_s / unit_s)
@@ -277,6 +286,7 @@ def _counted_in(unit_s: float, context: PlanContext) -> PlanContext:
             topology,
             intra=link(topology.intra),
             inter=link(topology.inter),
+            port_bytes_per_s=port and port * unit_s,
             flops_per_s=tuple(rate * unit_s for rate in topology.flops_per_s),
             expert_overhead_s=topology.expert_overhead_s / unit_s,
         ),

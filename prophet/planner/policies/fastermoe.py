@@ -24,7 +24,7 @@ class FasterMoEPlanner(Planner):
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         load = check_load(load)
         shape, topology = context.shape, context.topology
-        bandwidth = topology.intra.bytes_per_s if topology.nodes == 1 else topology.inter.bytes_per_s
+        bandwidth = topology.intra.bytes_per_s if topology.nodes == 1 else topology.even_inter.bytes_per_s
         # f is a forward product, and its backward takes two; c is one of the four all-to-alls
         per_token_s = 3 * shape.forward_flops_per_token / float(np.mean(topology.flops_per_s))
         per_token_s += 4 * shape.token_bytes / bandwidth
