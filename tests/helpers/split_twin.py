@@ -19,6 +19,7 @@ from prophet.spec import IntArray, Placement, TransferSeconds
 LEVELS, MOST_SWEEPS, SETTLE_S = 9, 36, 3e-8
 WORTH_IT, FAR, LEVELLED, LEVEL_PRICES, LEAST_S = 0.01, 0.1, 1e-3, 0.01, 1e-30
 OUT_NEAR, IN_NEAR, OUT_FAR, IN_FAR = 1, 2, 3, 4  # resources of a rank, after its products, 0
+OUT_PORT, IN_PORT = 5, 6  # of a node, where it has a port
 
 Table = list[list[float]]  # by resource and rank, or by kind of copy and rank
 
@@ -39,6 +40,7 @@ class Figures:
     overhead_s: float
     overlap_cost: float
     no_experts: float
+    port_share: float
 
 
 def power(value: float, q: int) -> float:
@@ -74,6 +76,11 @@ class Twin:
         self.rate: Table = [seconds, *([s] * self.ranks for s in (near_s, near_s, far_s, far_s))]
         latency = (self.f.near_latency_s, self.f.near_latency_s, self.f.far_latency_s, self.f.far_latency_s)
         self.base: Table = [[0.0] * self.ranks, *([s] * self.ranks for s in latency)]
+        self.kinds, self.nodes = 5, self.node[-1] + 1
+        if self.f.port_share > 0:
+            self.kinds = 7
+            self.rate += [[far_s * self.f.port_share] * self.nodes] * 2
+            self.base += [[self.f.far_latency_s] * self.nodes] * 2
         for r, groups in enumerate(self.groups(self.at_home)):
             self.base[0][r] = groups * self.f.overhead_s
         for holders in self.holders.values():
@@ -89,15 +96,21 @@ class Twin:
 
     def busy(self, tokens: IntArray) -> Table:
         """Tokens on every resource."""
-        found = [[0.0] * self.ranks for _ in range(5)]
+        found = [[0.0] * len(row) for row in self.rate]
         for r, e, d in np.argwhere(tokens > 0).tolist():
-            n = int(tokens[r, e, d])
-            found[0][d] += n
-            if r != d:
-                out = OUT_NEAR if self.node[r] == self.node[d] else OUT_FAR
-                found[out][r] += n
-                found[out + 1][d] += n
+            for k, n in self.way(r, d):
+                found[k][n] += int(tokens[r, e, d])
         return found
+
+    def port_units(self, out: list[float], back: list[float]) -> float:
+        """What the busiest port moves, as what a rank's link moves in that time; `out` and `back` are by rank."""
+        most = 0.0
+        for moved in (out, back):
+            sums = [0.0] * self.nodes
+            for r, units in enumerate(moved):
+                sums[self.node[r]] += units
+            most = max(most, *sums)
+        return most * self.f.port_share
 
     def exchange_s(self, near: float, far: float, n_bytes: float) -> float:
         near_s = self.f.near_latency_s + near * n_bytes / self.f.near_bytes_per_s if near > 0 else 0.0
@@ -120,6 +133,8 @@ class Twin:
                     side[4][d] += (near - 1) * part
                     side[5][d] += (len(others) - near) * part
         most = [max(0.0, *sent[kind], *received[kind]) for kind in range(6)]
+        for kind in (1, 3, 5):
+            most[kind] = max(most[kind], self.port_units(sent[kind], received[kind]))
         direct_s, scatter_s, gather_s = (self.exchange_s(*most[k : k + 2], n_bytes) for k in (0, 2, 4))
         return TransferSeconds(direct_s, *((gather_s, scatter_s) if agg else (scatter_s, gather_s)))
 
@@ -146,6 +161,7 @@ class Twin:
         products = zip(busy[0], self.rate[0], self.groups(tokens), strict=True)
         forward_s = max(0.0, *(n * rate + groups * self.f.overhead_s for n, rate, groups in products))
         near, far = max(busy[OUT_NEAR] + busy[IN_NEAR]), max(busy[OUT_FAR] + busy[IN_FAR])
+        far = max(far, self.port_units(busy[OUT_FAR], busy[IN_FAR]))
         a2a_s = 4.0 * self.exchange_s(near, far, self.f.token_bytes)
         trans_s, agg_s = self.exposed_seconds(forward_s)
         return a2a_s + 3.0 * forward_s + trans_s + agg_s, a2a_s
@@ -163,8 +179,10 @@ class Twin:
                 else:
                     far += int(self.load[r, e])
         seconds = self.f.near_latency_s + near / self.ranks * self.rate[OUT_NEAR][0] if near > 0 else 0.0
-        far_s = self.f.far_latency_s + far / self.ranks * self.rate[OUT_FAR][0] if far > 0 else 0.0
-        return max(seconds, far_s)
+        if far > 0:
+            ways = [(self.ranks, OUT_FAR), *((self.nodes, k) for k in range(OUT_PORT, self.kinds))]
+            seconds = max(seconds, *(self.f.far_latency_s + far / many * self.rate[k][0] for many, k in ways))
+        return seconds
 
     # ---------------------------------------------------------------------------------------------- descent
 
@@ -175,7 +193,7 @@ class Twin:
     def norms(self, busy: Table, q: int) -> tuple[float, float, float, float, Table]:
         """Largest and q-norm of exchanges, of products, and the powers that they are made of."""
         seconds = self.seconds(busy)
-        used = [(k, r) for k in range(1, 5) for r in range(self.ranks) if busy[k][r] > 0]
+        used = [(k, r) for k in range(1, self.kinds) for r in range(len(busy[k])) if busy[k][r] > 0]
         longest, forward = max([0.0, *(seconds[k][r] for k, r in used)]), max(0.0, *seconds[0])
         if q == 0:
             return longest, longest, forward, forward, seconds
@@ -202,21 +220,28 @@ class Twin:
             longer = t[1 + phase] > cover[phase] if phases_s < direct_s else t.direct > cover[0] + cover[1]
             hidden += (phase + 1.0) * longer
         hidden = hidden * (1.0 - self.f.no_experts) * (1.0 - self.f.overlap_cost)
-        self.reference = [max(forward, LEAST_S), *[max(longest, LEAST_S)] * 4]
+        self.reference = [max(forward, LEAST_S), *[max(longest, LEAST_S)] * (self.kinds - 1)]
         weight = max(3.0 - hidden, 0.1)
         products = weight / power(forward_q / forward, q) if forward > 0 else weight
-        self.weight = [products, *[4.0 / power(longest_q / longest, q) if longest > 0 else 4.0] * 4]
-        self.price = [[self.weight[k] * c * w for c, w in zip(self.rate[k], work[k], strict=True)] for k in range(5)]
+        exchanges = 4.0 / power(longest_q / longest, q) if longest > 0 else 4.0
+        self.weight = [products, *[exchanges] * (self.kinds - 1)]
+        self.price = [
+            [self.weight[k] * c * w for c, w in zip(self.rate[k], work[k], strict=True)] for k in range(self.kinds)
+        ]
 
     def way(self, r: int, d: int) -> list[tuple[int, int]]:
-        """The resources, each with its rank, that a token of r on d takes."""
+        """The resources, each with its rank or node, that a token of r on d takes."""
         if r == d:
             return [(0, d)]
-        out = OUT_NEAR if self.node[r] == self.node[d] else OUT_FAR
-        return [(0, d), (out, r), (out + 1, d)]
+        if self.node[r] == self.node[d]:
+            return [(0, d), (OUT_NEAR, r), (IN_NEAR, d)]
+        ports = [(OUT_PORT, self.node[r]), (IN_PORT, self.node[d])] if self.kinds > OUT_PORT else []
+        return [(0, d), (OUT_FAR, r), (IN_FAR, d), *ports]
 
     def price_of(self, r: int, d: int) -> float:
         first, *rest = (self.price[k][n] for k, n in self.way(r, d))
+        if len(rest) > 2:
+            return first + ((rest[0] + rest[2]) + (rest[1] + rest[3]))
         return first + (rest[0] + rest[1]) if rest else first
 
     def price_at(self, k: int, n: int, tokens: float, q: int) -> float:
@@ -238,25 +263,24 @@ class Twin:
         if dear == cheap or paid[dear] <= paid[cheap] * (1.0 + LEVEL_PRICES):
             return False
         given, taken = self.way(r, holders[dear]), self.way(r, holders[cheap])
-        if len(given) == len(taken) == 3 and given[1] == taken[1]:
-            del given[1], taken[1]  # what r sends does not change
-        bend = high = low = 0.0
-        for k, n in given + taken:
+        # What r sends may stay the same, or what passes a port
+        ways = [(-1, step) for step in given if step not in taken], [(1, step) for step in taken if step not in given]
+        ranks, ports = (
+            [(sign, *step) for way in ways for sign, step in way if (step[0] >= OUT_PORT) == p] for p in (0, 1)
+        )
+        changed = ranks + ports
+        bend, side = 0.0, {-1: 0.0, 1: 0.0}
+        for sign, k, n in changed:
             c = self.rate[k][n]
             bend += q * self.price[k][n] * c / (max(busy[k][n], 1.0) * c + self.base[k][n])
-        for k, n in given:
-            high += self.price[k][n]
-        for k, n in taken:
-            low += self.price[k][n]
-        step, gap = int(tokens[r, e, holders[dear]]), high - low
+            side[sign] += self.price[k][n]
+        step, gap = int(tokens[r, e, holders[dear]]), side[-1] - side[1]
         if bend * step > gap:
             step = max(1, int(gap / bend))
         while step > 0:
             above = 0.0
-            for k, n in given:
-                above -= self.price_at(k, n, busy[k][n] - step, q)
-            for k, n in taken:
-                above += self.price_at(k, n, busy[k][n] + step, q)
+            for sign, k, n in changed:
+                above += sign * self.price_at(k, n, busy[k][n] + sign * step, q)
             if above < 0.5 * gap:
                 break
             step //= 2
@@ -264,10 +288,9 @@ class Twin:
             return False
         tokens[r, e, holders[dear]] -= step
         tokens[r, e, holders[cheap]] += step
-        for sign, way in ((-step, given), (step, taken)):
-            for k, n in way:
-                busy[k][n] += sign
-                self.price[k][n] = self.price_at(k, n, busy[k][n], q)
+        for sign, k, n in changed:
+            busy[k][n] += sign * step
+            self.price[k][n] = self.price_at(k, n, busy[k][n], q)
         return True
 
     def guide(self, busy: Table, q: int) -> float:

@@ -58,7 +58,7 @@ def skewed(ranks: int, experts: int, seed: int) -> dict[str, Any]:
         rng.integers(0, experts, 3 * ranks).tolist(), rng.integers(0, ranks, 3 * ranks).tolist(), strict=True
     )
     placement = Placement.with_replicas(home, ranks, replicas)
-    figures = np.array([8192, 1e10, 1e-5, 1e9, 2e-5, 1e5, 2e5, 1e-4, 2e-4, 1e-6, 0.1, 0.0])
+    figures = np.array([8192, 1e10, 1e-5, 1e9, 2e-5, 1e5, 2e5, 1e-4, 2e-4, 1e-6, 0.1, 0.0, 0.0])
     node = np.arange(ranks) // 4
     values = (
         load.astype(np.int64),

@@ -1,6 +1,7 @@
 #include "cost.h"
 
 #include <cmath>
+#include <utility>
 
 namespace prophet {
 
@@ -158,8 +159,14 @@ Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Works
     flow.problem = &problem;
     flow.chosen_J = chosen_J;
     flow.node_R = problem.node_R;
+    const bool ports = figures.has_ports();
     for (FloatGrid* grid : {&flow.rate, &flow.base, &flow.busy, &flow.price, &flow.work}) {
-        *grid = room.floats(RESOURCES, ranks);
+        *grid = room.floats(ports ? Int{WITH_PORTS} : Int{RESOURCES}, ranks);
+    }
+    flow.far_out = ports ? room.floats(ranks) : flow.price[OUT_FAR];
+    flow.far_in = ports ? room.floats(ranks) : flow.price[IN_FAR];
+    for (FloatGrid* grid : {&flow.port_sent, &flow.port_received}) {
+        if (ports) *grid = room.floats(COPIES, problem.nodes());
     }
     for (FloatGrid* grid : {&flow.sent, &flow.received}) {
         *grid = room.floats(COPIES, ranks);
@@ -176,6 +183,13 @@ Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Works
     }
     for (Int i = 0; i < RESOURCES * ranks; i++) {
         flow.busy.data[i] = static_cast<double>(problem.home_busy.data[i]);
+    }
+    if (ports) {
+        for (Int k = OUT_PORT; k < WITH_PORTS; k++) {
+            flow.rate[k].fill(flow.rate[OUT_FAR][0] * figures.port_share);
+            flow.base[k].fill(figures.inter.latency_s);
+        }
+        count_ports(flow);
     }
     for (Ints* by_arc : {&flow.next_A, &flow.rank_A, &flow.expert_A}) *by_arc = room.ints(arcs);
     flow.tokens_AR = room.ints(arcs, ranks);
@@ -271,12 +285,40 @@ void count_copies(Flow& flow, Int j, double sign) {
     count_copies(flow, flow.rank_A[j], flow.listed.part(0, n), sign);
 }
 
+void count_ports(const Flow& flow) {
+    for (auto [port, link] : {std::pair{OUT_PORT, OUT_FAR}, std::pair{IN_PORT, IN_FAR}}) {
+        flow.busy[port].fill(0.0);
+        for (Int r = 0; r < flow.ranks(); r++) flow.busy[port][flow.node_R[r]] += flow.busy[link][r];
+    }
+}
+
+void price_port(const Flow& flow, Int node) {
+    const double out = flow.price[OUT_PORT][node], in = flow.price[IN_PORT][node];
+    for (Int r = flow.problem->node_first[node]; r < flow.problem->node_first[node + 1]; r++) {
+        flow.far_out[r] = flow.price[OUT_FAR][r] + out;
+        flow.far_in[r] = flow.price[IN_FAR][r] + in;
+    }
+}
+
 void count_busiest(Flow& flow) {
     for (Int i = 0; i < COPIES; i++) {
         ConstFloats sent = flow.sent[i], received = flow.received[i];
         double most = 0.0;
         for (Int r = 0; r < sent.size; r++) most = std::max({most, sent[r], received[r]});
         flow.busiest.units[i] = most;
+    }
+    if (!flow.ports()) return;
+    const Figures& figures = flow.problem->figures;
+    for (Int i : {DIRECT_FAR, SCATTER_FAR, GATHER_FAR}) {
+        Floats out = flow.port_sent[i], in = flow.port_received[i];
+        out.fill(0.0);
+        in.fill(0.0);
+        for (Int r = 0; r < flow.ranks(); r++) {
+            out[flow.node_R[r]] += flow.sent[i][r];
+            in[flow.node_R[r]] += flow.received[i][r];
+        }
+        double& most = flow.busiest.units[i];
+        for (Int n = 0; n < out.size; n++) most = std::max(most, std::max(out[n], in[n]) * figures.port_share);
     }
 }
 
@@ -286,7 +328,9 @@ Seconds reprice(Flow& flow, Int q) {
     double longest_s[2] = {0.0, 0.0}, norm_s[2] = {0.0, 0.0};  // of products, of exchanges
     // A link that moves nothing costs no latency; products pay their fixed costs in any case.
     const auto counts = [&](Int k, Int r) { return k == PRODUCTS || flow.busy[k][r] > 0.0; };
-    for (Int k = 0; k < RESOURCES; k++) {
+    const Int resources = flow.busy.rows;
+    if (flow.ports()) count_ports(flow);
+    for (Int k = 0; k < resources; k++) {
         ConstFloats busy = flow.busy[k], rate = flow.rate[k], base = flow.base[k];
         Floats work = flow.work[k];
         double& longest = longest_s[group_of(k)];
@@ -297,7 +341,7 @@ Seconds reprice(Flow& flow, Int q) {
     }
     // Powers of seconds would underflow: they are taken relative to the longest.
     for (Int group = 0; group < 2; group++) scale.reference_s[group] = std::max(longest_s[group], LEAST_S);
-    for (Int k = 0; k < RESOURCES; k++) {
+    for (Int k = 0; k < resources; k++) {
         Floats work = flow.work[k];
         for (double& w : work) w /= scale.reference_s[group_of(k)];
         for (Int n = q; n > 1; n >>= 1) {  // `power`, of all at once
@@ -314,11 +358,12 @@ Seconds reprice(Flow& flow, Int q) {
         norm_s[group] *= longest_s[group];
         if (longest_s[group] > 0.0) scale.weight[group] /= power(norm_s[group] / longest_s[group], q);
     }
-    for (Int k = 0; k < RESOURCES; k++) {
+    for (Int k = 0; k < resources; k++) {
         ConstFloats rate = flow.rate[k], work = flow.work[k];
         Floats price = flow.price[k];
         for (Int r = 0; r < price.size; r++) price[r] = scale.weight[group_of(k)] * rate[r] * work[r];
     }
+    for (Int n = 0; flow.ports() && n < flow.problem->nodes(); n++) price_port(flow, n);
     const auto step_s = [&](const double* part_s) {
         return A2A_PER_STEP * part_s[1] + FORWARD_AND_BACKWARD * part_s[0] + exposed.trans_s + exposed.agg_s;
     };
@@ -342,6 +387,22 @@ double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together
         Int gather = together && level == 0 ? Int{GATHER_NEAR} : Int{GATHER_FAR};
         raise(gather, flow.sent[gather][rank] + static_cast<double>(copies) * share, 0.0);
     }
+    if (flow.ports()) {
+        const Figures& figures = flow.problem->figures;
+        const Int from = flow.node_R[home], to = flow.node_R[rank];
+        const auto raise_port = [&](Int kind, Int node, double out, double in) {
+            raise(kind, (flow.port_sent[kind][node] + out) * figures.port_share,
+                  (flow.port_received[kind][node] + in) * figures.port_share);
+        };
+        if (level > 0) {
+            raise_port(DIRECT_FAR, from, 1.0, 0.0);
+            raise_port(DIRECT_FAR, to, 0.0, 1.0);
+            raise_port(SCATTER_FAR, from, copies == 0 ? 1.0 : 0.0, 0.0);
+            raise_port(SCATTER_FAR, to, 0.0, share);
+        }
+        const double parts = static_cast<double>(copies) * share;
+        if (copies > 0 && !(together && level == 0)) raise_port(GATHER_FAR, to, parts, parts);
+    }
     return exposed_seconds(with, forward_s, flow.problem->figures).both();
 }
 
@@ -354,6 +415,12 @@ Cost cost_of(const Flow& flow, ConstInts groups_R) {
         forward_s = std::max(forward_s, seconds);
         near = std::max({near, flow.busy[OUT_NEAR][r], flow.busy[IN_NEAR][r]});
         far = std::max({far, flow.busy[OUT_FAR][r], flow.busy[IN_FAR][r]});
+    }
+    if (flow.ports()) {
+        count_ports(flow);
+        for (Int k = OUT_PORT; k < WITH_PORTS; k++) {
+            for (double n : flow.busy[k]) far = std::max(far, n * figures.port_share);
+        }
     }
     double a2a_s = A2A_PER_STEP * exchange_seconds(near, far, figures.token_bytes, figures);  // Eq. 1, four times
     double expert_s = FORWARD_AND_BACKWARD * forward_s;                                      // Eq. 2 and 3
@@ -397,11 +464,13 @@ double a2a_floor(const Flow& flow) {
         }
         each_replica(flow, j, [&](Int, Int d) { reached[node_R[d]] = 0; });
     }
-    const auto level_s = [&](Int tokens, Int k) {
+    const auto level_s = [&](Int tokens, Int k, Int sharers) {
         if (tokens <= 0) return 0.0;
-        return flow.base[k][0] + static_cast<double>(tokens) / static_cast<double>(flow.ranks()) * flow.rate[k][0];
+        return flow.base[k][0] + static_cast<double>(tokens) / static_cast<double>(sharers) * flow.rate[k][0];
     };
-    return A2A_PER_STEP * std::max(level_s(near, OUT_NEAR), level_s(far, OUT_FAR));
+    double floor_s = std::max(level_s(near, OUT_NEAR, flow.ranks()), level_s(far, OUT_FAR, flow.ranks()));
+    for (Int k = OUT_PORT; k < flow.busy.rows; k++) floor_s = std::max(floor_s, level_s(far, k, problem.nodes()));
+    return A2A_PER_STEP * floor_s;
 }
 
 double even_products(const Problem& problem) {

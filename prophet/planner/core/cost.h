@@ -64,16 +64,21 @@ struct Scale {
 };
 
 // The arcs of expert j are a linked list that begins with its home, arc j, and ends with -1.
+//
+// Grids by resource have K rows: `RESOURCES`, or `WITH_PORTS` where nodes have ports. A port's row has a column per node
+// and further ones that count nothing.
 struct Flow {
     const Problem* problem;
     ConstInts chosen_J;  // the experts that take part; the others' tokens are at home
     ConstInts node_R;
-    FloatGrid rate;            // [RESOURCES, R] seconds per token
-    FloatGrid base;            // [RESOURCES, R] seconds in any case: latency, fixed costs of experts
-    FloatGrid busy;            // [RESOURCES, R] tokens, whole numbers
-    FloatGrid price;           // [RESOURCES, R] what one more token adds to the step
-    FloatGrid work;            // [RESOURCES, R] the powers that the norms are made of
+    FloatGrid rate;            // [K, R] seconds per token
+    FloatGrid base;            // [K, R] seconds in any case: latency, fixed costs of experts
+    FloatGrid busy;            // [K, R] tokens, whole numbers; `count_ports` sums up those of ports
+    FloatGrid price;           // [K, R] what one more token adds to the step
+    FloatGrid work;            // [K, R] the powers that the norms are made of
+    Floats far_out, far_in;    // [R] the price of OUT_FAR and IN_FAR with that of the node's port; without ports the same
     FloatGrid sent, received;  // [COPIES, R]
+    FloatGrid port_sent, port_received;  // [COPIES, nodes] the same of nodes, where they have ports
     Busiest busiest;           // of all ranks
     Scale scale;
     Ints next_A, rank_A, expert_A;
@@ -84,6 +89,7 @@ struct Flow {
 
     Int ranks() const { return node_R.size; }
     Int experts() const { return chosen_J.size; }
+    bool ports() const { return busy.rows > RESOURCES; }
     bool replicated(Int j) const { return next_A[j] >= 0; }
     Int level(Int from, Int to) const { return node_R[from] == node_R[to] ? Int{OUT_NEAR} : Int{OUT_FAR}; }
     // The resource of `rank` that sends to the holder; NOWHERE for what stays on the rank.
@@ -107,32 +113,60 @@ Int link(Flow& flow, Int j, Int rank);
 // last arc moves into its place.
 void detach(Flow& flow, Int a);
 
-// The resources that a move of tokens of `source` changes: 0..2 of the giver's side, 3..5 of the taker's, or NOWHERE.
+// The resources that a move of tokens of `source` changes: 0..2 of the giver's side, 3..5 of the taker's, or NOWHERE;
+// 6 and 7 are ports of the giver's side, 8 and 9 of the taker's.
 struct Touched {
-    Int kind[6];
-    Int rank[6];
+    Int kind[10];
+    Int rank[10];
 };
+template <bool PORTS>
 inline Touched touched(const Flow& flow, Int source, Int giver, Int taker) {
     Int back = flow.out_resource(source, giver), to = flow.out_resource(source, taker);
     Touched t{{PRODUCTS, back, back < 0 ? NOWHERE : back + 1, PRODUCTS, to, to < 0 ? NOWHERE : to + 1},
               {giver, source, giver, taker, source, taker}};
+    if constexpr (PORTS) {
+        const Int from = flow.node_R[source], given = flow.node_R[giver], taken = flow.node_R[taker];
+        for (Int i = 6; i < 10; i++) t.kind[i] = NOWHERE;
+        const auto at = [&](Int i, Int kind, Int node) {
+            t.kind[i] = kind;
+            t.rank[i] = node;
+        };
+        if (back == OUT_FAR && to != OUT_FAR) at(6, OUT_PORT, from);
+        if (to == OUT_FAR && back != OUT_FAR) at(8, OUT_PORT, from);
+        if (back == OUT_FAR && !(to == OUT_FAR && given == taken)) at(7, IN_PORT, given);
+        if (to == OUT_FAR && !(back == OUT_FAR && given == taken)) at(9, IN_PORT, taken);
+    }
     if (back == to) t.kind[1] = t.kind[4] = NOWHERE;  // what the source sends does not change
     return t;
 }
 
 // Calls `use(sign, kind, rank)` for each of them; the giver's side has the negative sign.
-template <typename Use>
+template <bool PORTS, typename Use>
 inline void each(const Touched& t, Use use) {
     for (Int i = 0; i < 6; i++) {
         if (t.kind[i] != NOWHERE) use(i < 3 ? -1 : 1, t.kind[i], t.rank[i]);
+    }
+    if constexpr (PORTS) {
+        for (Int i = 6; i < 10; i++) {
+            if (t.kind[i] != NOWHERE) use(i < 8 ? -1 : 1, t.kind[i], t.rank[i]);
+        }
     }
 }
 
 // Tokens of `source` go to `taker` instead of `giver`, in what is busy.
 inline void redirect(const Flow& flow, Int source, Int giver, Int taker, Int tokens) {
-    each(touched(flow, source, giver, taker),
-         [&](Int sign, Int k, Int r) { flow.busy[k][r] += static_cast<double>(sign * tokens); });
+    const auto count = [&](Int sign, Int k, Int r) { flow.busy[k][r] += static_cast<double>(sign * tokens); };
+    if (flow.ports()) {
+        each<true>(touched<true>(flow, source, giver, taker), count);
+    } else {
+        each<false>(touched<false>(flow, source, giver, taker), count);
+    }
 }
+
+// Sums up what the ranks of every node send to other nodes, and receive.
+void count_ports(const Flow& flow);
+// Sets what tokens of a node's ranks pay on their way out, and in, from the prices of links and port.
+void price_port(const Flow& flow, Int node);
 
 // Add `sign` times what Trans moves from a home to the replicas on these ranks, which may include the home; or to those
 // of expert j. `count_busiest` follows once all are counted.
@@ -147,8 +181,8 @@ Seconds reprice(Flow& flow, Int q);
 inline double token_price(const Flow& flow, Int r, Int holder) {
     double own = flow.price[PRODUCTS][holder];
     if (holder == r) return own;
-    Int out = flow.level(r, holder);
-    return own + (flow.price[out][r] + flow.price[out + 1][holder]);
+    if (flow.level(r, holder) == OUT_FAR) return own + (flow.far_out[r] + flow.far_in[holder]);
+    return own + (flow.price[OUT_NEAR][r] + flow.price[IN_NEAR][holder]);
 }
 
 // The price of resource k of rank r once it has so many tokens.

@@ -24,8 +24,8 @@ struct Pair {
 };
 
 inline Pair dearest_and_cheapest(const Flow& flow, ConstInts arcs, Int r) {
-    ConstFloats own = flow.price[PRODUCTS], in_near = flow.price[IN_NEAR], in_far = flow.price[IN_FAR];
-    double out_near = flow.price[OUT_NEAR][r], out_far = flow.price[OUT_FAR][r];
+    ConstFloats own = flow.price[PRODUCTS], in_near = flow.price[IN_NEAR], in_far = flow.far_in;
+    double out_near = flow.price[OUT_NEAR][r], out_far = flow.far_out[r];
     Int node = flow.node_R[r], dear = -1, cheap = -1;
     double high = -1.0, low = INFINITE;
     for (Int a : arcs) {
@@ -44,9 +44,10 @@ inline Pair dearest_and_cheapest(const Flow& flow, ConstInts arcs, Int r) {
 }
 
 // As many of `most` tokens as level the prices; the prices may pass half of the gap the other way.
+template <bool PORTS>
 inline Int levelling_step(const Flow& flow, const Touched& t, Int most, Int q) {
     double bend = 0.0, side[2] = {0.0, 0.0};
-    each(t, [&](Int sign, Int k, Int n) {
+    each<PORTS>(t, [&](Int sign, Int k, Int n) {
         bend += bend_of(flow, k, n, q);
         side[sign > 0] += flow.price[k][n];
     });
@@ -55,7 +56,7 @@ inline Int levelling_step(const Flow& flow, const Touched& t, Int most, Int q) {
     if (bend * static_cast<double>(step) > gap) step = std::max(Int{1}, static_cast<Int>(gap / bend));
     for (; step > 0; step >>= 1) {
         double above = 0.0;
-        each(t, [&](Int sign, Int k, Int n) {
+        each<PORTS>(t, [&](Int sign, Int k, Int n) {
             double p = price_at(flow, k, n, flow.busy[k][n] + static_cast<double>(sign * step), q);
             above += sign > 0 ? p : -p;
         });
@@ -64,18 +65,22 @@ inline Int levelling_step(const Flow& flow, const Touched& t, Int most, Int q) {
     return step;
 }
 
+template <bool PORTS>
 inline bool settle_rank(const Flow& flow, ConstInts arcs, Int r, Int q) {
     auto [dear, cheap] = dearest_and_cheapest(flow, arcs, r);
     if (dear < 0) return false;
-    Touched t = touched(flow, r, flow.rank_A[dear], flow.rank_A[cheap]);
-    Int step = levelling_step(flow, t, flow.tokens_AR[dear][r], q);
+    Touched t = touched<PORTS>(flow, r, flow.rank_A[dear], flow.rank_A[cheap]);
+    Int step = levelling_step<PORTS>(flow, t, flow.tokens_AR[dear][r], q);
     if (step == 0) return false;
     flow.tokens_AR[dear][r] -= step;
     flow.tokens_AR[cheap][r] += step;
-    each(t, [&](Int sign, Int k, Int n) {
+    each<PORTS>(t, [&](Int sign, Int k, Int n) {
         flow.busy[k][n] += static_cast<double>(sign * step);
         flow.price[k][n] = price_at(flow, k, n, flow.busy[k][n], q);
     });
+    if constexpr (PORTS) {
+        for (Int rank : {r, flow.rank_A[dear], flow.rank_A[cheap]}) price_port(flow, flow.node_R[rank]);
+    }
     return true;
 }
 
@@ -106,9 +111,8 @@ void descend(Flow& flow, Int q, Int sweeps, Best& best) {
     }
 }
 
-}  // namespace
-
-Int settle(Flow& given, Int first, Int last, Int q) {
+template <bool PORTS>
+Int settle_experts(const Flow& given, Int first, Int last, Int q) {
     const Flow flow = given;  // a copy, which the compiler can keep in registers while tokens are written
     Int moves = 0;
     for (Int j = first; j < last; j++) {
@@ -116,14 +120,20 @@ Int settle(Flow& given, Int first, Int last, Int q) {
         Int holders = 0;
         for (Int a = j; a >= 0; a = flow.next_A[a]) flow.listed[holders++] = a;
         ConstInts arcs = flow.listed.part(0, holders);
-        for (Int r = 0; r < flow.ranks(); r++) moves += settle_rank(flow, arcs, r, q);
+        for (Int r = 0; r < flow.ranks(); r++) moves += settle_rank<PORTS>(flow, arcs, r, q);
     }
     return moves;
 }
 
+}  // namespace
+
+Int settle(Flow& flow, Int first, Int last, Int q) {
+    return flow.ports() ? settle_experts<true>(flow, first, last, q) : settle_experts<false>(flow, first, last, q);
+}
+
 void shorten(Flow& flow, Int sweeps, bool far, Workspace& room) {
     Scope scope(room);
-    Best best{0.0, room.ints(flow.arcs * flow.ranks()), room.floats(RESOURCES * flow.ranks())};
+    Best best{0.0, room.ints(flow.arcs * flow.ranks()), room.floats(flow.busy.flat().size)};
     best.keep(flow, reprice(flow, 1).step);
     Int done = 0, early = far ? LEVELS - 1 : 0;
     for (Int i = 0; i < LEVELS; i++) {

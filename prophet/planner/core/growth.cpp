@@ -113,7 +113,7 @@ void Growth::write(Placement& to) const {
 // What all tokens of every expert pay above the cheapest products: no replica of it can be worth more.
 void Growth::promise_all() {
     const ConstInts node_R = flow.node_R;
-    const Floats own = flow.price[PRODUCTS], out_near = flow.price[OUT_NEAR], out_far = flow.price[OUT_FAR];
+    const Floats own = flow.price[PRODUCTS], out_near = flow.price[OUT_NEAR], out_far = flow.far_out;
     const Int ranks = node_R.size;
     double floor = own[0];
     for (Int r = 0; r < ranks; r++) floor = std::min(floor, own[r]);
@@ -143,7 +143,7 @@ static void add_gains(double* __restrict gain, const double* __restrict price, I
 // What the tokens of an expert would save on every rank: `gain_R`.
 void Growth::gains_of(Int expert) {
     const ConstInts node_R = flow.node_R, node_first = flow.problem->node_first;
-    const Floats own = flow.price[PRODUCTS], out_near = flow.price[OUT_NEAR], out_far = flow.price[OUT_FAR];
+    const Floats own = flow.price[PRODUCTS], out_near = flow.price[OUT_NEAR], out_far = flow.far_out;
     const Int ranks = node_R.size;
     gain_R.fill(0.0);
     for (Int a = expert; a >= 0; a = flow.next_A[a]) {
@@ -184,7 +184,7 @@ void Growth::best_of(Int j, const Seconds& now, Choice& best) {
 Growth::Choice Growth::most_valuable(const Seconds& now) {
     for (Int r = 0; r < flow.ranks(); r++) {
         near_R[r] = flow.price[PRODUCTS][r] + flow.price[IN_NEAR][r];
-        far_R[r] = flow.price[PRODUCTS][r] + flow.price[IN_FAR][r];
+        far_R[r] = flow.price[PRODUCTS][r] + flow.far_in[r];
     }
     promise_all();
     Choice best;

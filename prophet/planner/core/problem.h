@@ -26,16 +26,20 @@ struct Figures {
     double overhead_s;            // of every expert that a rank computes
     double overlap_cost;          // share of a hidden transfer that lengthens the step all the same
     double windows_have_experts;  // 1, or 0 where no experts compute in the windows
+    double port_share;            // seconds of a byte at its node's port over those at its rank's link; 0 without ports
 
-    static constexpr Int COUNT = 12;
+    static constexpr Int COUNT = 13;
     static Figures from(ConstFloats array) {
         return {array[0],  {array[1], array[2]}, {array[3], array[4]}, array[5], array[6], array[7], array[8], array[9],
-                array[10], 1.0 - array[11]};
+                array[10], 1.0 - array[11], array[12]};
     }
+    bool has_ports() const { return port_share > 0.0; }
 };
 
 // Resources of a rank: its products; what it sends and receives within its node; the same between nodes.
 enum Resource : Int { PRODUCTS, OUT_NEAR, IN_NEAR, OUT_FAR, IN_FAR, RESOURCES };
+// Resources of a node, where it has a port; a port's index stands in for a rank's.
+enum PortResource : Int { OUT_PORT = RESOURCES, IN_PORT, WITH_PORTS };
 
 // A load and the machine that computes it.
 struct Given {

@@ -64,6 +64,7 @@ class Machine:
                 topology.overlap_cost,
                 # Negated: the core stores 1 minus this
                 not context.windows.experts,
+                topology.port_share,
             ],
             dtype=np.float64,
         )

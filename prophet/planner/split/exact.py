@@ -18,7 +18,8 @@ from prophet.spec import FloatArray, Flows, IntArray, Placement, Topology, check
 # In the place of the dense result: the core writes none where the array has no rows
 NOT_DENSE = np.empty((0, 0, 0), dtype=np.int64)
 # As many as the core's `Figures`
-_ANY_MACHINE = np.ones(12)
+# Without ports: the last one
+_ANY_MACHINE = np.array([1.0] * 12 + [0.0])
 
 
 def _check(load: IntArray, placement: Placement, topology: Topology) -> IntArray:
