@@ -26,7 +26,8 @@ MAX_RANKS = 1 << 16
 FORMAT = 1
 _OVERHEADS = ("expert_overhead_s", "call_overhead_s")
 _RATES = ("trans_rate", "agg_rate", "overlap_cost")
-_FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, *_RATES, "intra", "inter", "rank", "fit"}
+_PORT = "port_bytes_per_s"
+_FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, *_RATES, _PORT, "intra", "inter", "rank", "fit"}
 
 
 def read_topology(path: str | os.PathLike[str]) -> Topology:
@@ -85,6 +86,8 @@ def topology_from(table: Mapping[str, Any]) -> Topology:
         trans_rate=_number({"trans_rate": 1.0, **table}, "trans_rate", "trans_rate"),
         agg_rate=_number({"agg_rate": 1.0, **table}, "agg_rate", "agg_rate"),
         overlap_cost=_number({"overlap_cost": 0.0, **table}, "overlap_cost", "overlap_cost"),
+        # Absent where every rank has a network card of its own
+        port_bytes_per_s=_number(table, _PORT, _PORT) if _PORT in table else None,
         name=name,
     )
 
@@ -144,6 +147,7 @@ def topology_table(topology: Topology) -> dict[str, Any]:
         "ranks_per_node": topology.ranks_per_node,
         # As Python's own numbers: numpy's are no TOML, and are refused by `torch.load(weights_only=True)`
         **{name: float(getattr(topology, name)) for name in (*_OVERHEADS, *_RATES)},
+        **({} if topology.port_bytes_per_s is None else {_PORT: float(topology.port_bytes_per_s)}),
         "intra": _link_table(topology.intra),
         "inter": _link_table(topology.inter),
         "rank": {

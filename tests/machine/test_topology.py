@@ -32,6 +32,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         trans_rate=draw(st.floats(0.01, 10)),
         agg_rate=draw(st.floats(0.01, 10)),
         overlap_cost=draw(st.floats(0, 0.99)),
+        port_bytes_per_s=draw(st.none() | positive),
         name=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
     )
 
@@ -72,7 +73,17 @@ def test_one_number_stands_for_all_ranks(tmp_path: Path) -> None:
     assert found.free_bytes == (1, 2)
     assert found.call_overhead_s == 0.0  # a file of before there was such a figure
     assert (found.trans_rate, found.agg_rate) == (1.0, 1.0)
+    assert found.port_bytes_per_s is None
     assert read_fits(file) == {}
+
+
+def test_a_file_without_a_port_says_nothing_of_one(tmp_path: Path) -> None:
+    """So that an older release reads it, and what is named after its digest keeps its name."""
+    file = tmp_path / "t.toml"
+    write_topology(file, Topology.uniform(2))
+    assert "port" not in file.read_text()
+    write_topology(file, Topology.uniform(2, port_bytes_per_s=np.float64(5e8)))
+    assert "port_bytes_per_s = 500000000.0\n" in file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -91,6 +102,9 @@ def test_one_number_stands_for_all_ranks(tmp_path: Path) -> None:
         ("rank = {flops_per_s = 1e12, free_bytes = [1, 2]}", "rank = 3", "rank: expected a table"),
         ("inter = {bytes_per_s = 1e9, latency_s = 1e-5}", "inter = 7", "inter: expected a table"),
         ("format = 1", "format = 1\nname = 3", "name: expected a string"),
+        ("format = 1", "format = 1\nport_bytes_per_s = '100G'", "port_bytes_per_s: expected a finite number"),
+        ("format = 1", "format = 1\nport_bytes_per_s = inf", "port_bytes_per_s: expected a finite number"),
+        ("format = 1", "format = 1\nport_bytes_per_s = 0.0", "port_bytes_per_s must be positive"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
