@@ -38,7 +38,9 @@ def context_at(preset: str, ranks: int, experts: int, tokens: int, rate: float, 
     context = get_preset(preset).context(ranks, experts, routed_per_rank=tokens, slots_per_rank=slots)
     given = context.topology
     intra, inter = (Link(bytes_per_s=rate, latency_s=link.latency_s) for link in (given.intra, given.inter))
-    return dataclasses.replace(context, topology=dataclasses.replace(given, intra=intra, inter=inter))
+    # A node has as many such links as ranks
+    links = dataclasses.replace(given, intra=intra, inter=inter, port_bytes_per_s=None)
+    return dataclasses.replace(context, topology=links)
 
 
 def points() -> list[tuple[int, float, float]]:

@@ -2,7 +2,8 @@
 
 Every preset pairs a cluster with a model. Peaks come from the sources named beside them; `*_efficiency` are
 assumptions of this project (no measurement of those machines stands behind them), so a prediction compares
-policies, it does not promise seconds. `prophet calibrate` replaces all of this by measurements.
+policies, it does not promise seconds. What a hidden transfer costs is unknown on all of them, and counts as nothing.
+`prophet calibrate` replaces all of this by measurements.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """One kind of machine; bandwidths per rank and direction, in bytes/s, at peak.
+    """One kind of machine; bandwidths per direction, in bytes/s, at peak.
 
     Attributes:
         name: The preset's.
         ranks_per_node: None: every rank shares one fast domain.
         peak_flops_per_s: FLOP/s of one device.
-        intra_bytes_per_s: Within a node.
-        inter_bytes_per_s: Between nodes.
+        intra_bytes_per_s: Of a rank, within a node.
+        inter_bytes_per_s: Of a rank that crosses between nodes alone.
+        shared_port_bytes_per_s: Of the port that all ranks of a node share between nodes; None where each has its own.
         memory_bytes: Of one device.
         element_bytes: Of a parameter, gradient or activation.
         flops_efficiency: Assumed share of the peak that is reached.
@@ -52,10 +54,12 @@ class Cluster:
     intra_latency_s: float
     inter_latency_s: float
     expert_overhead_s: float
+    shared_port_bytes_per_s: float | None = None
     replica_memory_fraction: float = 0.1
 
     def topology(self, ranks: int) -> Topology:
         """The cluster cut to `ranks` ranks."""
+        port = self.shared_port_bytes_per_s
         return Topology.uniform(
             ranks,
             ranks_per_node=min(self.ranks_per_node or ranks, ranks),
@@ -63,6 +67,7 @@ class Cluster:
             intra=Link(bytes_per_s=self.intra_bytes_per_s * self.intra_efficiency, latency_s=self.intra_latency_s),
             inter=Link(bytes_per_s=self.inter_bytes_per_s * self.inter_efficiency, latency_s=self.inter_latency_s),
             free_bytes=int(self.memory_bytes * self.replica_memory_fraction),
+            port_bytes_per_s=None if port is None else port * self.inter_efficiency,
             expert_overhead_s=self.expert_overhead_s,
             name=self.name,
         )
@@ -119,7 +124,8 @@ _HPWNV = Cluster(
     ranks_per_node=4,
     peak_flops_per_s=35.6e12,
     intra_bytes_per_s=15.75e9,
-    inter_bytes_per_s=100 * _GBIT_BYTES / 4,
+    inter_bytes_per_s=100 * _GBIT_BYTES,
+    shared_port_bytes_per_s=100 * _GBIT_BYTES,
     memory_bytes=24 * _GIB,
     element_bytes=4,
     flops_efficiency=0.5,
@@ -175,13 +181,14 @@ _CLUSTERS = (
     _H100_NVLINK,
     _H100_IB,
     _A100_IB,
-    # A100 PCIe cards (PCIe 4.0 x16, 31.5 GB/s: NVIDIA's data sheet and PCI-SIG), 8 per node. One 25 Gb/s Ethernet share
-    # per card is this preset's premise. 70 % of either link assumed.
+    # A100 PCIe cards (PCIe 4.0 x16, 31.5 GB/s: NVIDIA's data sheet and PCI-SIG), 8 per node. One Ethernet port of
+    # 200 Gb/s per node, 25 Gb/s for each card where all send, is this preset's premise. 70 % of either link assumed.
     replace(
         _A100_IB,
         name="ethernet-25g",
         intra_bytes_per_s=31.5e9,
-        inter_bytes_per_s=25 * _GBIT_BYTES,
+        inter_bytes_per_s=200 * _GBIT_BYTES,
+        shared_port_bytes_per_s=200 * _GBIT_BYTES,
         inter_efficiency=0.7,
         intra_latency_s=15e-6,
         inter_latency_s=60e-6,

@@ -56,8 +56,10 @@ def rest_of_step(
     dense_flops = 2.0 * sizes.dense_block + 2.0 * sizes.sequence * width
     head_params = sizes.vocabulary * sizes.dim
     # A ring over all ranks for what all share, and one over the groups for the experts, on the slowest link there is.
+    # The first leaves a node once; of the others, all of a node's ranks have one.
     ranks = topology.ranks * groups
-    link = topology.inter if ranks > ranks_per_node else topology.intra
+    alone = ranks <= ranks_per_node
+    ring, rings = (topology.intra, topology.intra) if alone else (topology.inter, topology.even_inter)
     shared = sizes.blocks_with_experts * sizes.met_by_every_token + dense_blocks * sizes.dense_block
     shared += (1 if sizes.tied else 2) * head_params
     experts = sizes.blocks_with_experts * sizes.experts // topology.ranks * _expert_params(sizes)
@@ -67,8 +69,8 @@ def rest_of_step(
         dense_s=3.0 * dense_blocks * tokens * dense_flops / flops_per_s,
         head_s=3.0 * tokens * 2.0 * head_params / flops_per_s,
         # A ring all-reduce sends 2 (n - 1) / n of the bytes from every rank
-        average_s=link.seconds(2.0 * element_bytes * shared * (ranks - 1) / ranks)
-        + link.seconds(2.0 * element_bytes * experts * (groups - 1) / groups),
+        average_s=ring.seconds(2.0 * element_bytes * shared * (ranks - 1) / ranks)
+        + rings.seconds(2.0 * element_bytes * experts * (groups - 1) / groups),
     )
 
 

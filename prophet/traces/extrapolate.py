@@ -330,11 +330,12 @@ def _average_seconds(scenario: Scenario) -> float:
     context, groups = scenario.context, scenario.groups
     topology, ranks = context.topology, context.ranks * groups
     alone = ranks <= (scenario.ranks_per_node or topology.ranks_per_node)
-    link = topology.intra if alone else topology.inter
+    # A ring over all ranks leaves a node once; of those over the groups, all of a node's ranks have one
+    ring, rings = (topology.intra, topology.intra) if alone else (topology.inter, topology.even_inter)
     # By rank: each is home to an equal share of the experts
     expert_bytes = scenario.layers * context.experts / context.ranks * context.shape.expert_grad_bytes
-    shared_s = link.seconds(2.0 * scenario.dense_bytes / scenario.stages * (ranks - 1) / ranks)
-    return shared_s + link.seconds(2.0 * expert_bytes / scenario.stages * (groups - 1) / groups)
+    shared_s = ring.seconds(2.0 * scenario.dense_bytes / scenario.stages * (ranks - 1) / ranks)
+    return shared_s + rings.seconds(2.0 * expert_bytes / scenario.stages * (groups - 1) / groups)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -414,7 +415,7 @@ def _host_seconds(planner: Planner, context: PlanContext, split: Split) -> tuple
         Seconds to plan, beside the step, and to exchange counts and split, for which the step waits.
     """
     ranks, experts, topology = context.ranks, context.experts, context.topology
-    link = topology.inter if topology.nodes > 1 else topology.intra
+    link = topology.even_inter if topology.nodes > 1 else topology.intra
     # A rank sends its int64 count of every expert to all others
     counts_s = link.seconds(8.0 * experts * (ranks - 1))
     if not planner.replicates:

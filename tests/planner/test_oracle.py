@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prophet.errors import SpecError
-from prophet.machine.presets import PRESET_NAMES, get_preset
+from prophet.machine.presets import CLUSTERS, PRESET_NAMES, get_preset
 from prophet.planner import get_planner
 from prophet.planner.model.cost import step_cost
 from prophet.spec import IntArray, Placement, PlanContext, check_load
@@ -145,6 +145,17 @@ def test_the_best_split_uses_the_given_replicas_only() -> None:
     assert solve_exactly(load, context, time_limit_s=20).seconds < 0.8 * static
     with pytest.raises(SpecError, match="`within` is for 3 experts"):
         solve_exactly(load, context, within=Placement.with_replicas((0, 1, 1), 2, ()))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_presets_share_a_port_or_have_a_card_per_rank(name: str) -> None:
+    """A rank that crosses alone has all of a shared port, and its part of it where all cross."""
+    topology = CLUSTERS[name].topology(16)
+    if name in ("hpwnv", "hpnv", "lpwnv", "ethernet-25g"):
+        assert topology.port_bytes_per_s == topology.inter.bytes_per_s
+        assert topology.even_inter.bytes_per_s == pytest.approx(topology.inter.bytes_per_s / topology.ranks_per_node)
+    else:
+        assert topology.port_bytes_per_s is None
 
 
 def test_presets_build_and_unknown_ones_are_refused() -> None:

@@ -244,7 +244,7 @@ def ports_of(text: str) -> Ports:
     # a preset comes in any size: its ports are those of a node of 8
     per_node = topology.ranks_per_node if machine.ranks else 8
     return Ports(
-        rates=Rates.of(topology.intra, topology.inter),
+        rates=Rates.of(topology.intra, topology.even_inter),
         ranks_per_node=per_node,
         name=machine.name,
         memory_bytes=machine.memory_bytes,
