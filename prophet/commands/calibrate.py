@@ -375,6 +375,7 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
     answer["topology"] = {
         "intra": {"bytes_per_s": topology.intra.bytes_per_s, "latency_s": topology.intra.latency_s},
         "inter": {"bytes_per_s": topology.inter.bytes_per_s, "latency_s": topology.inter.latency_s},
+        "port_bytes_per_s": topology.port_bytes_per_s,
         "flops_per_s": list(topology.flops_per_s),
         "expert_overhead_s": topology.expert_overhead_s,
         "call_overhead_s": topology.call_overhead_s,
@@ -444,6 +445,9 @@ def _print(answer: dict[str, Any]) -> None:
     print_table(columns, rows, to)
     if cost := answer.get("topology", {}).get("overlap_cost"):
         to.print(f"A transfer lengthens the products that hide it by {_percent(cost)} of its own time.")
+    if port := answer.get("topology", {}).get("port_bytes_per_s"):
+        alone = answer["topology"]["inter"]["bytes_per_s"]
+        to.print(f"A node sends {port / 1e9:.3f} GB/s to others, and one of its ranks alone {alone / 1e9:.3f} GB/s.")
     if any(row["mean_error"] is not None for row in answer["operations"]):
         to.print(
             "Errors are |predicted - measured| / measured on sizes that the fit has not seen."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from prophet.spec import Activation, LayerShape, Link, Topology
 
 # Seconds per unit where a probe takes no measurable time
 _LEAST = 1e-15
+# How many times as fast a rank must be while the others of its node are silent, to share a port with them: less is noise
+_SHARES = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def calibration_of(
     """Fit what was measured.
 
     Args:
-        measured: By operation. `a2a_intra` or `a2a_inter`, `trans` and `agg` may be missing.
+        measured: By operation. `a2a_intra` or `a2a_inter`, `a2a_alone`, `trans` and `agg` may be missing.
         shape: The expert that was timed.
         ranks: R.
         ranks_per_node: Of the topology.
@@ -125,7 +127,7 @@ def calibration_of(
     fits = {o: Fit(o, m.unit, fit_line(m.fitted), m.fitted, m.held_out) for o, m in measured.items()}
     links = {
         level: Link(bytes_per_s=1.0 / max(fit.line.unit_s, _LEAST), latency_s=fit.line.fixed_s)
-        for level in ("intra", "inter")
+        for level in ("intra", "inter", "alone")
         if (fit := fits.get(f"a2a_{level}"))
     }
     # A rank alone has no link; the model then gets one that costs next to nothing.
@@ -140,11 +142,17 @@ def calibration_of(
     # Replicas go anywhere, so Trans and Agg are compared with the slower link.
     slower = links.get("inter") or intra
     trans_rate, agg_rate = (rate_of(fits[o].fitted, slower) if o in fits else 1.0 for o in ("trans", "agg"))
+    inter, port, alone = links.get("inter", intra), None, links.get("alone")
+    if alone is not None and alone.bytes_per_s > _SHARES * inter.bytes_per_s:
+        port = min(ranks_per_node, ranks) * inter.bytes_per_s
+        # The latency stays that of exchanges among all
+        inter = replace(inter, bytes_per_s=alone.bytes_per_s)
     topology = Topology(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
         intra=intra,
-        inter=links.get("inter", intra),
+        inter=inter,
+        port_bytes_per_s=port,
         # The line is that of the slowest rank; faster ranks get more FLOP/s in proportion.
         flops_per_s=tuple(float(shape.forward_flops_per_token / (per_token * s / slowness.max())) for s in slowness),
         free_bytes=(free_bytes,) * ranks,
@@ -210,11 +218,13 @@ def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
     """Lines of the performance model for `topology`, by operation: the slowest rank's compute, the slower link."""
     per_token = shape.forward_flops_per_token / min(topology.flops_per_s)
     forward = Line(topology.call_overhead_s, per_token, topology.expert_overhead_s)
-    intra, inter = (Line(link.latency_s, 1.0 / link.bytes_per_s) for link in (topology.intra, topology.inter))
+    links = (topology.intra, topology.even_inter, topology.inter)
+    intra, inter, alone = (Line(link.latency_s, 1.0 / link.bytes_per_s) for link in links)
     slower = inter if topology.nodes > 1 else intra
     return {
         "a2a_intra": intra,
         "a2a_inter": inter,
+        "a2a_alone": alone,
         "expert_forward": forward,
         "expert_backward": Line(2.0 * forward.fixed_s, 2.0 * forward.unit_s, 2.0 * forward.count_s),
         "trans": Line(slower.fixed_s, slower.unit_s / topology.trans_rate),

@@ -27,7 +27,7 @@ from prophet.machine.fit import Point
 from prophet.ranks.collective import Collective
 from prophet.ranks.device.clocks import synchronize
 from prophet.ranks.operation import Operation
-from prophet.spec import FloatArray
+from prophet.spec import BoolArray, FloatArray
 
 # Measured figures of all of a transfer's time and more are noise
 _MOST_OVERLAP_COST = 0.95
@@ -425,15 +425,15 @@ def measure_all(
         parts: Chooses among the fitted and the held-out sizes.
 
     Returns:
-        By operation. `a2a_intra`, `a2a_inter`, `trans` and `agg` are missing where no rank has a peer for them.
+        By operation. `a2a_intra`, `a2a_inter`, `a2a_alone`, `trans` and `agg` are missing where no rank has a peer for
+        them, and `a2a_alone` also where it would be `a2a_inter`.
     """
     probe = Probe(collective, device, repeats)
     size, rank = collective.size, collective.rank
     banks = {g: bank_of(g) for g in sorted(set(ranges.groups))}
     first = banks[min(banks)]
     found: list[Measured] = []
-    node = np.arange(size) // ranks_per_node
-    for level, peers in (("intra", (node == node[rank]) & (np.arange(size) != rank)), ("inter", node != node[rank])):
+    for level, peers in peers_by_level(size, ranks_per_node, rank).items():
         # The last node may be smaller, and a rank without peers must still take part.
         if _collective_max(collective, int(peers.sum()), device):
             found.append(measure_exchange(probe, f"a2a_{level}", peers, first, ranges, parts))
@@ -441,6 +441,28 @@ def measure_all(
     if size > 1:
         found += measure_transfers(probe, first, ranges, parts)
     return {m.operation: m for m in found}
+
+
+def peers_by_level(ranks: int, ranks_per_node: int, rank: int) -> dict[str, BoolArray]:
+    """To whom a rank sends in every all-to-all that is measured, [R] each.
+
+    Args:
+        ranks: R.
+        ranks_per_node: Ranks that share a node, consecutive ones.
+        rank: The one that sends.
+
+    Returns:
+        `intra`: all others of its node. `inter`: all of other nodes. `alone`: only every node's first rank sends, to
+        those of the other nodes; missing where nodes have one rank.
+    """
+    every = np.arange(ranks)
+    node = every // ranks_per_node
+    away = node != node[rank]
+    peers = {"intra": ~away & (every != rank), "inter": away}
+    if ranks_per_node > 1:
+        first = every % ranks_per_node == 0
+        peers["alone"] = away & first & first[rank]
+    return peers
 
 
 def _collective_max(collective: Collective, value: int, device: torch.device) -> int:

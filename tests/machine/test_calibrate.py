@@ -11,9 +11,9 @@ import torch
 
 from prophet.errors import SpecError
 from prophet.experts.feed_forward import FeedForwardBank
-from prophet.machine.calibrate import Calibration, calibrate, check, model_lines
+from prophet.machine.calibrate import Calibration, calibrate, calibration_of, check, model_lines
 from prophet.machine.fit import Fit, Line, Point, fit_line, rate_of
-from prophet.machine.measure import Probe, Ranges, measure_overlap
+from prophet.machine.measure import Measured, Probe, Ranges, measure_overlap, peers_by_level
 from prophet.planner.model.cost import step_cost
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology
@@ -80,7 +80,8 @@ def test_all_ranks_get_the_same_topology() -> None:
     found = ThreadWorld(4).run(body)
     assert all(f == found[0] for f in found)
     operations = {f.operation for f in found[0].fits}
-    assert operations == {"a2a_intra", "a2a_inter", "expert_forward", "expert_backward", "trans", "agg"}
+    exchanges = {"a2a_intra", "a2a_inter", "a2a_alone"}
+    assert operations == exchanges | {"expert_forward", "expert_backward", "trans", "agg"}
     assert {f.operation for f in found[0].model} == operations
     topology = found[0].topology
     assert (topology.ranks, topology.nodes) == (4, 2)
@@ -95,6 +96,49 @@ def test_all_ranks_get_the_same_topology() -> None:
         assert max(held_out) < max(fitted)
     forward = next(f for f in found[0].fits if f.operation == "expert_forward")
     assert {p.count for p in forward.fitted} == {1, 2}
+
+
+def told(operation: str, unit: str, fixed_s: float, unit_s: float, ranks: int) -> Measured:
+    points = tuple(Point(size, 1, fixed_s + unit_s * size) for size in (1e4, 1e5, 1e6))
+    return Measured(operation, unit, points, (), np.ones((len(points), ranks)))
+
+
+@pytest.mark.parametrize(
+    ("alone", "port", "own"),
+    [(1e9, None, 1e9), (1.2e9, None, 1e9), (4e9, 4e9, 4e9), (2e9, 4e9, 2e9), (0.8e9, None, 1e9)],
+)
+def test_a_port_is_what_makes_all_ranks_slower_than_one(alone: float, port: float | None, own: float) -> None:
+    """Two nodes of four ranks, which send 1 GB/s each where all send."""
+    shape = LayerShape.feed_forward(dim=8, hidden=16)
+    measured = [
+        told("a2a_intra", "byte", 1e-5, 1 / 8e9, 8),
+        told("a2a_inter", "byte", 3e-5, 1 / 1e9, 8),
+        told("a2a_alone", "byte", 2e-5, 1 / alone, 8),
+        told("trans", "byte", 3e-5, 1 / 0.5e9, 8),
+        *(told(f"expert_{way}", "token", 1e-4, 1e-6, 8) for way in ("forward", "backward")),
+    ]
+    found = calibration_of({m.operation: m for m in measured}, shape, 8, ranks_per_node=4, free_bytes=1, name="told")
+    topology = found.topology
+    assert topology.port_bytes_per_s == (None if port is None else pytest.approx(port, rel=1e-3))
+    assert topology.inter.bytes_per_s == pytest.approx(own, rel=1e-3)
+    assert topology.inter.latency_s == pytest.approx(3e-5, rel=1e-2)
+    assert topology.even_inter.bytes_per_s == pytest.approx(1e9, rel=1e-3), "as measured, with a port and without"
+    assert topology.trans_rate == pytest.approx(0.5, rel=0.05), "of what is left where all send"
+    lines = model_lines(topology, shape)
+    for operation, fixed_s, rate in (("a2a_inter", 3e-5, 1e9), ("a2a_alone", 3e-5, own), ("trans", 3e-5, 0.5e9)):
+        assert lines[operation].fixed_s == pytest.approx(fixed_s, rel=1e-2)
+        assert 1 / lines[operation].unit_s == pytest.approx(rate, rel=0.05)
+
+
+def test_one_rank_of_every_node_sends_alone() -> None:
+    """Three nodes of two ranks, the last of which has one; nodes of one rank have nobody to share a port with."""
+    alone = np.array([peers_by_level(5, 2, rank)["alone"] for rank in range(5)])
+    assert np.argwhere(alone).tolist() == [[0, 2], [0, 4], [2, 0], [2, 4], [4, 0], [4, 2]]
+    inter = np.array([peers_by_level(5, 2, rank)["inter"] for rank in range(5)])
+    assert (alone <= inter).all()
+    assert inter.sum() == 5 * 5 - (4 + 4 + 1)
+    assert set(peers_by_level(3, 1, 0)) == {"intra", "inter"}
+    assert not peers_by_level(2, 2, 0)["alone"].any()
 
 
 def test_one_rank_has_no_links_to_measure() -> None:
