@@ -16,7 +16,7 @@ from prophet.spec import Activation, LayerShape, Link, Topology
 
 # Seconds per unit where a probe takes no measurable time
 _LEAST = 1e-15
-# How many times as fast a rank must be while the others of its node are silent, to share a port with them: less is noise
+# Ranks share a port where one is so many times as fast while the others of its node are silent; less is noise
 _SHARES = 1.25
 
 
