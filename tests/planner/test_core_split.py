@@ -104,6 +104,31 @@ def test_products_that_hide_transfers_weigh_less(trans_bytes: float, agg_bytes: 
         assert np.array_equal(tokens, wanted)
 
 
+@pytest.mark.parametrize("port_share", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("ranks", [8, 10])
+def test_tokens_pay_for_their_nodes_ports(ranks: int, port_share: float) -> None:
+    """Nodes of four ranks, whose ports descent relieves: the prices of a port are those of all its ranks, at once."""
+    any_context = get_preset("h100-ib:Qwen3-30B-A3B").context(ranks, 2 * ranks, routed_per_rank=1, slots_per_rank=8)
+    without = 0  # splits that are others without ports
+    for seed in range(4):
+        given_ = skewed(ranks, 2 * ranks, seed)
+        figures = given_["figures"]  # in the order of `Machine`
+        figures[5:7] = 1.0, 1.0
+        figures[12] = port_share
+        arrays = {"node": given_["node_R"], "seconds_per_token": given_["seconds_per_token_R"], "figures": figures}
+        machine = dataclasses.replace(Machine.of(any_context), speed=np.ones(ranks), **arrays)
+        exact, tokens, alone = np.empty((3, ranks, 2 * ranks, ranks), np.int64)
+        native.split(**given_, effort=0.0, out_tokens_RED=exact)
+        placement = Placement.trusted(given_["home_E"], given_["holds_ER"])
+        wanted, wanted_s = Twin(given_["load_RE"], placement, machine).split(exact, 100.0)
+        assert native.split(**given_, effort=100.0, out_tokens_RED=tokens)[-1][0] == wanted_s
+        assert np.array_equal(tokens, wanted)
+        figures[12] = 0.0
+        native.split(**given_, effort=100.0, out_tokens_RED=alone)
+        without += not np.array_equal(tokens, alone)
+    assert without >= 2, "the port is what the split goes by"
+
+
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from([0.0, 0.03, 100.0]))
 def test_rows_and_tokens_are_one_split(case: Case, effort: float) -> None:
