@@ -115,14 +115,15 @@ void detach(Flow& flow, Int a);
 
 // The resources that a move of tokens of `source` changes: 0..2 of the giver's side, 3..5 of the taker's, or NOWHERE;
 // 6 and 7 are ports of the giver's side, 8 and 9 of the taker's.
+template <bool PORTS>
 struct Touched {
-    Int kind[10];
-    Int rank[10];
+    Int kind[PORTS ? 10 : 6];
+    Int rank[PORTS ? 10 : 6];
 };
 template <bool PORTS>
-inline Touched touched(const Flow& flow, Int source, Int giver, Int taker) {
+inline Touched<PORTS> touched(const Flow& flow, Int source, Int giver, Int taker) {
     Int back = flow.out_resource(source, giver), to = flow.out_resource(source, taker);
-    Touched t{{PRODUCTS, back, back < 0 ? NOWHERE : back + 1, PRODUCTS, to, to < 0 ? NOWHERE : to + 1},
+    Touched<PORTS> t{{PRODUCTS, back, back < 0 ? NOWHERE : back + 1, PRODUCTS, to, to < 0 ? NOWHERE : to + 1},
               {giver, source, giver, taker, source, taker}};
     if constexpr (PORTS) {
         const Int from = flow.node_R[source], given = flow.node_R[giver], taken = flow.node_R[taker];
@@ -142,7 +143,7 @@ inline Touched touched(const Flow& flow, Int source, Int giver, Int taker) {
 
 // Calls `use(sign, kind, rank)` for each of them; the giver's side has the negative sign.
 template <bool PORTS, typename Use>
-inline void each(const Touched& t, Use use) {
+inline void each(const Touched<PORTS>& t, Use use) {
     for (Int i = 0; i < 6; i++) {
         if (t.kind[i] != NOWHERE) use(i < 3 ? -1 : 1, t.kind[i], t.rank[i]);
     }

@@ -45,7 +45,7 @@ inline Pair dearest_and_cheapest(const Flow& flow, ConstInts arcs, Int r) {
 
 // As many of `most` tokens as level the prices; the prices may pass half of the gap the other way.
 template <bool PORTS>
-inline Int levelling_step(const Flow& flow, const Touched& t, Int most, Int q) {
+inline Int levelling_step(const Flow& flow, const Touched<PORTS>& t, Int most, Int q) {
     double bend = 0.0, side[2] = {0.0, 0.0};
     each<PORTS>(t, [&](Int sign, Int k, Int n) {
         bend += bend_of(flow, k, n, q);
@@ -69,7 +69,7 @@ template <bool PORTS>
 inline bool settle_rank(const Flow& flow, ConstInts arcs, Int r, Int q) {
     auto [dear, cheap] = dearest_and_cheapest(flow, arcs, r);
     if (dear < 0) return false;
-    Touched t = touched<PORTS>(flow, r, flow.rank_A[dear], flow.rank_A[cheap]);
+    Touched<PORTS> t = touched<PORTS>(flow, r, flow.rank_A[dear], flow.rank_A[cheap]);
     Int step = levelling_step<PORTS>(flow, t, flow.tokens_AR[dear][r], q);
     if (step == 0) return false;
     flow.tokens_AR[dear][r] -= step;
