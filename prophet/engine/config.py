@@ -201,7 +201,8 @@ def context_of(layer: MoE, topology: Topology, config: EngineConfig) -> PlanCont
 
 def _replica_bytes(config: EngineConfig, shape: LayerShape, ranks: int) -> int:
     """Return the most bytes that a replica takes, with what is in flight."""
-    return sum(at_replica(shape.expert_bytes, shape.expert_grad_bytes, ranks, refetch=config.refetch))
+    sizes = shape.expert_bytes, shape.expert_grad_bytes, shape.expert_sum_bytes
+    return sum(at_replica(*sizes, ranks, refetch=config.refetch))
 
 
 def check_budget(config: EngineConfig, planner: Planner, contexts: Sequence[PlanContext]) -> None:

@@ -215,6 +215,7 @@ class Engine:
             [layer.placement for layer in self.balanced],
             [s.expert_bytes for s in shapes],
             [s.expert_grad_bytes for s in shapes],
+            [s.expert_sum_bytes for s in shapes],
             budget,
             sorted(range(len(imbalance)), key=lambda i: (-imbalance[i], i)),
             span=self._depth + 1 if self.config.refetch else None,

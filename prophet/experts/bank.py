@@ -159,6 +159,11 @@ class Bank(nn.Module):
         return self.dtype
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        """Dtype of a sum of replicas' gradients, until the home has added it to its own."""
+        return torch.float32 if self.grad_dtype in (torch.float16, torch.bfloat16) else self.grad_dtype
+
+    @property
     def grad_numel(self) -> int:
         """G: elements of one expert's flat vector of gradients, those of parameters that train."""
         return sum(n for n, requires_grad in self._sizes() if requires_grad)

@@ -303,6 +303,7 @@ class ModulesBank(Bank):
             token_bytes=(self.dim + self.dim_out) * size / 2,
             # at least a product per parameter: the counter knows nothing of some operations
             forward_flops_per_token=max(self._flops_per_row, 2.0 * params),
+            half_gradients=self.sum_dtype != self.grad_dtype,
         )
 
     def signature(self) -> str:

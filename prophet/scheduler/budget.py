@@ -28,7 +28,7 @@ class Taken(NamedTuple):
     until_end: int
 
 
-def at_replica(param_bytes: int, grad_bytes: int, ranks: int, *, refetch: bool) -> Taken:
+def at_replica(param_bytes: int, grad_bytes: int, sum_bytes: int, ranks: int, *, refetch: bool) -> Taken:
     """Return what a replica takes on its own rank, with what is in flight to it or from it.
 
     A layer's Trans or Agg may be in flight whole: what arrives is put in place when it is needed. In the two-phase form
@@ -37,12 +37,13 @@ def at_replica(param_bytes: int, grad_bytes: int, ranks: int, *, refetch: bool) 
     Args:
         param_bytes: Bytes of its parameters.
         grad_bytes: Bytes of its gradients.
+        sum_bytes: Bytes of a sum of such gradients. A sole replica's is as long as its gradients.
         ranks: R.
         refetch: Whether parameters are sent again for the backward pass. Of a layer used twice that may be while
             gradients of its first use are in flight.
     """
-    most = max(param_bytes, grad_bytes)
-    return Taken(param_bytes + 2 * param_bytes * refetch, grad_bytes + 2 * most + _ITEM_BYTES * ranks)
+    flying = max(2 * param_bytes, grad_bytes + sum_bytes)
+    return Taken(param_bytes + 2 * param_bytes * refetch, grad_bytes + flying + _ITEM_BYTES * ranks)
 
 
 def at_home(param_bytes: int, grad_bytes: int, *, refetch: bool) -> Taken:
@@ -50,7 +51,7 @@ def at_home(param_bytes: int, grad_bytes: int, *, refetch: bool) -> Taken:
 
     Args:
         param_bytes: Bytes of its parameters.
-        grad_bytes: Bytes of its gradients.
+        grad_bytes: Bytes of its gradients; of an expert's first replica those of their sum, which is one for all.
         refetch: Whether parameters are sent again for the backward pass.
     """
     return Taken(param_bytes * refetch, max(param_bytes, grad_bytes))
@@ -60,6 +61,7 @@ def within_budget(
     placements: Sequence[Placement],
     param_bytes: Sequence[int],
     grad_bytes: Sequence[int],
+    sum_bytes: Sequence[int],
     budget_bytes: int,
     order: Sequence[int],
     *,
@@ -74,6 +76,7 @@ def within_budget(
         placements: By layer, [L].
         param_bytes: Bytes of the parameters of one replica, by layer, [L].
         grad_bytes: Bytes of the gradients of one replica, by layer, [L].
+        sum_bytes: Bytes of a sum of such gradients, by layer, [L].
         budget_bytes: Bytes of replicas that a rank may hold at a time, with what is in flight.
         order: The layers; those that come first keep theirs.
         span: How many layers in a row have their parameters there at a time; None is all of them (nothing is dropped
@@ -97,15 +100,18 @@ def within_budget(
     for i in order:
         kept = []
         refetch = span is not None
-        own = at_replica(param_bytes[i], grad_bytes[i], ranks, refetch=refetch)
-        away = at_home(param_bytes[i], grad_bytes[i], refetch=refetch)
+        own = at_replica(param_bytes[i], grad_bytes[i], sum_bytes[i], ranks, refetch=refetch)
+        summed: set[int] = set()
         # one by one in a fixed order, so that every rank drops the same ones
         for expert, rank in placements[i].replicas():
             both = [rank, int(placements[i].home[expert])]
+            home_bytes = grad_bytes[i] if expert in summed else max(grad_bytes[i], sum_bytes[i])
+            away = at_home(param_bytes[i], home_bytes, refetch=refetch)
             there[i, both] += [own.there, away.there]
             until_end[both] += [own.until_end, away.until_end]
             if max(map(peak, both)) <= budget_bytes:
                 kept.append((expert, rank))
+                summed.add(expert)
             else:
                 there[i, both] -= [own.there, away.there]
                 until_end[both] -= [own.until_end, away.until_end]

@@ -31,9 +31,11 @@ def phase_cover(cut: tuple[int, ...], cover_s: float) -> Cover:
     return Cover(first_s, cover_s - first_s)
 
 
-def _seconds(placement: Placement, context: PlanContext, n_bytes: float, *, agg: bool) -> TransferSeconds:
+def _seconds(
+    placement: Placement, context: PlanContext, n_bytes: float, sum_bytes: float | None = None
+) -> TransferSeconds:
     def slowest(cut: tuple[int, ...], two_phase: bool) -> list[float]:
-        chunks = transfer_by_chunk(placement, context.topology, n_bytes, cut, two_phase=two_phase, agg=agg)
+        chunks = transfer_by_chunk(placement, context.topology, n_bytes, cut, two_phase=two_phase, sum_bytes=sum_bytes)
         return [float(x) for x in chunks.max(axis=1)]
 
     return TransferSeconds(*slowest((0, GRAIN), False), *slowest(HALVES, True))
@@ -58,8 +60,8 @@ class FormChooser:
         known = self._known
         # by identity: comparing placements would cost what is saved here
         if known is None or known[0] is not placement:
-            trans = self._allowed(_seconds(placement, context, context.trans_bytes, agg=False))
-            agg = self._allowed(_seconds(placement, context, context.agg_bytes, agg=True))
+            trans = self._allowed(_seconds(placement, context, context.trans_bytes))
+            agg = self._allowed(_seconds(placement, context, context.agg_bytes, context.agg_sum_bytes))
             known = self._known = (placement, trans, agg)
         return known[1], known[2]
 

@@ -7,8 +7,8 @@ An expert is a flat vector of P elements. Trans takes one of two forms:
                 gather: every receiver sends its part to the n - 1 others
 
 and Agg is the mirror image: direct, or reduce (every receiver sends part j of its gradient to receiver j, which adds
-them) and home (receiver j sends the sum of part j home). Every phase is one uneven all-to-all for all experts of a
-layer together, or several where a phase is cut into chunks.
+them) and home (receiver j sends the sum of part j home, of half precision in float32). Every
+phase is one uneven all-to-all for all experts of a layer together, or several where a phase is cut into chunks.
 
 Each rank lists only what it sends and receives itself. Both ends order a buffer alike, by peer, then expert, then
 first element, so nothing but elements travels. In `reduce` a rank also sends itself its own part: what arrives is then

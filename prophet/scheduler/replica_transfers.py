@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from prophet.ranks.operation import Operation
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Chunk, Exchange, Piece
 
-# elements of float32 that a sum of half precisions takes beside its terms: 4 MiB
+# elements of float32 that a sum of half precisions takes beside its terms, before it is added at home: 4 MiB
 _SUMMED_AT_ONCE = 1 << 20
 # phases that send on what the first one brought
 _SECOND = ("gather", "home")
@@ -74,9 +75,8 @@ class Transfer:
         self.window: Window | None = None
         self._flying: deque[tuple[Exchange, Pending]] = deque()
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Dtype of what travels."""
+    def _dtype(self, exchange: Exchange) -> torch.dtype:
+        """Return the dtype of what travels."""
         raise TypeError
 
     @property
@@ -140,7 +140,9 @@ class Transfer:
         with torch.no_grad():
             parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
             # a rank that sends nothing takes part as well: an all-to-all needs all of them
-            outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=self._bank.device)
+            outgoing = (
+                torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype(exchange), device=self._bank.device)
+            )
             self._sent(exchange)
         send, recv = exchange.counts(self._collective.size)
         pending = self._collective.all_to_all(outgoing, send, recv, op=op, channel="weights")
@@ -168,8 +170,7 @@ class Trans(Transfer):
     name = "Trans"
     again = False
 
-    @property
-    def _dtype(self) -> torch.dtype:
+    def _dtype(self, exchange: Exchange) -> torch.dtype:
         return self._bank.flat_dtype
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
@@ -194,7 +195,8 @@ class Trans(Transfer):
 class Agg(Transfer):
     """Brings the replicas' gradients home; every sum runs over the replicas in rank order, in either form.
 
-    Replicas' gradients in bfloat16 or float16 are summed in float32, and rounded once. The home adds that to its own.
+    Replicas' gradients in bfloat16 or float16 are summed in float32, and these sums go home unrounded. The only
+    rounding is that of the home, which adds them to its own.
 
     Args:
         chunks: What this rank sends and receives, chunk by chunk.
@@ -222,9 +224,8 @@ class Agg(Transfer):
         self._visited = visited
         self._sums: list[tuple[Piece, Tensor]] = []
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self._bank.grad_dtype
+    def _dtype(self, exchange: Exchange) -> torch.dtype:
+        return self._bank.sum_dtype if exchange.phase == "home" else self._bank.grad_dtype
 
     def _collect(self, exchange: Exchange) -> None:
         # autograd may have replaced a leaf's gradient, or keep it in another dtype
@@ -240,7 +241,8 @@ class Agg(Transfer):
         for own, total in self._sums:
             low, high = max(own.start, piece.start), min(own.stop, piece.stop)
             if own.expert == piece.expert and low < high:
-                found.append(total[low - own.start : high - own.start])
+                # a sum of one term has not been widened
+                found.append(total[low - own.start : high - own.start].to(self._bank.sum_dtype))
         return found
 
     def _sent(self, exchange: Exchange) -> None:
@@ -254,8 +256,17 @@ class Agg(Transfer):
             self._sums += sums
             return
         # adding zeros would turn a gradient of None into one, and Adam would move an expert that nobody used
-        used = [(p, total) for p, total in sums if self._visited is None or p.expert in self._visited]
-        self._bank.add_flat_grads((p.expert - self._bank.first_expert, p.start, p.stop, total) for p, total in used)
+        pieces = (
+            (p.expert - self._bank.first_expert, p.start, p.stop, total)
+            for p, total in sums
+            if self._visited is None or p.expert in self._visited
+        )
+        if self._bank.sum_dtype == self._bank.grad_dtype:
+            self._bank.add_flat_grads(pieces)
+            return
+        # one by one, so that a sum is freed before the next is made
+        for piece in pieces:
+            self._bank.add_flat_grads([piece])
 
 
 def _received(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -263,29 +274,27 @@ def _received(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tens
     return zip(exchange.recvs, arrived.split([piece.size for piece in exchange.recvs]), strict=True)
 
 
-def _summed(exchange: Exchange, arrived: Tensor) -> list[tuple[Piece, Tensor]]:
-    """Return pieces of the same elements added up in the order in which they came, which is that of their source ranks.
+def _summed(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield pieces of the same elements added up in the order in which they came, which is that of their source ranks.
 
-    In place: `arrived` belongs to the transfer. The order of the result is by expert, then by element.
+    In place: `arrived` belongs to the transfer. Half precisions are summed in float32, some elements at a time. The
+    order of the result is by expert, then by element.
     """
     terms: dict[tuple[int, int], list[tuple[Piece, Tensor]]] = {}
     for piece, values in _received(exchange, arrived):
         # incoming pieces lie by source rank: the sum has one order in every run, so its bits are the same
         terms.setdefault((piece.expert, piece.start), []).append((piece, values))
-    for found in terms.values():
-        _add_to_first([values for _, values in found])
-    return [terms[key][0] for key in sorted(terms)]
-
-
-def _add_to_first(terms: Sequence[Tensor]) -> None:
-    """Add equally long flat tensors to the first of them, in order; in half precision with one rounding."""
-    first, *others = terms
-    if not others or first.dtype not in (torch.float16, torch.bfloat16):
-        for other in others:
-            first.add_(other)
-        return
-    for total, *parts in zip(*(term.split(_SUMMED_AT_ONCE) for term in terms), strict=True):
-        wide = total.float()
-        for part in parts:
-            wide += part
-        total.copy_(wide)
+    for _, found in sorted(terms.items()):
+        (piece, first), *others = found
+        if not others or first.dtype not in (torch.float16, torch.bfloat16):
+            for _, other in others:
+                first.add_(other)
+            yield piece, first
+            continue
+        start = piece.start
+        for part, *rest in zip(*(values.split(_SUMMED_AT_ONCE) for _, values in found), strict=True):
+            total = part.float()
+            for other in rest:
+                total += other
+            yield replace(piece, start=start, stop=start + len(total)), total
+            start += len(total)

@@ -361,7 +361,13 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
 
 
 def transfer_by_chunk(
-    placement: Placement, topology: Topology, n_bytes: float, cut: Sequence[int], *, two_phase: bool, agg: bool = False
+    placement: Placement,
+    topology: Topology,
+    n_bytes: float,
+    cut: Sequence[int],
+    *,
+    two_phase: bool,
+    sum_bytes: float | None = None,
 ) -> FloatArray:
     """Return the seconds of every chunk of a Trans or Agg on every rank, [C, R], each alone.
 
@@ -371,21 +377,22 @@ def transfer_by_chunk(
         n_bytes: Bytes per expert.
         cut: Boundaries of the chunks, see `Form`.
         two_phase: Whether it takes the two-phase form.
-        agg: Whether it is an Agg, the mirror image of Trans.
+        sum_bytes: Of Agg, the mirror image of Trans, bytes of a sum of gradients. None for Trans.
     """
     ranks = placement.ranks
     if placement.is_static:
         return np.zeros((len(cut) - 1, ranks))
+    home_bytes = n_bytes if sum_bytes is None else sum_bytes
     direct, first, second = (np.zeros((ranks, ranks)) for _ in range(3))
     mask = placement.replica_mask()
     for expert in np.flatnonzero(mask.any(axis=1)):
         receivers, home = np.flatnonzero(mask[expert]), placement.home[expert]
         direct[home, receivers] += n_bytes
-        first[home, receivers] += n_bytes / receivers.size
+        first[home, receivers] += home_bytes / receivers.size
         second[np.ix_(receivers, receivers)] += n_bytes / receivers.size
     # what a rank sends itself takes no link
     np.fill_diagonal(second, 0.0)
-    if agg:
+    if sum_bytes is not None:
         # reduce mirrors gather, which is symmetric, and home mirrors scatter
         direct, first, second = direct.T, second, first.T
     chunks = []
@@ -446,7 +453,12 @@ def predicted_durations(
         )
         agg.append(
             transfer_by_chunk(
-                placement, topology, context.agg_bytes, form.agg_cut, two_phase=form.two_phase_agg, agg=True
+                placement,
+                topology,
+                context.agg_bytes,
+                form.agg_cut,
+                two_phase=form.two_phase_agg,
+                sum_bytes=context.agg_sum_bytes,
             )
         )
         # windows are given for the fastest rank; the others take longer

@@ -25,6 +25,7 @@ class LayerShape:
         expert_params: Parameters of one expert.
         expert_bytes: Their bytes, which Trans moves for one replica.
         expert_grad_bytes: Bytes of the gradients of those that train, which Agg moves.
+        half_gradients: Whether gradients are in half precision. A sum of some then travels in float32.
         token_bytes: Bytes of one row, which dispatch moves, and combine again; the mean of both where answers have
             another size.
         forward_flops_per_token: Floating-point operations of one expert on one row; the backward pass takes twice that.
@@ -38,6 +39,7 @@ class LayerShape:
     expert_grad_bytes: int
     token_bytes: float
     forward_flops_per_token: float
+    half_gradients: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self, "expert_params", "expert_bytes", "token_bytes", "forward_flops_per_token")
@@ -89,7 +91,13 @@ class LayerShape:
             expert_grad_bytes=params * grad_bytes,
             token_bytes=(dim + out) * token_element_bytes / 2,
             forward_flops_per_token=2 * (units * dim + hidden * out),
+            half_gradients=grad_bytes == 2,
         )
+
+    @property
+    def expert_sum_bytes(self) -> int:
+        """Bytes of a sum of an expert's gradients, which the second phase of a two-phase Agg moves."""
+        return self.expert_grad_bytes * (2 if self.half_gradients else 1)
 
     @property
     def replica_bytes(self) -> int:
@@ -430,6 +438,11 @@ class PlanContext:
     def agg_bytes(self) -> float:
         """An expert's gradients, as the bytes that an all-to-all moves in the same time."""
         return self.shape.expert_grad_bytes / self.topology.agg_rate
+
+    @property
+    def agg_sum_bytes(self) -> float:
+        """A sum of an expert's gradients, as the bytes that an all-to-all moves in the same time."""
+        return self.shape.expert_sum_bytes / self.topology.agg_rate
 
     def slot_limits(self) -> IntArray:
         """Return the number of replicas that fit on every rank under all limits, [R]."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from prophet.planner.core import native
 
-FIGURES = np.array([8192, 1e10, 1e-5, 1e9, 2e-5, 1e5, 2e5, 1e-4, 2e-4, 1e-6, 0.1, 0.0, 0.0])
+FIGURES = np.array([8192, 1e10, 1e-5, 1e9, 2e-5, 1e5, 2e5, 2e5, 1e-4, 2e-4, 1e-6, 0.1, 0.0, 0.0])
 
 
 def planned(seed: int) -> bytes:

@@ -31,7 +31,11 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 6, max_tokens: int = 200, even_sp
     load[rng.random(ranks) < 0.1] = 0
     per_node = draw(st.integers(1, ranks))
     speed = np.ones(ranks) if even_speed or draw(st.booleans()) else rng.choice([0.25, 0.5, 0.8, 1.0], ranks)
-    shape = LayerShape.feed_forward(dim=draw(st.sampled_from([8, 64])), hidden=draw(st.sampled_from([8, 512])))
+    shape = LayerShape.feed_forward(
+        dim=draw(st.sampled_from([8, 64])),
+        hidden=draw(st.sampled_from([8, 512])),
+        grad_bytes=draw(st.sampled_from([2, 4])),
+    )
     inter_bytes_per_s = draw(st.sampled_from([1e7, 1e9]))
     topology = Topology(
         ranks=ranks,

@@ -35,6 +35,7 @@ class Figures:
     far_latency_s: float
     param_bytes: float
     grad_bytes: float
+    sum_bytes: float
     fnec_s: float
     bnec_s: float
     overhead_s: float
@@ -86,7 +87,7 @@ class Twin:
         for holders in self.holders.values():
             for d in reversed(holders[1:]):
                 self.base[0][d] += self.f.overhead_s
-        self.trans, self.agg = self.transfer(self.f.param_bytes), self.transfer(self.f.grad_bytes, agg=True)
+        self.trans, self.agg = self.transfer(self.f.param_bytes), self.transfer(self.f.grad_bytes, self.f.sum_bytes)
 
     # ------------------------------------------------------------------------------------------------- cost
 
@@ -117,8 +118,8 @@ class Twin:
         far_s = self.f.far_latency_s + far * n_bytes / self.f.far_bytes_per_s if far > 0 else 0.0
         return max(near_s, far_s)
 
-    def transfer(self, n_bytes: float, *, agg: bool = False) -> TransferSeconds:
-        """Trans or Agg in either form."""
+    def transfer(self, n_bytes: float, sum_bytes: float | None = None) -> TransferSeconds:
+        """Trans in either form; Agg where it says what goes home."""
         sent, received = ([[0.0] * self.ranks for _ in range(6)] for _ in range(2))
         for holders in self.holders.values():
             home, others = holders[0], holders[1:]
@@ -135,8 +136,10 @@ class Twin:
         most = [max(0.0, *sent[kind], *received[kind]) for kind in range(6)]
         for kind in (1, 3, 5):
             most[kind] = max(most[kind], self.port_units(sent[kind], received[kind]))
-        direct_s, scatter_s, gather_s = (self.exchange_s(*most[k : k + 2], n_bytes) for k in (0, 2, 4))
-        return TransferSeconds(direct_s, *((gather_s, scatter_s) if agg else (scatter_s, gather_s)))
+        home_bytes = n_bytes if sum_bytes is None else sum_bytes
+        sizes = ((0, n_bytes), (2, home_bytes), (4, n_bytes))
+        direct_s, scatter_s, gather_s = (self.exchange_s(*most[k : k + 2], size) for k, size in sizes)
+        return TransferSeconds(direct_s, *((scatter_s, gather_s) if sum_bytes is None else (gather_s, scatter_s)))
 
     def covers(self, forward_s: float) -> tuple[tuple[float, float], tuple[float, float]]:
         """Windows of the two phases of Trans and of Agg."""

@@ -58,7 +58,7 @@ def skewed(ranks: int, experts: int, seed: int) -> dict[str, Any]:
         rng.integers(0, experts, 3 * ranks).tolist(), rng.integers(0, ranks, 3 * ranks).tolist(), strict=True
     )
     placement = Placement.with_replicas(home, ranks, replicas)
-    figures = np.array([8192, 1e10, 1e-5, 1e9, 2e-5, 1e5, 2e5, 1e-4, 2e-4, 1e-6, 0.1, 0.0, 0.0])
+    figures = np.array([8192, 1e10, 1e-5, 1e9, 2e-5, 1e5, 2e5, 2e5, 1e-4, 2e-4, 1e-6, 0.1, 0.0, 0.0])
     node = np.arange(ranks) // 4
     values = (
         load.astype(np.int64),
@@ -92,8 +92,9 @@ def test_products_that_hide_transfers_weigh_less(trans_bytes: float, agg_bytes: 
         given_ = skewed(8, 16, seed)
         figures = given_["figures"]  # in the order of `Machine`
         figures[1:5] = 1e9, 1e-6, 1e9, 1e-6
-        figures[5:9] = trans_bytes, agg_bytes, 1e-5, 1e-5
-        figures[10] = overlap_cost
+        sum_bytes = (1 + seed % 2) * agg_bytes
+        figures[5:10] = trans_bytes, agg_bytes, sum_bytes, 1e-5, 1e-5
+        figures[11] = overlap_cost
         arrays = {"node": given_["node_R"], "seconds_per_token": given_["seconds_per_token_R"], "figures": figures}
         machine = dataclasses.replace(Machine.of(any_context), speed=np.ones(8), **arrays)
         exact, tokens = np.empty((2, 8, 16, 8), np.int64)

@@ -146,7 +146,10 @@ def test_two_phase_transfer_is_taken_where_it_is_cheaper() -> None:
     everywhere = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])
     trans = transfer_seconds(everywhere, one_node, 1600)
     assert trans == pytest.approx((0.25 + 3, 0.25 + 1, 0.25 + 2 / 3))
-    assert transfer_seconds(everywhere, one_node, 1600, agg=True) == (trans.direct, trans.second, trans.first)
+    assert transfer_seconds(everywhere, one_node, 1600, sum_bytes=1600) == (trans.direct, trans.second, trans.first)
+    # sums of half precisions go home in float32
+    agg = transfer_seconds(everywhere, one_node, 1600, sum_bytes=3200)
+    assert agg == pytest.approx((trans.direct, trans.second, 0.25 + 2))
     assert trans.two_phase(Cover(), 0.0)
     single = transfer_seconds(Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1)]), one_node, 1600)
     assert single == pytest.approx((1.25, 1.25, 0.0))

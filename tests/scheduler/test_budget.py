@@ -138,7 +138,9 @@ def test_any_budget_is_kept_and_exact(refetch: bool, replicas: float) -> None:
 
     def body(group: Collective) -> list[Step]:
         shape = case.model(ThreadWorld(1).collective(0)).moe(0).experts.shape()
-        one = at_replica(shape.expert_bytes, shape.expert_grad_bytes, case.ranks, refetch=refetch)
+        one = at_replica(
+            shape.expert_bytes, shape.expert_grad_bytes, shape.expert_sum_bytes, case.ranks, refetch=refetch
+        )
         limit = int(sum(one) * replicas)
         run = Run(case, group, Full(ALL), replica_memory_bytes=limit)  # the pool itself refuses more
         steps = [run.whole_step(s) for s in range(case.steps)]
@@ -155,7 +157,7 @@ def test_refetching_leaves_room_for_more_replicas() -> None:
     sizes = [10] * 4
 
     def copies(budget: int, span: int | None) -> list[int]:
-        return [len(p.replicas()) for p in within_budget(full, sizes, sizes, budget, range(4), span=span)]
+        return [len(p.replicas()) for p in within_budget(full, sizes, sizes, sizes, budget, range(4), span=span)]
 
     # until the end 30 + 16 for rounding, and 10 for that on the other rank; the parameters' 10, or 30 + 10 in `span`
     assert copies(4 * 66, None) == [2, 2, 2, 2]
@@ -163,6 +165,20 @@ def test_refetching_leaves_room_for_more_replicas() -> None:
     assert copies(4 * 56 + 2 * 40, 2) == [2, 2, 2, 2]
     assert copies(4 * 56 + 2 * 40 - 1, 2) == [2, 2, 2, 1]
     assert copies(0, 2) == [0, 0, 0, 0]
+
+
+def test_sums_of_half_precision_have_room() -> None:
+    placement = Placement.with_replicas([0, 1, 2], 3, [(0, 1), (0, 2)])
+
+    def copies(budget: int) -> int:
+        return len(within_budget([placement], [10], [10], [20], budget, [0])[0].replicas())
+
+    # a replica: its parameters and gradients, what it sends and a sum, and 24 for rounding; one sum at home
+    assert copies(10 + 10 + 30 + 24) == 2
+    assert copies(10 + 10 + 30 + 24 - 1) == 0
+    at_home = [Placement.with_replicas([0, 1], 2, [(0, 1), (1, 0)])]
+    assert len(within_budget(at_home, [10], [10], [20], 66 + 20, [0])[0].replicas()) == 2
+    assert len(within_budget(at_home, [10], [10], [20], 66 + 20 - 1, [0])[0].replicas()) == 1
 
 
 class _InFlight(ForwardingCollective):
@@ -237,7 +253,11 @@ def test_what_is_in_flight_counts(transfers: str, schedule: str, variant: dict[s
         return watched.most, copies
 
     shape = case.model(ThreadWorld(1).collective(0)).moe(0).experts.shape()
-    one = sum(at_replica(shape.expert_bytes, shape.expert_grad_bytes, case.ranks, refetch=case.refetch))
+    one = sum(
+        at_replica(
+            shape.expert_bytes, shape.expert_grad_bytes, shape.expert_sum_bytes, case.ranks, refetch=case.refetch
+        )
+    )
     free = max(most for most, _ in on_threads(3, partial(body, limit=None)))
     for limit in (one, 3 * one, 5 * one):
         found = on_threads(3, partial(body, limit=limit))

@@ -365,16 +365,13 @@ def test_chunks_of_both_forms_add_up_to_the_planners_cost(port_bytes_per_s: floa
     c = dataclasses.replace(c, topology=dataclasses.replace(c.topology, port_bytes_per_s=port_bytes_per_s))
     for pairs in ([(0, 1), (0, 2), (0, 3), (3, 1)], [(1, 3)], []):
         placement = Placement.with_replicas(c.home, 4, pairs)
-        cost = transfer_seconds(placement, c.topology, 32)
+        costs = transfer_seconds(placement, c.topology, 32), transfer_seconds(placement, c.topology, 32, sum_bytes=64)
         for cut in ((0, 256, 1024), (0, 1024), (0, 100, 512, 900, 1024)):
-            totals = []
-            for agg in (False, True):
+            for cost, sum_bytes in zip(costs, (None, 64), strict=True):
                 for two_phase in (False, True):
-                    chunks = transfer_by_chunk(placement, c.topology, 32, cut, two_phase=two_phase, agg=agg)
+                    chunks = transfer_by_chunk(placement, c.topology, 32, cut, two_phase=two_phase, sum_bytes=sum_bytes)
                     assert chunks.shape == (len(cut) - 1, 4)
-                    totals.append(chunks.max(axis=1).sum())
-            assert totals[:2] == pytest.approx(totals[2:])
-            assert totals[:2] == pytest.approx([cost.direct, cost.first + cost.second])
+                    assert chunks.max(axis=1).sum() == pytest.approx(cost.seconds(two_phase))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -118,7 +118,7 @@ def test_the_cheaper_form_is_taken() -> None:
         sizes = placement, topology, context.shape.expert_bytes
         trans, agg = chooser.prepare(placement, context)
         assert trans == pytest.approx(transfer_seconds(*sizes))
-        assert agg == pytest.approx(transfer_seconds(*sizes, agg=True))
+        assert agg == pytest.approx(transfer_seconds(*sizes, sum_bytes=sizes[-1]))
         for _ in range(2):
             assert chosen(chooser, placement) == (two_phase, two_phase)
     assert chosen(other, many) == (True, True)

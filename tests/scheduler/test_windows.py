@@ -142,7 +142,7 @@ def taken(case: Case) -> tuple[int, int]:
     """By one replica on its rank, and on its expert's home."""
     shape = case.model(ThreadWorld(1).collective(0)).moe(0).experts.shape()
     sizes = shape.expert_bytes, shape.expert_grad_bytes
-    return sum(at_replica(*sizes, case.ranks, refetch=False)), sum(at_home(*sizes, refetch=False))
+    return sum(at_replica(*sizes, sizes[-1], case.ranks, refetch=False)), sum(at_home(*sizes, refetch=False))
 
 
 def budget(case: Case, replicas: float) -> int:

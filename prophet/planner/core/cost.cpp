@@ -61,14 +61,20 @@ double exchange_seconds(double near_units, double far_units, double n_bytes, con
     return std::max(link_seconds(near_units, n_bytes, figures.intra), link_seconds(far_units, n_bytes, figures.inter));
 }
 
-// Seconds of a transfer of `n_bytes` per copy (Eq. 4 for Trans, Eq. 5 for Agg, with real pieces for the paper's mean).
-// `first` and `second` name the near copies of its phases; the next kind of copies are those between nodes.
-TransferSeconds transfer_seconds(const Busiest& busiest, double n_bytes, Copies first, Copies second,
+// Copies in one phase of a transfer: the kind that stays near (the next kind crosses nodes), and the bytes of a copy.
+struct Phase {
+    Copies near;
+    double n_bytes;
+};
+
+// Seconds of a transfer (Eq. 4 for Trans, Eq. 5 for Agg, with real pieces for the paper's mean). A direct one has the
+// first phase's bytes or, of Trans, those of either.
+TransferSeconds transfer_seconds(const Busiest& busiest, const Phase& first, const Phase& second,
                                  const Figures& figures) {
-    const auto moved_s = [&](Int near) {
-        return exchange_seconds(busiest.units[near], busiest.units[near + 1], n_bytes, figures);
+    const auto moved_s = [&](const Phase& phase) {
+        return exchange_seconds(busiest.units[phase.near], busiest.units[phase.near + 1], phase.n_bytes, figures);
     };
-    return {moved_s(DIRECT_NEAR), moved_s(first), moved_s(second)};
+    return {moved_s({DIRECT_NEAR, first.n_bytes}), moved_s(first), moved_s(second)};
 }
 
 // What hides Trans: the experts of the block before, then the rest of that block. No experts come before those of a
@@ -120,10 +126,11 @@ Exposed exposed_in_better_form(const TransferSeconds& transfer, const PhaseWindo
 // Eq. 8). Twin of `TransferSeconds.exposed_seconds` in `prophet.spec`.
 ExposedSeconds exposed_seconds(const Busiest& busiest, double forward_s, const Figures& figures) {
     const double taken = figures.overlap_cost;
-    // Agg mirrors Trans: what was scattered and gathered is gathered and brought home.
+    // Agg mirrors Trans: what was scattered and gathered is gathered, and the sums are brought home.
     const TransferSeconds trans =
-        transfer_seconds(busiest, figures.param_bytes, SCATTER_NEAR, GATHER_NEAR, figures);
-    const TransferSeconds agg = transfer_seconds(busiest, figures.grad_bytes, GATHER_NEAR, SCATTER_NEAR, figures);
+        transfer_seconds(busiest, {SCATTER_NEAR, figures.param_bytes}, {GATHER_NEAR, figures.param_bytes}, figures);
+    const TransferSeconds agg =
+        transfer_seconds(busiest, {GATHER_NEAR, figures.grad_bytes}, {SCATTER_NEAR, figures.sum_bytes}, figures);
     const Exposed of_trans = exposed_in_better_form(trans, windows_over_trans(forward_s, figures), taken);
     const Exposed of_agg = exposed_in_better_form(agg, windows_over_agg(forward_s, figures), taken);
     // A second that is hidden still costs `taken` of it.

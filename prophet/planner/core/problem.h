@@ -21,6 +21,7 @@ struct Figures {
     Link inter;
     double param_bytes;
     double grad_bytes;
+    double sum_bytes;             // of a sum of gradients, which goes home
     double fnec_s;
     double bnec_s;
     double overhead_s;            // of every expert that a rank computes
@@ -28,10 +29,10 @@ struct Figures {
     double windows_have_experts;  // 1, or 0 where no experts compute in the windows
     double port_share;            // seconds of a byte at its node's port over those at its rank's link; 0 without ports
 
-    static constexpr Int COUNT = 13;
+    static constexpr Int COUNT = 14;
     static Figures from(ConstFloats array) {
         return {array[0],  {array[1], array[2]}, {array[3], array[4]}, array[5], array[6], array[7], array[8], array[9],
-                array[10], 1.0 - array[11], array[12]};
+                array[10], array[11], 1.0 - array[12], array[13]};
     }
     bool has_ports() const { return port_share > 0.0; }
 };

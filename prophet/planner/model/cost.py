@@ -127,7 +127,9 @@ def link_seconds(link: Link, sent: Traffic, received: Traffic) -> float:
     return link.seconds(float(max(sent.max(), received.max())))
 
 
-def transfer_seconds(placement: Placement, topology: Topology, n_bytes: float, *, agg: bool = False) -> TransferSeconds:
+def transfer_seconds(
+    placement: Placement, topology: Topology, n_bytes: float, *, sum_bytes: float | None = None
+) -> TransferSeconds:
     """Return the seconds of a layer's Trans or Agg in both forms (Eq. 4 and 5, with real messages).
 
     Direct: the home sends every replica a whole copy. Two-phase: it scatters one copy over its n replicas,
@@ -137,8 +139,10 @@ def transfer_seconds(placement: Placement, topology: Topology, n_bytes: float, *
         placement: The experts and their replicas.
         topology: The machine.
         n_bytes: Bytes of one expert's parameters, or gradients.
-        agg: Whether it is Agg, which mirrors Trans in time: gather first, then home.
+        sum_bytes: Of Agg, bytes of a sum of gradients. It mirrors Trans in time: gather first, then sums go home. None
+            for Trans.
     """
+    home_bytes = n_bytes if sum_bytes is None else sum_bytes
     ranks = placement.ranks
     direct = np.zeros((ranks, ranks))
     scatter = np.zeros((ranks, ranks))
@@ -149,12 +153,12 @@ def transfer_seconds(placement: Placement, topology: Topology, n_bytes: float, *
         part = n_bytes / receivers.size
         home = placement.home[expert]
         direct[home, receivers] += n_bytes
-        scatter[home, receivers] += part
+        scatter[home, receivers] += home_bytes / receivers.size
         gather[np.ix_(receivers, receivers)] += part
     # A receiver has its own part already
     np.fill_diagonal(gather, 0.0)
     direct_s, scatter_s, gather_s = (exchange_seconds(pairs, topology) for pairs in (direct, scatter, gather))
-    return TransferSeconds(direct_s, *((gather_s, scatter_s) if agg else (scatter_s, gather_s)))
+    return TransferSeconds(direct_s, *((scatter_s, gather_s) if sum_bytes is None else (gather_s, scatter_s)))
 
 
 def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:
@@ -169,7 +173,7 @@ def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:
 def transfers_of(placement: Placement, context: PlanContext) -> tuple[TransferSeconds, TransferSeconds]:
     """Return the seconds of a layer's Trans and of its Agg."""
     trans = transfer_seconds(placement, context.topology, context.trans_bytes)
-    return trans, transfer_seconds(placement, context.topology, context.agg_bytes, agg=True)
+    return trans, transfer_seconds(placement, context.topology, context.agg_bytes, sum_bytes=context.agg_sum_bytes)
 
 
 def step_cost(

@@ -58,6 +58,7 @@ class Machine:
                 topology.inter.latency_s,
                 context.trans_bytes,
                 context.agg_bytes,
+                context.agg_sum_bytes,
                 context.windows.fnec_s,
                 context.windows.bnec_s,
                 topology.expert_overhead_s,

@@ -217,8 +217,10 @@ def _build(
         ((gather, 0.0, under.bnec_s), (scatter, 2.0 * beside, 0.0)),
     )
     most, taken = float(max(1, len(copy))) * ranks, topology.overlap_cost
-    for i, n_bytes in enumerate((context.trans_bytes, context.agg_bytes)):
-        for pieces, factor, window_s in phases[i] if forms[i] else whole[i]:
+    # Of the first phase, or of the direct form, and of the second phase
+    phase_bytes = ((context.trans_bytes, context.trans_bytes), (context.agg_bytes, context.agg_sum_bytes))
+    for i, sizes in enumerate(phase_bytes):
+        for n_bytes, (pieces, factor, window_s) in zip(sizes, phases[i] if forms[i] else whole[i], strict=False):
             # Eq. 8, with an overlap cost t: exposed >= time - (1 - t) * window, and exposed >= t * time
             exposed = program.variable(price=1.0)
             time = _exchange(program, pieces, context, n_bytes, most)

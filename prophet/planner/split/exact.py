@@ -19,7 +19,7 @@ from prophet.spec import FloatArray, Flows, IntArray, Placement, Topology, check
 NOT_DENSE = np.empty((0, 0, 0), dtype=np.int64)
 # As many as the core's `Figures`
 # Without ports: the last one
-_ANY_MACHINE = np.array([1.0] * 12 + [0.0])
+_ANY_MACHINE = np.array([1.0] * 13 + [0.0])
 
 
 def _check(load: IntArray, placement: Placement, topology: Topology) -> IntArray:
