@@ -116,6 +116,7 @@ class Balance:
 
         Raises:
             SpecError: On all processes where one cannot. Nothing is balanced then, and training goes on correctly.
+            StageFailed: On all processes where one cannot attach while others wait for it in that.
         """
         # an engine of the old layout must not be asked for its memory again
         self.engine, problem = None, ""
@@ -126,8 +127,9 @@ class Balance:
 
         def attached(layers: nn.Module) -> Any:
             nonlocal problem
+            # ranks of its column may wait in this one for a rank where it fails: the pipeline tells them why
+            self.engine = attach(layers, config=config)
             try:
-                self.engine = attach(layers, config=config)
                 names = {id(m): n for n, m in pipeline.module.named_modules()}
                 self._layers = [names[id(layer)] for layer in self.engine.layers]
                 assert place is not None
@@ -138,7 +140,11 @@ class Balance:
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
             return self.engine
 
-        pipeline.balance_experts(attached)
+        try:
+            pipeline.balance_experts(attached)
+        except SpecError as error:
+            self.engine = None
+            raise SpecError(f"the job is in {layout}, but {error}") from error
         op = Operation("beginning to balance experts")
         every = gather_json(problem, pipeline.collective, op)
         if any(every):

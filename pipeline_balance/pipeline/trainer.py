@@ -358,6 +358,7 @@ class ElasticPipeline:
         """
         return PipelineScaler(lambda: self.collective, self.config.device, **arguments)
 
+    @fails_together("balancing experts before step")
     def balance_experts(self, attach: Callable[[nn.Module], Balancer]) -> Balancer | None:
         """Balance the expert-parallel layers of this rank's stages; call it on every rank.
 

@@ -13,9 +13,10 @@ from torch import nn
 
 import prophet
 from pipeline_balance import elastic
+from pipeline_balance.elastic import balance
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
-from prophet.errors import SpecError, TransitionError
+from prophet.errors import SpecError, StageFailed, TransitionError
 from tests.helpers.elastic_experts import (
     build,
     build_lopsided,
@@ -243,6 +244,27 @@ def _begins(rank: int, size: int) -> list[str]:
         said(experts(hidden=4), "dp2,ep2", balance_experts=config),
         said(lambda: nn.Sequential(nn.Linear(4, 4)), "dp2,ep2"),
     ]
+
+
+def _one_cannot_attach(rank: int, size: int) -> str:
+    def attach(*given: Any, **options: Any) -> Any:
+        if rank == 1:
+            raise ArithmeticError("no engine today")
+        return prophet.attach(*given, **options)
+
+    job = start("dp2", balance_experts=prophet.EngineConfig(topology="uniform"), timeout_s=3.0)
+    train(job, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balance, "attach", attach)
+        with pytest.raises(StageFailed) as caught:
+            job.switch(Parallelism.parse("dp2,ep2"))
+    return f"{caught.value.rank} in {caught.value.action}: {caught.value.cause}"
+
+
+def test_where_one_rank_cannot_attach_the_others_of_its_column_hear_why() -> None:
+    """They wait for it in what attaching compares, until the limit."""
+    for said in run_gloo(_one_cannot_attach, 2):
+        assert said == "1 in balancing experts before step 1: RuntimeError: experts are not balanced: no engine today"
 
 
 @pytest.mark.slow
