@@ -13,6 +13,7 @@ Shape legend: R ranks.
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -73,6 +74,8 @@ _TAGS = 1 << 20
 # --- a process group ---
 
 
+# how long ranks that have lost each other wait for the store's word
+_SETTLED_S = 2.0
 # torch 2.13 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -152,6 +155,8 @@ class ProcessGroupCollective(Collective):
             _stuck[0].renew()
         self._presence.counters[self.groups["tokens"].group_name] = self.frames
         self._broken: CollectiveError | None = None
+        # why no decision can be settled any more
+        self._unanswered: CollectiveTimeout | None = None
         self._receive_first = receive_first
         if receive_first is None:
             level = dist.get_debug_level()  # type: ignore[attr-defined]
@@ -419,7 +424,26 @@ class ProcessGroupCollective(Collective):
         return [rank for rank, text in enumerate(texts) if text]
 
     def settle(self, name: str, word: str) -> str:
-        return self._presence.settle(f"prophet decision {name}", word)
+        if self._unanswered is not None:
+            raise self._unanswered
+        # a no follows a failure, maybe that of the process which keeps the store; before a yes nothing has failed
+        limit_s = self.timeout_s if word == "yes" else min(self.timeout_s, _SETTLED_S)
+        deadline = time.monotonic() + limit_s
+
+        def turn() -> None:
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+
+        # in a thread: a store whose process is stopped never answers, and torch waits for it without a limit
+        asker = Waiter("settles a decision")
+        try:
+            return joined(asker.submit(lambda: self._presence.settle(f"prophet decision {name}", word)), turn)
+        except TimeoutError:
+            op = Operation("settling a decision")
+            self._unanswered = CollectiveTimeout(self.rank, op, f"the store has not answered within {limit_s:g} s")
+            raise self._unanswered from None
+        finally:
+            asker.close()
 
     def _renewed(self, timeout_s: float) -> Collective:
         base = self._base()

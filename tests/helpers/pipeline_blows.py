@@ -152,14 +152,15 @@ def _train(folder: Path, fate: str, where: str, victims: tuple[int, ...], ahead:
 def _arm(run: ElasticPipeline, blow: Callable[[], None], where: str) -> None:
     """Have `blow` called in the middle of what comes next."""
     if where == "move":
-        collective: Any = run.groups.collective
-        exchange = collective.exchange
+        # an idle rank exchanges nothing, but decides with the others
+        collective, name = run.groups.collective, "exchange" if run.layers else "decide"
+        inner = getattr(collective, name)
 
         def struck(*args: Any, **options: Any) -> Any:
             blow()
-            return exchange(*args, **options)
+            return inner(*args, **options)
 
-        collective.exchange = struck
+        setattr(collective, name, struck)
     elif run.layers:
         calls = [0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from prophet.errors import CollectiveTimeout, OutOfStep
 from prophet.ranks.collective import Collective
+from prophet.ranks.failures.presence import Presence
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.ranks.threads import ThreadWorld
@@ -73,6 +75,29 @@ def test_the_first_word_holds_where_ranks_have_not_heard_the_same(slow: int, goe
         assert [not words for words in said] == [goes] * 2
         if not goes:
             assert all(("no answer" if rank == 1 else "another rank has not heard") in words for words in said)
+
+
+def _unanswered(rank: int, size: int) -> int:
+    collective, answer, asked = ProcessGroupCollective(timeout_s=20.0), threading.Event(), list[str]()
+
+    def settle(_: Presence, key: str, word: str) -> str:
+        asked.append(key)
+        return str(answer.wait(20.0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        # as where the process that keeps the store is stopped
+        patch.setattr(Presence, "settle", settle)
+        try:
+            for _ in range(2):
+                with pytest.raises(CollectiveTimeout, match="the store has not answered within 2 s"):
+                    collective.settle("one", "no")
+        finally:
+            answer.set()
+    return len(asked)
+
+
+def test_a_store_that_does_not_answer_is_waited_for_once_and_with_a_limit() -> None:
+    assert run_gloo(_unanswered, 2) == [1, 1]
 
 
 def _elsewhere(rank: int, size: int) -> str:
