@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -223,6 +224,26 @@ class Agg(Transfer):
         super().__init__(chunks, bank, replicas, collective, block, side)
         self._visited = visited
         self._sums: list[tuple[Piece, Tensor]] = []
+        # come home, and not added yet
+        self._home: list[Iterator[tuple[Piece, Tensor]]] = []
+
+    def finish(self) -> None:
+        """Wait for all that was launched, and add what has come home in one launch, however many chunks it came in."""
+        super().finish()
+        sums, self._home = chain.from_iterable(self._home), []
+        # adding zeros would turn a gradient of None into one, and Adam would move an expert that nobody used
+        pieces = (
+            (p.expert - self._bank.first_expert, p.start, p.stop, total)
+            for p, total in sums
+            if self._visited is None or p.expert in self._visited
+        )
+        if self._bank.sum_dtype == self._bank.grad_dtype:
+            self._bank.add_flat_grads(pieces)
+            return
+        with torch.no_grad():
+            # one by one, so that a sum is freed before the next is made
+            for piece in pieces:
+                self._bank.add_flat_grads([piece])
 
     def _dtype(self, exchange: Exchange) -> torch.dtype:
         return self._bank.sum_dtype if exchange.phase == "home" else self._bank.grad_dtype
@@ -254,19 +275,8 @@ class Agg(Transfer):
         sums = _summed(exchange, arrived)
         if exchange.phase == "reduce":
             self._sums += sums
-            return
-        # adding zeros would turn a gradient of None into one, and Adam would move an expert that nobody used
-        pieces = (
-            (p.expert - self._bank.first_expert, p.start, p.stop, total)
-            for p, total in sums
-            if self._visited is None or p.expert in self._visited
-        )
-        if self._bank.sum_dtype == self._bank.grad_dtype:
-            self._bank.add_flat_grads(pieces)
-            return
-        # one by one, so that a sum is freed before the next is made
-        for piece in pieces:
-            self._bank.add_flat_grads([piece])
+        else:
+            self._home.append(sums)
 
 
 def _received(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tensor]]:
