@@ -71,7 +71,9 @@ def _counting(patch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
     for name in ("all_gather", "gather_at_once", "gather_messages", "all_to_all", "exchange"):
         counted(ProcessGroupCollective, name, operation)
     counted(process_group, "gathered_at_once", lambda x, *_: sizes.append(x.numel() * x.element_size()))
-    counted(Presence, "settle", lambda self, key, words: found.append(f"in the store: {words}"))
+    # a decision asks the store in a thread
+    for owner in (ProcessGroupCollective, Presence):
+        counted(owner, "settle", lambda self, key, words: found.append(f"in the store: {words}"))
     for name in ("meet", "begin", "account"):
         counted(Presence, name, lambda self, *_, name=name, **__: found.append(f"in the store: {name}"))
     return found, sizes
