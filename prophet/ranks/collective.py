@@ -243,7 +243,7 @@ class Collective(ABC):
     def settle(self, name: str, word: str) -> str:
         """Return the word of the first rank that gave one for `name`.
 
-        Processes compare and set it in their group's store. Raises `CollectiveTimeout` where that does not answer.
+        Processes compare and set it in their group's store. Raises `CollectiveError` where that does not answer.
         """
         return word
 

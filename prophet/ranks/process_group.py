@@ -156,7 +156,7 @@ class ProcessGroupCollective(Collective):
         self._presence.counters[self.groups["tokens"].group_name] = self.frames
         self._broken: CollectiveError | None = None
         # why no decision can be settled any more
-        self._unanswered: CollectiveTimeout | None = None
+        self._unanswered: CollectiveError | None = None
         self._receive_first = receive_first
         if receive_first is None:
             level = dist.get_debug_level()  # type: ignore[attr-defined]
@@ -442,6 +442,10 @@ class ProcessGroupCollective(Collective):
             op = Operation("settling a decision")
             self._unanswered = CollectiveTimeout(self.rank, op, f"the store has not answered within {limit_s:g} s")
             raise self._unanswered from None
+        except RuntimeError as error:
+            # its process has ended: that one has failed, not this rank
+            self._unanswered = PeerLost(self.rank, Operation("settling a decision"), f"the store is gone ({error})")
+            raise self._unanswered from error
         finally:
             asker.close()
 
