@@ -114,8 +114,8 @@ def test_tokens_pay_for_their_nodes_ports(ranks: int, port_share: float) -> None
     for seed in range(4):
         given_ = skewed(ranks, 2 * ranks, seed)
         figures = given_["figures"]  # in the order of `Machine`
-        figures[5:7] = 1.0, 1.0
-        figures[12] = port_share
+        figures[5:8] = 1.0
+        figures[13] = port_share
         arrays = {"node": given_["node_R"], "seconds_per_token": given_["seconds_per_token_R"], "figures": figures}
         machine = dataclasses.replace(Machine.of(any_context), speed=np.ones(ranks), **arrays)
         exact, tokens, alone = np.empty((3, ranks, 2 * ranks, ranks), np.int64)
@@ -124,7 +124,7 @@ def test_tokens_pay_for_their_nodes_ports(ranks: int, port_share: float) -> None
         wanted, wanted_s = Twin(given_["load_RE"], placement, machine).split(exact, 100.0)
         assert native.split(**given_, effort=100.0, out_tokens_RED=tokens)[-1][0] == wanted_s
         assert np.array_equal(tokens, wanted)
-        figures[12] = 0.0
+        figures[13] = 0.0
         native.split(**given_, effort=100.0, out_tokens_RED=alone)
         without += not np.array_equal(tokens, alone)
     assert without >= 2, "the port is what the split goes by"
