@@ -18,6 +18,7 @@ from benchmarks.cluster.calibrate import fit_experts, slowness_of
 from benchmarks.cluster.host import Host
 from prophet import EngineConfig, attach
 from prophet.engine.step_report import StepReport
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.grouped_ffn.naive import ExpertWeights, expert_ffn
 from prophet.ranks.collective import Channel, Collective, Pending
 from prophet.ranks.forwarding import ForwardingCollective
@@ -136,8 +137,10 @@ def measured_speed(model: TinyModel, collective: Collective) -> tuple[float, ...
     """Rates of all ranks from a moment of real expert products, [R]."""
     moe = model.moes[0]
     assert isinstance(moe, prophet.MoE)
-    weights = ExpertWeights(*(torch.randn(s) for s in ((moe.hidden, moe.dim), (moe.dim, moe.hidden))))
-    x = torch.randn(512, moe.dim)
+    bank = moe.experts
+    assert isinstance(bank, FeedForwardBank)
+    weights = ExpertWeights(*(torch.randn(s) for s in ((bank.hidden, bank.dim), (bank.dim, bank.hidden))))
+    x = torch.randn(512, bank.dim)
     collective.all_gather(torch.zeros(1), op=Operation("start of a measurement"))
     began, rows = time.perf_counter(), 0
     while time.perf_counter() - began < 0.6:  # many quota periods
