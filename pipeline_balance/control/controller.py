@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -151,13 +152,14 @@ class Controller:
         self._learned = self.learner
         self.imbalance: Imbalance | None = None
         self._ahead: Future[_Ready] | None = None
+        self._chosen = threading.Event()
         # made after the last step, carried out when the next one begins
         self._decided: _Ready | None = None
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
         self._trainable = self.pipeline.owned.trainable()
         meter = self.pipeline.meter
-        meter.on_backward = None
+        self._forget()
         if self._thread is not None:
             # made here, where all ranks are: later only a thread asks for it
             self.pipeline.side_collective()
@@ -215,9 +217,15 @@ class Controller:
                 # times of this step's forward are known by then, and the backward pass hides the work
                 self.pipeline.meter.on_backward = self._begin
                 self.pipeline.before_update(lambda: self._within(done))
-            began = time.perf_counter()
-            loss = train()
-            self._steps_s.append(time.perf_counter() - began)
+            began, moves = time.perf_counter(), len(self._moves)
+            try:
+                loss = train()
+            except BaseException:
+                self._forget()
+                raise
+            # a step with a move in it is of neither map
+            if len(self._moves) == moves:
+                self._steps_s.append(time.perf_counter() - began)
             # a decision before the update has counted the step already
             if due and timer.step != done:
                 timer.step = done
@@ -235,12 +243,15 @@ class Controller:
         self.pipeline.before_update(_nothing)
         with self._concluding():
             ahead = self._begun()
-            if ahead.exception() is not None:
-                # raised after the step, which goes on
+            found = ahead.result() if ahead.exception() is None else None
+            prepared = found.prepared if found is not None else None
+            # a rank whose thread has failed says so after the step, and the others must not move without it
+            moves = torch.tensor([int(prepared is not None and prepared.early is not None)])
+            op = Operation("agreeing on a move before the update")
+            agreed = bool(self.pipeline.groups.world.all_gather(moves, op=op).all())
+            if not agreed or found is None:
                 return
-            ready = ahead.result()
-            if ready.prepared is None or ready.prepared.early is None:
-                return
+            ready = found
             self._ahead, self.learner.timer.step = None, done
             try:
                 self._carry_out(ready)
@@ -249,6 +260,11 @@ class Controller:
                     raise
                 # nothing has moved: made between the steps, where it says what is wrong
                 self._decided = replace(ready, prepared=None)
+
+    def _forget(self) -> None:
+        """Drop what was to happen in a step that has failed, or in those of other stages."""
+        self._ahead, self.pipeline.meter.on_backward = None, None
+        self.pipeline.before_update(_nothing)
 
     def rebalance(self) -> Decision:
         """Decide and, where it pays, move now; collective over all ranks, between steps. Used gradients are dropped.
@@ -329,6 +345,7 @@ class Controller:
         assert self._thread is not None
         with self._spending("measure"):
             local = self.pipeline.local_costs()
+            self._chosen.clear()
             # costs are read here, in the step's thread: the meter goes on changing
             self._ahead = self._thread.submit(lambda: self._decide_beside(local))
 
@@ -337,6 +354,7 @@ class Controller:
         side = self.pipeline.side_collective()
         costs = self._measure(local, side)
         decision = self._decide(costs, side)
+        self._chosen.set()
         return _Ready(costs, decision, self.stages.prepare(decision.best, side) if decision.move else None)
 
     def _begun(self) -> Future[_Ready]:
@@ -348,8 +366,10 @@ class Controller:
         assert self._ahead is not None
         with self._spending("decide"):
             limit_s = self.pipeline.config.timeout_s
-            if not wait([self._ahead], limit_s).done:
+            if not wait([self._ahead], limit_s).done and not self._chosen.is_set():
                 raise TimeoutError(f"no decision was worked out within {limit_s:g} s")
+            # what is sent then may take longer; each of its messages has a limit
+            wait([self._ahead])
         return self._ahead
 
     def _decided_ahead(self) -> _Ready:
@@ -395,13 +415,15 @@ class Controller:
         durations = Durations.of_stages(ready.costs, best, speeds=speeds, transfer_s=self.config.transfer_s)
         done = self.stages.change(best, durations, ready.prepared)
         self._moves.append(done)
-        figures = [done.seconds, float(done.sent_bytes + done.received_bytes), float(done.early_bytes)]
+        # the move has taken no time for what had travelled before
+        late = done.sent_bytes + done.received_bytes - done.early_bytes
+        figures = [done.seconds, float(late), float(done.early_bytes)]
         mine = torch.tensor(figures, dtype=torch.float64)
         every = self.pipeline.collective.all_gather(mine, op=Operation("timing a move"))
         # the slowest rank holds all others up, and equal figures keep later decisions equal
         slowest_s, busiest, _ = every.amax(dim=0).tolist()
-        _, whole, early = every.sum(dim=0).tolist()
-        return MoveTime(seconds=slowest_s, busiest_bytes=busiest, early=early / whole if whole else 0.0)
+        _, rest, early = every.sum(dim=0).tolist()
+        return MoveTime(seconds=slowest_s, busiest_bytes=busiest, early=early / max(1.0, rest + early))
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:

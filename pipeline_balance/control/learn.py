@@ -21,7 +21,7 @@ class MoveTime:
 
     Attributes:
         seconds: On the slowest rank.
-        busiest_bytes: Sent and received on the busiest rank.
+        busiest_bytes: Sent and received on the busiest rank in that time.
         early: The share of all bytes that travelled beside a backward pass.
     """
 

@@ -6,15 +6,18 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.control.controller import Controller, ControllerConfig, Decision
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import StageFailed, TransitionError
+from prophet.ranks.collective import Collective
 from prophet.ranks.forwarding import ForwardingCollective
 from prophet.ranks.waiting import Waiter
 from tests.helpers import pipeline_replicas as tied
@@ -154,33 +157,57 @@ def test_a_move_in_every_step_changes_no_bit(setup: str) -> None:
         assert names == whole.keys(), step
 
 
-def _touched(rank: int, size: int, moves: bool) -> tuple[list[Any], list[bool]]:
-    """Somebody writes to a weight that has been sent, in a manner that torch does not count."""
+def _touched(rank: int, size: int, moves: bool, when: str) -> tuple[list[Any], list[bool]]:
+    """Somebody writes to a weight that has been sent, or only while it is, in a manner that torch does not count."""
     pipe = pipeline(_map(0, TWO))
-    in_step = _InStep(pipe)
-    losses: list[Any] = []
+    in_step, losses = _InStep(pipe), []
+    allocate, noisy = pipe.mover.allocate, []
 
-    def touch() -> None:
+    def times(factor: float) -> None:
         if 4 in pipe.layers:
             for p in pipe.layers[4].parameters():
-                p.data.mul_(1.01)
+                p.data.mul_(factor)
 
-    in_step.arrived = touch
+    def sending(*args: Any) -> Tensor:
+        # asked for by the thread, before it packs anything
+        if not noisy:
+            noisy.append(True)
+            times(2.0)
+        return allocate(*args)
+
+    def quiet() -> None:
+        if noisy:
+            noisy.clear()
+            times(0.5)
+            # only the first time
+            pipe.mover.allocate = allocate
+
+    after = when == "after"
+    in_step.arrived = (lambda: times(1.5)) if after else quiet
+    if moves and not after:
+        # layer 4 has gone forward and backward by then in all microbatches but the last
+        pipe.mover.allocate = sending
     for step in range(4):
         if moves:
             in_step.next(_map(step + 1, TWO))
-        else:
-            pipe.before_update(touch)
+        elif after:
+            pipe.before_update(lambda: times(1.5))
         losses.append(pipe.step(*batch(step)))
     return losses, in_step.held
 
 
-def test_a_weight_that_changes_on_its_way_arrives_as_it_is_then() -> None:
-    moved, still = (run_gloo(_touched, 2, moves) for moves in (True, False))
+def test_a_weight_that_changes_once_it_was_sent_is_sent_again() -> None:
+    moved, still = (run_gloo(_touched, 2, moves, "after") for moves in (True, False))
     assert moved[0][0] == still[0][0]
     # layer 4 goes from rank 1 to 0 first, where what has come is not used
     assert moved[0][1][0] is False
     assert moved[0][1] == moved[1][1]
+
+
+def test_a_weight_that_was_another_one_while_it_was_sent_is_sent_again() -> None:
+    found = run_gloo(_touched, 2, True, "meanwhile")
+    # whatever the noise did to this step's passes, the owner's weight holds
+    assert found[0][1] == found[1][1] == [False, True, True, True]
 
 
 def _short(rank: int, size: int) -> tuple[list[float], list[bool], list[bool]]:
@@ -216,18 +243,26 @@ def test_a_rank_without_memory_for_what_is_on_its_way_keeps_all() -> None:
 
 
 class _Dies(ForwardingCollective):
-    """The process ends when it first sends state beside a step."""
+    """The process ends when it first sends state beside a step, and leaves a file."""
+
+    def __init__(self, inner: Collective, mark: Path) -> None:
+        super().__init__(inner)
+        self.mark = mark
+
+    def around(self, inner: Collective) -> Collective:
+        return _Dies(inner, self.mark)
 
     def exchange(self, *args: Any, **options: Any) -> Any:
+        self.mark.touch()
         os._exit(1)
 
 
-def _lose_one(rank: int, size: int) -> tuple[str, bool, StageMap]:
+def _lose_one(rank: int, size: int, mark: Path) -> tuple[str, bool, StageMap]:
     pipe = pipeline(_map(0, TWO), timeout_s=20.0)
     pipe.step(*batch(0))
     in_step, before = _InStep(pipe), _all_of(pipe)
     if rank == 1:
-        in_step.side = _Dies(in_step.side)
+        in_step.side = _Dies(in_step.side, mark)
     in_step.next(_map(1, TWO))
     with pytest.raises(StageFailed) as caught:
         pipe.step(*batch(1))
@@ -236,11 +271,46 @@ def _lose_one(rank: int, size: int) -> tuple[str, bool, StageMap]:
     return str(caught.value), all(torch.equal(now[n], before[n]) for n in weights), pipe.stage_map
 
 
-def test_a_rank_that_dies_with_state_on_its_way_is_named_and_the_others_keep_theirs() -> None:
-    said, whole, stage_map = run_gloo(_lose_one, 2, silent=frozenset({1}))[0]
+def test_a_rank_that_dies_with_state_on_its_way_is_named_and_the_others_keep_theirs(tmp_path: Path) -> None:
+    said, whole, stage_map = run_gloo(_lose_one, 2, tmp_path / "died", silent=frozenset({1}))[0]
+    assert (tmp_path / "died").exists()
     assert re.search(r"rank 1 \(stage 1\) failed .*: its process has ended", said)
     assert whole
     assert stage_map == _map(0, TWO)
+
+
+def _thread_fails(rank: int, size: int) -> tuple[str, int]:
+    """What one rank's thread cannot do after it has sent keeps all from moving."""
+    pipe = pipeline(_map(0, TWO), timeout_s=20.0)
+    balanced = Controller(pipe, config=ControllerConfig(every_steps=1, measure_steps=1, prepare_in_backward=True))
+    current = _map(0, TWO)
+    figures = {"current_makespan_s": 1.0, "best_makespan_s": 0.5, "move_s": 0.0}
+    move = Decision(move=True, gains=True, current=current, best=_map(1, TWO), reason="as it was told", **figures)
+    balanced.learner.decide = lambda *_: move  # type: ignore[method-assign]
+    prepare = pipe.prepare
+
+    def failing(*args: Any, **options: Any) -> Any:
+        prepare(*args, **options)
+        raise MemoryError("too little for a route")
+
+    if rank == 0:
+        pipe.prepare = failing  # type: ignore[method-assign]
+
+    def train() -> None:
+        for step in range(4):
+            balanced.step(*batch(step))
+
+    with pytest.raises(StageFailed) as caught:
+        train()
+    assert pipe._passes.before_update() is None
+    return str(caught.value), pipe.progress.updates
+
+
+def test_where_one_thread_fails_no_rank_moves_and_all_hear_why() -> None:
+    (first, updates), (second, others) = run_gloo(_thread_fails, 2)
+    assert "MemoryError: too little for a route" in first
+    assert "MemoryError: too little for a route" in second
+    assert updates == others
 
 
 def _tied(rank: int, size: int, moves: bool) -> tuple[list[float], dict[str, Tensor]]:

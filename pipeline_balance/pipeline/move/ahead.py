@@ -8,18 +8,19 @@ Shape legend: R replicas, P pipeline ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pipeline_balance.pipeline.model.ownership import sum_of_bits
+from pipeline_balance.pipeline.model.ownership import digest_of
 from pipeline_balance.pipeline.move.state import Held
 from prophet.errors import CollectiveError, TransitionError
 from prophet.ranks.collective import Collective
 from prophet.state.layout import Piece
 from prophet.state.route_schedule import RouteSchedule
+from prophet.state.space import TensorSpec
 from prophet.state.transition import Allocate, Moved, State, transition
 
 # Kinds of state that change in an update only
@@ -32,22 +33,31 @@ class Early:
 
     Attributes:
         moved: The transition's result.
-        held: What this rank held then, of the kinds that travel early.
-        leaving: Digests of the tensors that this rank no longer needs under the new map, by name.
+        specs: What this rank held then, of the kinds that travel early.
+        sent: Names on this rank of the tensors that others get, by those of the route.
+        arrived: Digests of the tensors that have come, by the names of the route.
         stays: The pieces of the new layout that it held before, with the names that it has for them.
     """
 
     moved: Moved
-    held: Held
-    leaving: Mapping[str, int]
+    specs: Sequence[TensorSpec]
+    sent: Mapping[str, str]
+    arrived: Mapping[str, int]
     stays: Mapping[Piece, str]
 
     def holds(self, now: Held) -> bool:
-        """Whether what this rank has sent is what it still holds; reads the tensors that leave it."""
-        kept = early_of(now)
-        return kept.specs == self.held.specs and all(
-            _digest(kept.tensors[name]) == digest for name, digest in self.leaving.items()
-        )
+        """Whether this rank still holds tensors of the same form."""
+        return early_of(now).specs == self.specs
+
+    def digests(self, now: Held) -> dict[str, int]:
+        """Return digests of what has come, and of what this rank holds of it now; reads what others have got.
+
+        Where all ranks' digests of a name are equal, what has come is what its owner still holds.
+
+        Args:
+            now: What this rank holds.
+        """
+        return {**self.arrived, **{name: _digest(now.tensors[own]) for name, own in self.sent.items()}}
 
     def state(self, now: Held) -> State:
         """Return the new state of these kinds: what has come, and of what stays the tensors in force.
@@ -97,17 +107,18 @@ def bring(
     Returns:
         What has come; None on all ranks where one could not send or had no memory. Nothing has changed then.
     """
-    before, after = schedule.route.before.on(schedule.rank), schedule.route.after.on(schedule.rank)
-    leaves = {names[piece.name] for piece in before} - {names.get(piece.name) for piece in after}
-    leaving = {name: _digest(held.tensors[name]) for name in leaves}
+    before = schedule.route.before.on(schedule.rank)
+    lacks = {piece.name for piece in before} - names.keys()
     try:
         moved = transition(
             schedule.route,
-            {piece: held.tensors[names[piece.name]] for piece in before},
+            {} if lacks else {piece: held.tensors[names[piece.name]] for piece in before},
             collective,
             budget_bytes=budget_bytes,
             device=device,
             allocate=allocate,
+            # replicas may keep different things for a parameter
+            problem=f"{min(lacks)} is not kept here" if lacks else "",
             ahead=schedule,
         )
     except TransitionError as error:
@@ -115,9 +126,13 @@ def bring(
             # ranks have lost each other
             raise
         return None
-    return Early(moved, held, leaving, {piece: names[piece.name] for piece in before if piece in moved.state})
+    got = [schedule.route.after.names_on(r) - schedule.route.before.names_on(r) for r in range(schedule.route.ranks)]
+    sent = {piece.name: names[piece.name] for piece in before if any(piece.name in some for some in got)}
+    come = {piece.name: _digest(tensor) for piece, tensor in moved.state.items() if piece.name in got[schedule.rank]}
+    stays = {piece: names[piece.name] for piece in before if piece in moved.state}
+    return Early(moved, held.specs, sent, come, stays)
 
 
 def _digest(tensor: Tensor) -> int:
-    found = sum_of_bits([tensor])
-    return int(found) if found is not None else 0
+    # not the sum of bits, which is linear: small changes can leave it as it is
+    return digest_of([("", tensor)])

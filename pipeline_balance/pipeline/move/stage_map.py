@@ -349,7 +349,7 @@ class StageMove(Move):
         if experts.under_way and self._regroups(range(mover.groups.grid.pipeline_ranks)):
             raise SpecError("gradients of balanced experts come home at the end of an update: move after update=True")
         self._held = held = mover.collect(self.passes.now, owners, gradients=not self.passes.used)
-        ready = self._holds(held)
+        ready, ahead = self._holds(held), self.prepared.early
         # where the route is ready, the tensors need no description, which is most of a vote
         vote = Vote.of(
             self._to_go(held, ready),
@@ -360,6 +360,7 @@ class StageMove(Move):
                 "would update other parameters": number_of(str(self._owners.table)),
             },
             ready=ready,
+            early=ahead.digests(held) if ready and ahead is not None and isinstance(held, Held) else {},
             # all replicas remember the same
             more=experts.memory() if mover.groups.replica == 0 and self._regroups([rank]) else {},
         )
@@ -400,6 +401,12 @@ class StageMove(Move):
         refuse_untied(self._ties, self.passes.now.stage_map, grid, [vote.ties for vote in votes])
         found = [vote.ready for vote in votes]
         self._ready, self._differ = min(found), len(set(found)) > 1
+        digests: dict[str, set[int]] = {}
+        for name, digest in (pair for vote in votes for pair in vote.early.items()):
+            digests.setdefault(name, set()).add(digest)
+        if any(len(some) > 1 for some in digests.values()):
+            # somebody has changed what had been sent: all of it travels again
+            self._ready, self._differ = 0, True
 
     def route_schedule(self, carrier: Collective) -> RouteSchedule:
         mover = self.mover

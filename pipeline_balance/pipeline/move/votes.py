@@ -29,6 +29,7 @@ class Vote:
         tensors: What it holds, as `spec_rows` has it.
         numbers: What optimizers keep besides tensors, by name.
         ready: What was made ahead and holds for this state: 0 nothing, 1 what has travelled early, 2 the route too.
+        early: Digests of what has travelled early, of those who sent and who got it.
         copies: Digests of what other processes have, too.
         ties: Digests of tied parameters.
         more: What this kind of move says besides.
@@ -41,6 +42,7 @@ class Vote:
     tensors: Sequence[Sequence[Any]] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
     ready: int = 0
+    early: Mapping[str, int] = field(default_factory=dict)
     copies: Mapping[str, Any] = field(default_factory=dict)
     ties: Mapping[str, Sequence[int]] = field(default_factory=dict)
     more: Any = None

@@ -22,6 +22,7 @@ from pipeline_balance.pipeline.move.transaction import Prepared, Switched
 from pipeline_balance.pipeline.run.progress import Progress
 from pipeline_balance.pipeline.run.stages import PipelineConfig
 from pipeline_balance.spec import LayerCost, StageMap
+from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 
@@ -37,6 +38,7 @@ class _Pretended:
 
     def __init__(self, collective: Collective, *, backward: bool = True, timeout_s: float = 10.0) -> None:
         self.collective = collective
+        self.groups = SimpleNamespace(world=collective)
         self.ranks, self.progress = collective.size, Progress(first_ranks=collective.size)
         self.failures = SimpleNamespace(during=lambda *_: nullcontext())
         self.model = ModuleChain([nn.Identity()] * 8, nn.functional.mse_loss)
@@ -55,7 +57,7 @@ class _Pretended:
         return self.collective
 
     def before_update(self, call: Callable[[], None]) -> None:
-        """It has no updates."""
+        self.called_before_update = call
 
     def local_costs(self) -> dict[int, LayerCost]:
         return {i: LayerCost(forward_s=LATE[i]) for i in self.stage_map.layers_on(self.collective.rank)}
@@ -120,6 +122,24 @@ def test_what_goes_wrong_beside_a_step_is_raised_after_it() -> None:
     pipeline.local_costs = lambda: {9: LayerCost(forward_s=1.0)}  # type: ignore[method-assign]
     with pytest.raises(IndexError):
         controller.step(NOTHING, None)
+
+
+def test_a_step_that_fails_leaves_nothing_that_another_one_would_do() -> None:
+    pipeline = _Pretended(ThreadWorld(1).collective(0))
+    controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
+    controller.step(NOTHING, None)
+    nothing, asked = pipeline.called_before_update, []
+
+    def unreadable(*_: Any, **__: Any) -> float:
+        asked.append(pipeline.called_before_update)
+        raise SpecError("the batch cannot be read")
+
+    pipeline.step = unreadable  # type: ignore[method-assign]
+    with pytest.raises(SpecError):
+        controller.step(NOTHING, None)
+    assert asked[0] is not nothing
+    assert pipeline.called_before_update is nothing
+    assert pipeline.meter.on_backward is None
 
 
 def test_layers_move_only_after_an_update() -> None:
