@@ -32,7 +32,7 @@ from prophet.ranks.device import clocks, side_stream
 from tests.helpers.releases import TORCH
 
 NAME = "pretended"
-# torch 2.11 has it, and crashes in a gather of ranks' works
+# torch 2.11 has it, and the process crashes in these tests
 SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend") and TORCH >= (2, 12)
 # Once it is known, torch takes the device for this process's accelerator, in whatever runs there afterwards
 ALONE = {"TESTS_PRETEND_A_DEVICE": "1"}
