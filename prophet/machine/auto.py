@@ -36,6 +36,7 @@ from prophet.machine.measure import (
     measure_experts,
     measure_overlap,
     measure_transfers,
+    peers_by_level,
 )
 from prophet.machine.topology import read_topology, topology_from, topology_table, write_topology
 from prophet.ranks.collective import Collective
@@ -51,7 +52,7 @@ from prophet.trials import RandomState
 _log = logging.getLogger(__name__)
 
 # Part of the name of a remembered file: raised where what is measured changes
-_VERSION = 1
+_VERSION = 2
 # Seconds of the longest run of each operation: far above latencies, and few enough of all together
 _LONGEST_S = 0.008
 _TURNS, _PAIRS = 3, 5
@@ -264,10 +265,11 @@ def _measure(
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             one = bank_of(1)
             coarse, fine = (Probe(collective, device, turns, budget_s=_BUDGET_S) for turns in (1, _TURNS))
-            found = _links(coarse, fine, one, per_node)
-            longest = found[-1].fitted[-1]
+            links = _links(coarse, fine, one, per_node)
+            # Over the slower link
+            longest = links.get("a2a_inter", next(iter(links.values()))).fitted[-1]
             tokens = _grown(lambda n: measure_experts(coarse, {1: one}, _upto(n), _all)[1], _LEAST_ROWS, _MOST_ROWS)
-            found += measure_experts(fine, {1: one, 2: bank_of(2)}, _upto(tokens), _all)
+            found = [*links.values(), *measure_experts(fine, {1: one, 2: bank_of(2)}, _upto(tokens), _all)]
             # A transfer's largest size takes as long. Not by a fit: ranks on other processors could send other sizes
             in_time = int(longest.size * _LONGEST_S / longest.seconds)
             n_bytes = min(max(in_time, _LEAST_BYTES), _MOST_BYTES)
@@ -292,12 +294,15 @@ def _measure(
     ).topology
     # Both move bytes over the same links, and transfers pack them besides: a slower all-to-all was disturbed
     faster = max(1.0, topology.trans_rate, topology.agg_rate)
-    # the slower link, which is also the other one's where there is one node
-    link = replace(topology.inter, bytes_per_s=topology.inter.bytes_per_s * faster)
+    # What all ranks had at once, which is also the link within where there is one node
+    even = topology.even_inter.bytes_per_s * faster
+    port = topology.port_bytes_per_s and topology.port_bytes_per_s * faster
+    link = replace(topology.inter, bytes_per_s=max(topology.inter.bytes_per_s, even))
     topology = replace(
         topology,
         intra=topology.intra if topology.nodes > 1 else link,
         inter=link,
+        port_bytes_per_s=port,
         trans_rate=topology.trans_rate / faster,
         agg_rate=topology.agg_rate / faster,
     )
@@ -308,8 +313,8 @@ def _measure(
     return topology
 
 
-def _links(coarse: Probe, fine: Probe, bank: Bank, per_node: int) -> list[Measured]:
-    """Time the all-to-all within nodes and between them, the slower one last; at least one of both.
+def _links(coarse: Probe, fine: Probe, bank: Bank, per_node: int) -> dict[str, Measured]:
+    """Time the all-to-all within nodes, between them, and between them with one rank of each; by operation.
 
     Args:
         coarse: Finds the sizes.
@@ -317,13 +322,10 @@ def _links(coarse: Probe, fine: Probe, bank: Bank, per_node: int) -> list[Measur
         bank: Has the rows' width and dtype.
         per_node: Ranks of a node.
     """
-    size, rank = coarse.collective.size, coarse.collective.rank
-    near = np.arange(size) // per_node == rank // per_node
-    peers = {"a2a_intra": near & (np.arange(size) != rank), "a2a_inter": ~near}
-    if per_node == 1:
-        del peers["a2a_intra"]
-    if per_node == size:
-        del peers["a2a_inter"]
+    group = coarse.collective
+    every = peers_by_level(group.size, per_node, group.rank)
+    missing = {"intra": per_node == 1, "inter": per_node == group.size, "alone": per_node == group.size}
+    peers = {f"a2a_{level}": chosen for level, chosen in every.items() if not missing[level]}
 
     def measured(level: str) -> Measured:
         def exchange(probe: Probe, ranges: Ranges) -> Measured:
@@ -334,7 +336,7 @@ def _links(coarse: Probe, fine: Probe, bank: Bank, per_node: int) -> list[Measur
         rows = _grown(lambda rows: exchange(coarse, _upto(rows)), least, most)
         return _undisturbed(exchange(fine, _upto(rows)))
 
-    return [measured(level) for level in peers]
+    return {level: measured(level) for level in peers}
 
 
 def _grown(measure: Callable[[int], Measured], rows: int, most: int) -> int:

@@ -128,7 +128,9 @@ def test_a_transfer_takes_no_longer_than_the_exchange_before_it(monkeypatch: pyt
         moved.append(ranges.halves[1] * experts.expert_numel // 2 * experts.dtype.itemsize)
         raise StopIteration
 
-    monkeypatch.setattr(auto, "_links", lambda *_: [Measured("a2a_intra", "byte", points, (), np.zeros((3, 2)))])
+    monkeypatch.setattr(
+        auto, "_links", lambda *_: {"a2a_intra": Measured("a2a_intra", "byte", points, (), np.zeros((3, 2)))}
+    )
     monkeypatch.setattr(auto, "measure_transfers", transfers)
 
     def measured(c: Collective) -> None:
@@ -138,6 +140,29 @@ def test_a_transfer_takes_no_longer_than_the_exchange_before_it(monkeypatch: pyt
     ThreadWorld(2).run(measured)
     assert len(moved) == 2
     assert all(1.4e6 < n <= 1.6e6 for n in moved)
+
+
+@pytest.mark.parametrize(("alone", "port", "inter"), [(3e8, 2e8, 3e8), (1.1e8, None, 1e8)])
+def test_a_port_that_a_nodes_ranks_share_is_found(
+    monkeypatch: pytest.MonkeyPatch, alone: float, port: float | None, inter: float
+) -> None:
+    """Four ranks on two nodes; one that crosses alone is three times as fast, or about as fast."""
+    rates = {"a2a_intra": 1e9, "a2a_inter": 1e8, "a2a_alone": alone, "trans": 1e8, "agg": 1e8}
+
+    def told(operation: str, *n_bytes: float) -> Measured:
+        points = tuple(Point(n, 1, n / rates[operation]) for n in n_bytes)
+        return Measured(operation, "byte", points, (), np.zeros((len(points), 4)))
+
+    def exchange(probe: Any, operation: str, peers: Any, experts: Any, ranges: Ranges, *_: Any) -> Measured:
+        return told(operation, *(64.0 * rows for rows in ranges.rows))
+
+    monkeypatch.setattr(auto, "measure_exchange", exchange)
+    monkeypatch.setattr(auto, "measure_transfers", lambda *_: (told("trans", 1e5, 4e5), told("agg", 1e5, 4e5)))
+    found = ThreadWorld(4).run(lambda c: auto._measure(c, bank(experts=1), torch.device("cpu"), 2, "here"))
+    for t in found:
+        assert (t.nodes, t.port_bytes_per_s) == (2, port and pytest.approx(port))
+        assert (t.intra.bytes_per_s, t.inter.bytes_per_s) == pytest.approx((1e9, inter))
+        assert t.even_inter.bytes_per_s == pytest.approx(1e8)
 
 
 def changed_meanwhile(home: str) -> list[Any]:
