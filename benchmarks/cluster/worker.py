@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import prophet
+from benchmarks.auto.measure import on_nodes
 from benchmarks.cluster import calibrate, peers
 from benchmarks.cluster.calibrate import Calibration
 from benchmarks.cluster.host import Host
@@ -75,7 +76,8 @@ def prepare(host: Host, args: Mapping[str, Any]) -> list[float]:
 
 def measure(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     """Calibrate, then run every policy `repetitions` times, interleaved; returns this rank's figures."""
-    with host.process_group(timeout_s=args["timeout_s"]), host.paced():
+    nodes = on_nodes(host.rank, args["ranks_per_node"])
+    with host.process_group(timeout_s=args["timeout_s"]), host.paced(), nodes:
         bench = Bench(host, args)
         bench.settle()
         calibration = bench.calibrate()

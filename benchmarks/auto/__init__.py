@@ -1,0 +1,1 @@
+"""What `topology="auto"` takes to measure a machine, and how near it comes to a thorough calibration."""
