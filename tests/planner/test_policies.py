@@ -12,6 +12,7 @@ from prophet.errors import SpecError
 from prophet.machine.presets import get_preset
 from prophet.planner import PLANNER_NAMES, Planner, get_planner
 from prophet.planner.model.cost import step_cost
+from prophet.planner.policies.pro_prophet import local_loads
 from prophet.planner.search.prophet import ProphetPlanner
 from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
 
@@ -251,6 +252,60 @@ def test_pro_prophet_follows_algorithm_1() -> None:
     hidden = dataclasses.replace(slow, windows=Windows(fnec_s=1e6, bnec_s=1e6))
     assert not get_planner("pro-prophet").place(load, hidden).is_static
     assert get_planner("pro-prophet", equation=6).place(load, hidden).is_static
+
+
+def test_pro_prophet_counts_what_ranks_compute_and_receive() -> None:
+    """H and R of the paper by hand: expert 0 is held by ranks 0 and 1, so rank 1 keeps its row and rank 2 sends one."""
+    load = np.array([[3, 1, 0], [1, 1, 2], [4, 0, 1]], dtype=np.int64)
+    holds = np.array([[True, True, False], [False, True, False], [False, False, True]])
+    computed, received = local_loads(load, holds, np.array([0, 1, 2]))
+    assert computed.tolist() == [3 + 4, 1 + 1 + 1, 1 + 2]
+    assert received.tolist() == [4, 1, 2]
+
+
+@pytest.mark.parametrize(("alpha", "places"), [(0.9 * 60 / 100, True), (1.1 * 60 / 100, False)])
+def test_pro_prophet_is_balanced_by_a_share_of_the_mean_load_of_an_expert(alpha: float, places: bool) -> None:
+    """Eq. 7: loads of 230 and 170 differ by 60, and I / E is 100; I / D would be 200."""
+    context = dataclasses.replace(ROOMY, home=(0, 0, 1, 1, 2, 2, 3, 3))
+    by_expert = np.array([130, 100, 100, 100, 100, 100, 70, 100])
+    load = np.stack([by_expert // 4 + (np.arange(8) % 4 == r) * (by_expert % 4) for r in range(4)]).astype(np.int64)
+    assert load.sum(axis=0).tolist() == by_expert.tolist()
+    assert not get_planner("pro-prophet", alpha=0.0).place(load, context).is_static
+    assert get_planner("pro-prophet", alpha=alpha).place(load, context).is_static != places
+
+
+# Four exchanges of 16 x 4 bytes, and three products of 2 x 2 x 16 x 64 operations, for a row
+PER_ROW_S = 4 * 64 / 1e6 + 3 * 4096 / 1e8
+# 2 x alpha x dim^2 parameters of four bytes go to and fro
+SHADOW_S = 2 * 2 * 16 * 64 * 4 / 1e6
+FASTERMOE = PlanContext(
+    topology=Topology.uniform(4, flops_per_s=1e8, intra=Link(bytes_per_s=1e6)),
+    shape=LayerShape.feed_forward(dim=16, hidden=64, bias=False),
+    home=(0, 1, 2, 3),
+)
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "shadowed"),
+    [
+        # by the first, the second and the third shadow, in shadows' seconds
+        ((0.9, 0.0, 0.0), 0),
+        ((1.1, 0.0, 0.0), 1),
+        ((1.1, 0.9, 0.0), 1),  # the second costs as much again
+        ((1.1, 1.1, 0.9), 2),
+        ((1.1, 1.1, 1.1), 3),
+        ((0.9, 9.0, 9.0), 0),  # it ends with the first that does not pay
+    ],
+)
+def test_fastermoe_shadows_while_each_further_one_pays(saved_s: tuple[float, ...], shadowed: int) -> None:
+    scale = 1000  # a larger expert, so that rounding to whole rows hardly counts
+    shape = LayerShape.feed_forward(dim=16, hidden=64, bias=False, param_bytes=4 * scale)
+    rows = [round(s * scale * SHADOW_S / PER_ROW_S) for s in saved_s]
+    total = np.array([10 + sum(rows[i:]) for i in range(4)], dtype=np.int64)
+    load = np.zeros((4, 4), dtype=np.int64)
+    load[0] = total
+    placement = get_planner("fastermoe").place(load, dataclasses.replace(FASTERMOE, shape=shape))
+    assert placement.holds.sum(axis=1).tolist() == [4] * shadowed + [1] * (4 - shadowed)
 
 
 def test_all_kinds_of_arrays_are_planned_alike() -> None:
