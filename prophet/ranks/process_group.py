@@ -62,11 +62,14 @@ from prophet.ranks.works import (
     on_device,
     on_host_in_turns,
     outlast,
+    sent_at_once,
 )
 
 T = TypeVar("T")
 # After so long a rank that waits asks whether the others can come; a little more than a pulse
 LOOK_S = 1.2
+# Sent in its name: ranks may be in different operations
+_MESSAGE = Operation("message")
 # Tags of single messages repeat after so many all-to-alls
 _TAGS = 1 << 20
 
@@ -168,6 +171,8 @@ class ProcessGroupCollective(Collective):
         self._threads: dict[Channel, tuple[Waiter, Waiter]] = {}
         self._posted: dict[Channel, int] = dict.fromkeys(self.groups, 0)
         self._single: Waiter | None = None
+        # Apart: a wait for a single message may have been left, and ranks go on
+        self._gathers: Waiter | None = None
         _made.add(self)
 
     def backend(self) -> str:
@@ -326,9 +331,12 @@ class ProcessGroupCollective(Collective):
             found = super().gather_messages(x, op=op)
             self.frames.unread = lambda: found
             return found
+        group = self.groups["tokens"]
+        # Within one host a change of threads costs more than the ring
+        if self._receive_first and is_short(x, group):
+            return self.guard(lambda: self._gather_messages_at_once(x, group, op), op)
         source = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
-        group = self.groups["tokens"]
 
         def gather() -> None:
             work = _all_gather_single(out.view(-1), source.view(-1), group=group, async_op=True)
@@ -342,6 +350,21 @@ class ProcessGroupCollective(Collective):
 
         self.guard(gather, op)
         return out
+
+    def _gather_messages_at_once(self, x: Tensor, group: dist.ProcessGroup, op: Operation) -> Tensor:
+        """Gather short messages between hosts, where each may wait behind a transfer."""
+        # Messages say themselves which operation they are of
+        works, arrived = sent_at_once(x, group, _MESSAGE)
+        if self._gathers is None:
+            self._gathers = Waiter("gloo waits for gathers")
+        done = self._gathers.submit(lambda: at_once(works))
+
+        def read() -> Tensor:
+            joined(done, self._message_turn(op), self._look_s)
+            return arrived()
+
+        self.frames.unread = lambda: self.guard(read, op)
+        return read()
 
     @property
     def _look_s(self) -> float:
@@ -467,8 +490,9 @@ class ProcessGroupCollective(Collective):
         self.groups.clear()
         for waiter in (w for both in self._threads.values() for w in both):
             waiter.close()
-        if self._single is not None:
-            self._single.close()
+        for one in (self._single, self._gathers):
+            if one is not None:
+                one.close()
         if dist.is_initialized():
             for group in groups:
                 self._presence.counters.pop(group.group_name, None)

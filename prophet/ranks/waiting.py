@@ -68,19 +68,20 @@ class Waiter:
             self.thread.join(wait_s)
 
 
-def joined(done: Future[T], turn: Callable[[], None] = lambda: None) -> T:
+def joined(done: Future[T], turn: Callable[[], None] = lambda: None, turn_s: float = TURN_S) -> T:
     """Wait for `done` in short turns, so that Ctrl-C is seen in between.
 
     Args:
         done: The future of a call that another thread runs.
         turn: Called between turns. It may raise; the call then goes on in its thread.
+        turn_s: Seconds of a turn.
 
     Returns:
         The result of the call, or its error, raised.
     """
     while True:
         try:
-            return done.result(timeout=TURN_S)
+            return done.result(timeout=turn_s)
         except TimeoutError:
             # The call itself may have raised a TimeoutError, which is its result then
             if done.done():

@@ -115,9 +115,6 @@ def gathered_at_once(
 ) -> Tensor:
     """Gather a short tensor, sent from each rank to all others; collective.
 
-    gloo's all-gather passes everything around a ring, so a short message waits for R - 1 ranks in a row. Among few
-    ranks each sends to all others; no link carries more bytes for that.
-
     Args:
         x: This rank's tensor, of one shape and dtype on all ranks; see `is_short`.
         group: The ranks that take part.
@@ -130,6 +127,26 @@ def gathered_at_once(
     Raises:
         OutOfStep: Where ranks have sent another shape or dtype, or are in another operation.
     """
+    works, arrived = sent_at_once(x, group, op)
+    wait(works)
+    return arrived()
+
+
+def sent_at_once(x: Tensor, group: dist.ProcessGroup, op: Operation) -> tuple[list[Any], Callable[[], Tensor]]:
+    """Begin to gather a short tensor, sent from each rank to all others.
+
+    gloo's all-gather passes everything around a ring, so a short message waits for R - 1 ranks in a row, and on every
+    link behind what is queued there. Among few ranks each sends to all others; no link carries more bytes for that.
+
+    Args:
+        x: This rank's tensor, of one shape and dtype on all ranks; see `is_short`.
+        group: The ranks that take part.
+        op: Names the exchange in errors, and is the same on all ranks.
+
+    Returns:
+        The works, and what returns all ranks' tensors by rank [R, *x.shape] after them. That raises `OutOfStep` as
+        `gathered_at_once` does.
+    """
     # A digest of all that has to agree; it fits where the names and shapes do not
     about = hashlib.blake2b(f"{op.name} {x.dtype} {tuple(x.shape)}".encode(), digest_size=_NAME_BYTES).digest()
     end = _NAME_BYTES + x.numel() * x.element_size()
@@ -140,11 +157,15 @@ def gathered_at_once(
     every = mine.repeat(group.size(), 1)
     others = [(group.rank() + i) % group.size() for i in range(1, group.size())]
     works = [dist.irecv(every[r], group=group, group_src=r, tag=_AT_ONCE) for r in others]
-    wait([*works, *(dist.isend(mine, group=group, group_dst=r, tag=_AT_ONCE) for r in others)])
-    apart = (every[:, :_NAME_BYTES] != mine[:_NAME_BYTES]).any(1).nonzero().reshape(-1).tolist()
-    if apart:
-        raise OutOfStep(f"rank {group.rank()}: ranks {apart} are not in {op}")
-    return every[:, _NAME_BYTES:end].contiguous().view(x.dtype).reshape(-1, *x.shape)
+    works += [dist.isend(mine, group=group, group_dst=r, tag=_AT_ONCE) for r in others]
+
+    def arrived() -> Tensor:
+        apart = (every[:, :_NAME_BYTES] != mine[:_NAME_BYTES]).any(1).nonzero().reshape(-1).tolist()
+        if apart:
+            raise OutOfStep(f"rank {group.rank()}: ranks {apart} are not in {op}")
+        return every[:, _NAME_BYTES:end].contiguous().view(x.dtype).reshape(-1, *x.shape)
+
+    return works, arrived
 
 
 def coming(works: Sequence[Any], result: Tensor, keep: Any, wait: Callable[[Sequence[Any]], None]) -> Pending:

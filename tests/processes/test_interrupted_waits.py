@@ -29,7 +29,7 @@ def _start(collective: ProcessGroupCollective, kind: str) -> None:
     x, op = torch.zeros(2), Operation("a test")
     if kind == "all_gather":
         collective.all_gather(x, op=op)
-    elif kind == "gather_messages":
+    elif kind.startswith("gather_messages"):
         collective.gather_messages(x, op=op)
     elif kind.startswith("all_to_all"):
         collective.all_to_all(x, [1, 1], [1, 1], op=op).wait()
@@ -72,14 +72,16 @@ def test_ctrl_c_ends_a_wait(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gather_messages", "all_to_all", "all_to_all, receives first"])
+@pytest.mark.parametrize(
+    "kind", ["gather_messages", "gather_messages, receives first", "all_to_all", "all_to_all, receives first"]
+)
 def test_ctrl_c_ends_any_wait(kind: str) -> None:
     test_ctrl_c_ends_a_wait(kind)
 
 
-def _goes_on(how: str) -> list[str]:
+def _goes_on(how: str, receive_first: bool) -> list[str]:
     """Rank 0 leaves layer 1's counts, which are longer than the others'; then both ranks ask for something else."""
-    collective = ProcessGroupCollective(timeout_s=LIMIT_S)
+    collective = ProcessGroupCollective(timeout_s=LIMIT_S, receive_first=receive_first)
 
     def counts(layer: int, forward: int, numbers: int) -> None:
         collective.frames.forward, collective.frames.kind = forward, 1
@@ -105,17 +107,19 @@ def _goes_on(how: str) -> list[str]:
             if how == "not sent":
                 patch.setattr(messages, "_frame", mock.Mock(side_effect=torch.OutOfMemoryError))
             else:
-                patch.setattr(process_group, "in_turns", mock.Mock(side_effect=KeyboardInterrupt))
+                wait = "joined" if receive_first else "in_turns"
+                patch.setattr(process_group, wait, mock.Mock(side_effect=KeyboardInterrupt))
             found = [attempt(lambda: counts(*left))]
         return found + [attempt(other) for _ in range(1 if how == "sent" else 2)]
     # The other rank was interrupted before it came there, or waits there
     return [attempt(other if how == "sent" else lambda: counts(*left)), attempt(other)]
 
 
+@pytest.mark.parametrize("receive_first", [False, True])
 @pytest.mark.parametrize("how", ["sent", "not sent", "announced"])
-def test_ranks_go_on_after_one_has_left_a_message(how: str) -> None:
+def test_ranks_go_on_after_one_has_left_a_message(how: str, receive_first: bool) -> None:
     """The length of the next message follows from those before: a rank that is wrong about it ends gloo's process."""
-    first, second = on_processes(2, _goes_on, how)
+    first, second = on_processes(2, _goes_on, how, receive_first)
     both = "[[0], [1]]"
     left = "OutOfMemoryError" if how == "not sent" else "KeyboardInterrupt"
     assert first == [left, *(["OutOfStep"] if how != "sent" else []), both]

@@ -130,6 +130,30 @@ def test_what_is_short_goes_from_each_to_all_and_what_is_long_around_the_ring(si
     assert run_gloo(_gathered, size) == [[True] * 4 + [False] * 2] * size
 
 
+def _messages(rank: int, size: int, receive_first: bool) -> list[bool]:
+    """Whether short and long messages go around the ring."""
+    collective = ProcessGroupCollective(timeout_s=20.0, receive_first=receive_first)
+    ring: list[int] = []
+    inner, found = process_group._all_gather_single, []
+    with mock.patch.object(
+        process_group, "_all_gather_single", lambda *given, **more: ring.append(1) or inner(*given, **more)
+    ):
+        # Twice, since messages share one tag
+        for numel in (128, 128, SHORT_BYTES // 8, SHORT_BYTES // 8 + 1):
+            ring.clear()
+            every = collective.gather_messages(torch.arange(numel) + rank, op=Operation("message of a test"))
+            assert torch.equal(every, torch.stack([torch.arange(numel) + r for r in range(size)]))
+            found.append(bool(ring))
+    return found
+
+
+@pytest.mark.parametrize("receive_first", [False, True])
+def test_short_messages_between_hosts_go_from_each_to_all(receive_first: bool) -> None:
+    """Around the ring a message would wait R - 1 times behind a transfer."""
+    ring = [False, False, False, True] if receive_first else [True] * 4
+    assert run_gloo(_messages, 3, receive_first) == [ring] * 3
+
+
 def _apart(rank: int, size: int) -> list[str]:
     """What a rank says that meets another one in another gather, and in an all-to-all of less."""
     found = []
