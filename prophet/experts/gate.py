@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prophet.kernels.choice import Impl
-from prophet.kernels.route import route, tally
+from prophet.kernels.route import route, tally, weights_of
 from prophet.spec import checked
 
 Score = Literal["softmax", "sigmoid"]
+# more would bring the shares nearer to even, but choices are not the shares
+SINKHORN_ROUNDS = 12
+# a single token, or tokens that are all alike, get equal shares: then scores decide, and not what was rounded
+DAMPED = 0.999
 
 
 @checked
@@ -35,6 +39,10 @@ class GateConfig:
         z_loss_weight: Weight of the mean squared log-sum-exp of the logits (Zoph et al. 2022, Eq. 5).
         bias_update_rate: Step of the loss-free balancing bias (Wang et al. 2024), which shifts the selection only and
             never the weights; 0 turns it off.
+        assignment: How a token's K experts are found while training. "top_k": those of the highest scores. "sinkhorn":
+            S-BASE (Clark et al. 2022, arXiv 2202.01169, after Lewis et al. 2021): those of the largest share in the
+            entropy-regularised transport of this rank's tokens of a pass to equally loaded experts. In evaluation
+            tokens always take the highest scores, so that none depends on the others.
         capacity_factor: At most ceil(factor * N * K / E) tokens of this rank per expert, first choices first, then by
             position; the rest are dropped and counted. None drops nothing.
     """
@@ -46,6 +54,7 @@ class GateConfig:
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.0
     bias_update_rate: float = 0.0
+    assignment: Literal["top_k", "sinkhorn"] = "top_k"
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +62,8 @@ class GateConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"GateConfig.{name} must be finite and not negative, got {value!r}")
+        if self.assignment == "sinkhorn" and self.bias_update_rate > 0:
+            raise ValueError("GateConfig: assignment='sinkhorn' balances by itself, leave out bias_update_rate")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise ValueError(f"GateConfig.capacity_factor must be positive or None, got {self.capacity_factor!r}")
 
@@ -205,15 +216,14 @@ class Gate(Router):
         with torch.autocast(x.device.type, enabled=False):
             precise = torch.promote_types(x.dtype, torch.float32)
             logits_NE = F.linear(x.to(precise), self.weight.to(precise))
-            ids_NK, weights_NK, counts_E = route(
-                logits_NE,
-                self.top_k,
-                score=config.score,
-                normalize=config.normalize,
-                scale=config.scale,
-                bias=None if self.bias is None else self.bias.to(precise),
-                impl=self.impl,
-            )
+            how: dict[str, Any] = {"score": config.score, "normalize": config.normalize, "scale": config.scale}
+            if config.assignment == "sinkhorn" and self.training:
+                wish_NE = logits_NE.detach() + DAMPED * expert_prices(logits_NE)
+                ids_NK = wish_NE.topk(self.top_k, dim=-1).indices
+                weights_NK, counts_E = weights_of(logits_NE, ids_NK, **how), tally(ids_NK, self.num_experts)
+            else:
+                bias = None if self.bias is None else self.bias.to(precise)
+                ids_NK, weights_NK, counts_E = route(logits_NE, self.top_k, **how, bias=bias, impl=self.impl)
             kept_NK = None
             if config.capacity_factor is not None:
                 kept_NK = within_capacity(ids_NK, self.num_experts, config.capacity_factor)
@@ -251,6 +261,29 @@ class Gate(Router):
         load = counts.to(self.bias, non_blocking=True)
         # Wang et al. 2024, Algorithm 1: by the sign of the error, so the step does not depend on the batch size
         self.bias += self.config.bias_update_rate * torch.sign(load.mean() - load)
+
+
+@torch.no_grad()
+def expert_prices(logits: Tensor, rounds: int = SINKHORN_ROUNDS) -> Tensor:
+    """Return what is added to the experts' logits, [E], so that tokens spread evenly over experts.
+
+    They are the experts' potentials in Sinkhorn's algorithm for transport between N tokens of weight 1 and E experts
+    of weight N / E, with entropy of weight 1 (Cuturi 2013). A token's share at expert e is the softmax of its logits
+    and prices, so its own potential does not decide.
+
+    Args:
+        logits: [N, E].
+        rounds: How often tokens and experts are scaled in turn; fixed, so that no host waits for a device.
+    """
+    tokens, experts = logits.shape
+    prices_E = logits.new_zeros(experts)
+    if tokens == 0:
+        return prices_E
+    for _ in range(rounds):
+        shares_NE = (logits + prices_E).log_softmax(dim=-1)
+        # in logarithms: an expert that nearly nobody wants would underflow
+        prices_E = prices_E + math.log(tokens / experts) - shares_NE.logsumexp(dim=0)
+    return prices_E
 
 
 def all_finite(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ def gates(draw: st.DrawFn) -> dict[str, object]:
         "aux_loss": draw(st.sampled_from(["none", "switch", "gshard"])),
         "aux_loss_weight": 0.3,
         "z_loss_weight": draw(st.sampled_from([0.0, 0.2])),
+        "assignment": draw(st.sampled_from(["top_k", "top_k", "sinkhorn"])),
         "capacity_factor": draw(st.sampled_from([None, None, None, 0.7])),
     }
 

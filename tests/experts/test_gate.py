@@ -7,9 +7,11 @@ import math
 
 import pytest
 import torch
+from scipy.optimize import linear_sum_assignment
 
-from prophet.experts.gate import Gate, GateConfig, within_capacity
+from prophet.experts.gate import SINKHORN_ROUNDS, Gate, GateConfig, expert_prices, within_capacity
 from prophet.kernels.route import tally
+from tests.helpers import oracle
 
 
 def make(top_k: int = 2, **options: object) -> tuple[Gate, torch.Tensor]:
@@ -196,3 +198,67 @@ def test_counts_are_of_the_ids_that_a_routing_has() -> None:
     assert routing.counts().tolist() == torch.bincount(routing.ids.flatten(), minlength=3).tolist()
     forced = dataclasses.replace(routing, ids=torch.full_like(routing.ids, 2))
     assert forced.counts().tolist() == forced.choice_counts().tolist() == [0, 0, 8]
+
+
+def wishes(seed: int, *, skew: float = 2.0) -> torch.Tensor:
+    """Logits of 48 tokens for 6 experts, of which all tokens prefer the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(48, 6, generator=generator, dtype=torch.float64) + torch.linspace(0, skew, 6)
+
+
+def test_prices_are_those_of_sinkhorns_algorithm() -> None:
+    for rounds in (1, SINKHORN_ROUNDS, 2000):
+        shares = (wishes(0) + expert_prices(wishes(0), rounds)).softmax(dim=-1)
+        other = oracle.transport(wishes(0), rounds)
+        # its rows still have the scale of the last round's
+        torch.testing.assert_close(shares, other / other.sum(dim=1, keepdim=True), rtol=1e-9, atol=1e-12)
+    # the limit is doubly stochastic: every token has a share of 1, every expert N / E
+    assert shares.sum(dim=0).tolist() == pytest.approx([8.0] * 6, rel=1e-9)
+    assert expert_prices(torch.zeros(0, 6)).tolist() == [0.0] * 6
+    # experts that underflow without logarithms
+    far = wishes(0).float() * torch.tensor([1.0] * 5 + [300.0])
+    assert bool(expert_prices(far).isfinite().all())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_transport_is_bounded_by_the_best_balanced_assignment(seed: int) -> None:
+    """BASE solves the assignment itself (Lewis et al. 2021): at most N log E of entropy lie between the two."""
+    logits = wishes(seed)
+    rows, slots = linear_sum_assignment(logits.repeat_interleave(8, dim=1).numpy(), maximize=True)
+    best = float(logits[torch.from_numpy(rows), torch.from_numpy(slots // 8)].sum())
+    shares = (logits + expert_prices(logits, 2000)).softmax(dim=-1)
+    reached, entropy = float((shares * logits).sum()), float(-(shares * shares.log()).sum())
+    assert best - entropy - 1e-6 <= reached <= best + 1e-6
+    # without entropy, as the weights of logits grow, the transport is the assignment
+    sharp = 400 * logits
+    prices = expert_prices(sharp, 20_000)
+    chosen = (sharp + prices).argmax(dim=-1)
+    assert float(logits[torch.arange(48), chosen].sum()) == pytest.approx(best, rel=0.01)
+
+
+def test_tokens_spread_over_experts_while_training_and_choose_freely_in_evaluation() -> None:
+    torch.manual_seed(1)
+    plain = Gate(6, 8, 2)
+    balanced = Gate(6, 8, 2, GateConfig(assignment="sinkhorn"))
+    balanced.load_state_dict(plain.state_dict())
+    # all tokens lie on one side, so a router that is free prefers some experts
+    x = torch.randn(512, 6) + 1.0
+    free, spread = plain(x), balanced(x)
+    mean = 512 * 2 / 8
+    assert int(free.counts().max()) > 1.7 * mean
+    assert int(spread.counts().max()) < 1.25 * mean
+    assert torch.equal(spread.counts(), tally(spread.ids, 8))
+    chosen = spread.logits.softmax(dim=-1).gather(1, spread.ids)
+    torch.testing.assert_close(spread.weights, chosen / chosen.sum(dim=1, keepdim=True))
+    balanced.eval()
+    assert torch.equal(balanced(x).ids, plain(x).ids)
+    # as many tokens in other company: in evaluation nobody depends on the others
+    assert torch.equal(balanced(x[:7]).ids, plain(x).ids[:7])
+    # tokens that are all alike would have equal shares everywhere: scores decide, as with a single one
+    balanced.train()
+    assert torch.equal(balanced(x[:1].repeat(9, 1)).ids, plain(x[:1].repeat(9, 1)).ids)
+    assert torch.equal(balanced(x[:1]).ids, plain(x[:1]).ids)
+    with pytest.raises(ValueError, match="leave out bias_update_rate"):
+        GateConfig(assignment="sinkhorn", bias_update_rate=0.1)
+    with pytest.raises((ValueError, TypeError), match="assignment"):
+        GateConfig(assignment="luck")  # type: ignore[arg-type]

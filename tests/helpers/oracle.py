@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 Params = dict[str, Tensor]
+# the library's: with others, other experts would be chosen
+SINKHORN_ROUNDS, SINKHORN_DAMPED = 12, 0.999
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class OracleConfig:
     aux_loss: str = "none"
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.0
+    assignment: str = "top_k"
     capacity_factor: float | None = None
     residual_uses: int = 1
 
@@ -124,6 +127,27 @@ def within_capacity(ids: list[list[int]], rank_of: Sequence[int], c: OracleConfi
     return kept
 
 
+def transport(logits: Tensor, rounds: int, damped: float = 1.0) -> Tensor:
+    """The shares [N, E] of Sinkhorn's algorithm: rows of exp(logits) scaled to 1, then columns to N / E, in turns."""
+    tokens, experts = logits.shape
+    kernel = torch.exp(logits)
+    row, column = torch.ones(tokens, dtype=logits.dtype), torch.ones(experts, dtype=logits.dtype)
+    for _ in range(rounds):
+        row = 1 / (kernel @ column)
+        column = tokens / experts / (row @ kernel)
+    return row[:, None] * kernel * column**damped
+
+
+def _shares(logits: Tensor, rank_of: Sequence[int]) -> Tensor:
+    """What tokens are assigned by, [N, E]: every rank's tokens among themselves."""
+    shares = torch.zeros_like(logits)
+    for rank in set(rank_of):
+        mine = [n for n, r in enumerate(rank_of) if r == rank]
+        most = logits[mine].max(dim=1, keepdim=True).values
+        shares[mine] = transport(logits[mine] - most, SINKHORN_ROUNDS, SINKHORN_DAMPED)
+    return shares
+
+
 def moe(x: Tensor, p: Params, name: str, c: OracleConfig, rank_of: Sequence[int]) -> tuple[Tensor, Tensor, int]:
     """One layer on the tokens of all ranks: output [N, O], auxiliary loss (scalar), dropped choices."""
     tokens = x.shape[0]
@@ -136,6 +160,8 @@ def moe(x: Tensor, p: Params, name: str, c: OracleConfig, rank_of: Sequence[int]
         scores = 1 / (1 + torch.exp(-logits))
         probs = scores / scores.sum(dim=1, keepdim=True)
     preference = scores.detach() + p.get(f"{name}.gate.bias", torch.zeros(c.num_experts, dtype=x.dtype))
+    if c.assignment == "sinkhorn":
+        preference = _shares(logits.detach(), rank_of)
     ids = [_order(preference[n].tolist())[: c.top_k] for n in range(tokens)]
     kept = within_capacity(ids, rank_of, c)
 

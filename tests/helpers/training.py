@@ -75,7 +75,8 @@ class Case:
     def gate_config(self) -> prophet.GateConfig:
         # a bias that shifts the selection is there only where balancing by bias is on; the rate is too small
         # to matter
-        rate = {"bias_update_rate": 1e-9} if self.favourites else {}
+        balances = self.gate.get("assignment") == "sinkhorn"
+        rate = {"bias_update_rate": 1e-9} if self.favourites and not balances else {}
         return prophet.GateConfig(**{**rate, **self.gate})
 
     def oracle(self) -> oracle.OracleConfig:
@@ -91,6 +92,7 @@ class Case:
             aux_loss=gate.aux_loss,
             aux_loss_weight=gate.aux_loss_weight,
             z_loss_weight=gate.z_loss_weight,
+            assignment=gate.assignment,
             capacity_factor=gate.capacity_factor,
             residual_uses=self.uses,
         )

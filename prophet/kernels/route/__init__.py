@@ -1,6 +1,6 @@
 """The top-k gate."""
 
-from prophet.kernels.route.naive import Routed
+from prophet.kernels.route.naive import Routed, weights_of
 from prophet.kernels.route.op import route, tally
 
-__all__ = ["Routed", "route", "tally"]
+__all__ = ["Routed", "route", "tally", "weights_of"]

@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+Score = Literal["softmax", "sigmoid"]
+
 
 class Routed(NamedTuple):
     """What the gate has decided.
@@ -29,7 +31,7 @@ def route(
     logits: Tensor,
     top_k: int,
     *,
-    score: Literal["softmax", "sigmoid"] = "softmax",
+    score: Score = "softmax",
     normalize: bool = True,
     scale: float = 1.0,
     bias: Tensor | None = None,
@@ -46,12 +48,30 @@ def route(
         scale: Factor on the weights.
         bias: Shifts the choice and never the weights, [E]; None without.
     """
-    scores = logits.softmax(dim=-1) if score == "softmax" else logits.sigmoid()
+    scores = _scores(logits, score)
     preference = scores if bias is None else scores + bias
     # the choice has no gradient: it comes through the chosen scores
     ids = preference.detach().topk(top_k, dim=-1).indices
-    weights = scores.gather(1, ids)
+    weights = weights_of(logits, ids, score=score, normalize=normalize, scale=scale)
+    return Routed(ids, weights, torch.bincount(ids.reshape(-1), minlength=logits.shape[1]))
+
+
+def weights_of(logits: Tensor, ids: Tensor, *, score: Score, normalize: bool, scale: float) -> Tensor:
+    """Return the weights [N, K] of experts that were chosen by whatever rule; differentiable by the logits.
+
+    Args:
+        logits: [N, E].
+        ids: The chosen experts, [N, K].
+        score: As in `route`.
+        normalize: As in `route`.
+        scale: As in `route`.
+    """
+    weights = _scores(logits, score).gather(1, ids)
     if normalize:
         # sigmoids may all round to zero: the smallest normal number keeps 0 / 0 away
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-    return Routed(ids, weights * scale, torch.bincount(ids.reshape(-1), minlength=logits.shape[1]))
+    return weights * scale
+
+
+def _scores(logits: Tensor, score: Score) -> Tensor:
+    return logits.softmax(dim=-1) if score == "softmax" else logits.sigmoid()
