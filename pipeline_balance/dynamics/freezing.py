@@ -32,6 +32,8 @@ class FreezingRule:
         patience: In how many updates in a row.
         smoothing: Weight of the past in both averages, from 0 to below 1.
         most: At most as many layers are frozen.
+        in_turn: Whether a layer is judged only once it is the first that still trains, as Egeria does; else all are
+            judged all the time, and many may freeze at once.
     """
 
     share: float = 0.3
@@ -39,6 +41,7 @@ class FreezingRule:
     patience: int = 2
     smoothing: float = 0.5
     most: int = 1 << 30
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         if not (0 < self.share < 1 and self.loss_rate > 0 and 0 <= self.smoothing < 1):
@@ -92,7 +95,8 @@ class Freezer:
             self._smooth[i] = rates[i] if first else keep * self._smooth[i] + (1 - keep) * rates[i]
             self._largest[i] = max(self._largest[i], self._smooth[i])
             quiet = settled and self._smooth[i] <= self.rule.share * self._largest[i]
-            self._quiet[i] = self._quiet[i] + 1 if quiet else 0
+            judged = i == self.frozen or not self.rule.in_turn
+            self._quiet[i] = self._quiet[i] + 1 if quiet and judged else 0
         # only a prefix: a frozen layer above a trainable one saves no input gradient
         while self.frozen < min(self.layers - 1, self.rule.most) and self._quiet[self.frozen] >= self.rule.patience:
             self.frozen += 1
@@ -110,16 +114,15 @@ def gradient_rates(layers: Mapping[int, nn.Module], count: int, collective: Coll
     Returns:
         [L] rates on every rank; 0 for a layer without a gradient.
     """
-    mine = torch.zeros(count, dtype=torch.float64)
+    # squares of the gradient and of what it is of: with zero=1 a layer's gradients lie on several ranks
+    mine = torch.zeros(count, 2, dtype=torch.float64)
     for i, layer in layers.items():
         # the gradient's norm stands for the rate: with gradient descent a layer changes in proportion to it
         pairs = [(p.grad, p) for p in layer.parameters() if p.grad is not None]
-        size = sum(_square(p) for _, p in pairs)
-        change = sum(_square(g) for g, _ in pairs)
-        mine[i] = (change / size) ** 0.5 if size > 0 else 0.0
-    # each layer is on one rank, and zero on all others
-    rates: list[float] = collective.all_gather(mine, op=Operation("rates of change")).sum(dim=0).tolist()
-    return rates
+        mine[i, 0] = sum(_square(g) for g, _ in pairs)
+        mine[i, 1] = sum(_square(p) for _, p in pairs)
+    sums = collective.all_gather(mine, op=Operation("rates of change")).sum(dim=0).tolist()
+    return [(change / size) ** 0.5 if size > 0 else 0.0 for change, size in sums]
 
 
 def _square(x: Tensor) -> float:

@@ -26,7 +26,8 @@ class GPTShape:
         heads: H, which divide D.
         blocks: How many blocks.
         context: The most tokens of a sequence.
-        channels: Extra channels of the state, which dynamic models use.
+        channels: Extra channels of the state, which dynamic models use: the first starts at 1, a second holds the
+            tokens' numbers.
     """
 
     vocabulary: int
@@ -49,7 +50,7 @@ class GPTShape:
 
 
 class Embed(nn.Module):
-    """Token and position embeddings, [B, T] -> [B, T, D + channels]; extra channels start at 1."""
+    """Token and position embeddings, [B, T] -> [B, T, D + channels]."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -60,7 +61,10 @@ class Embed(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.token(ids) + self.position.weight[: ids.shape[1]]
         extra = x.new_ones(*ids.shape, self.channels)
-        # extra channels start at 1: all tokens are alive at first
+        # all tokens are alive at first
+        if self.channels > 1:
+            # exact: float32 holds whole numbers up to 2^24
+            extra[..., 1] = ids
         return torch.cat([x, extra], dim=-1) if self.channels else x
 
 

@@ -26,6 +26,7 @@ class HashAttention(nn.Module):
         tile: S, tokens per tile.
 
     Attributes:
+        bits: How many of the bits hash now. Lower it, and raise it again while training, to sharpen the buckets.
         density: The share of causal tiles that the last forward computed.
     """
 
@@ -61,7 +62,7 @@ class HashAttention(nn.Module):
 
     def buckets(self, x: Tensor, planes: Tensor) -> Tensor:
         """Hash every row of x [T, d] to its bucket, [T]."""
-        signs = (x.detach() @ planes > 0).to(torch.int64)
+        signs = (x.detach() @ planes[:, : self.bits] > 0).to(torch.int64)
         return (signs << torch.arange(self.bits, device=x.device)).sum(dim=-1)
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor, planes: Tensor) -> tuple[Tensor, int]:

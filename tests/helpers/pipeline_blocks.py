@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from pipeline_balance.dynamics.depths import MixtureOfDepths
-from pipeline_balance.dynamics.early_exit import EarlyExit
+from pipeline_balance.dynamics.early_exit import ConfidentExit, EarlyExit
 from pipeline_balance.dynamics.experts import MixtureOfExperts
 from pipeline_balance.dynamics.gpt import Block
 from pipeline_balance.dynamics.pruning import PrunedLinear
@@ -29,5 +29,6 @@ CASES = {
     "pruning": (_pruned_block, 0),
     "sparse attention": (lambda i: Block(DIM, HEADS, attention=HashAttention(DIM, HEADS, bits=1, tile=12)), 0),
     "early exit": (lambda i: EarlyExit(block(), 0.98, first=i == 0), 1),
+    "confident exit": (lambda i: ConfidentExit(block(), DIM, 7, 0.9, first=i == 0), 2),
     "mixture of depths": (lambda i: MixtureOfDepths(block(), DIM, 0.5) if i % 2 else block(), 0),
 }

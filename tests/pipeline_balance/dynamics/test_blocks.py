@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.dynamics.depths import MixtureOfDepths
-from pipeline_balance.dynamics.early_exit import EarlyExit
+from pipeline_balance.dynamics.early_exit import ConfidentExit, EarlyExit
 from pipeline_balance.dynamics.gpt import Attention, Block, GPTShape, builder, loss, modules
 from pipeline_balance.dynamics.pruning import prune_globally
 from pipeline_balance.dynamics.sparse_attention import HashAttention
+from pipeline_balance.pipeline.model.added_loss import added_losses
 from pipeline_balance.pipeline.model.layers import ModuleChain
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadWorld
@@ -109,6 +110,55 @@ def test_exited_tokens_keep_their_state_and_stay_out() -> None:
     # who leaves is decided by how much the block changed them
     cosine = nn.functional.cosine_similarity(state[0, 1::2, :-1], y[0, 1::2, :-1], dim=-1)
     assert torch.equal(y[0, 1::2, -1] > 0.5, cosine <= 0.9)
+
+
+def test_tokens_leave_where_an_exit_is_sure_and_it_learns_from_living_ones() -> None:
+    """ADP-C's rule, token by token: the most probable class of the exit's own prediction, against a threshold."""
+    torch.manual_seed(0)
+    vocabulary = 7
+    layer = ConfidentExit(block(), DIM, vocabulary, 0.25, exit_weight=0.5)
+    ids = torch.randint(vocabulary, (2, TOKENS))
+    living = torch.rand(2, TOKENS) < 0.7
+    state = torch.cat([torch.randn(2, TOKENS, DIM), living[..., None].float(), ids[..., None].float()], dim=-1)
+    assert layer.exit is not None
+    with added_losses(1.0) as added:
+        y = layer(state)
+    (y.sum() * 0).backward()
+    expected, losses = living.clone(), []
+    for b in range(2):
+        for t in range(TOKENS):
+            if not living[b, t]:
+                assert torch.equal(y[b, t], state[b, t])
+                continue
+            shares = layer.exit(y[b, t, :DIM]).softmax(dim=-1)
+            expected[b, t] = max(shares.tolist()) <= 0.25
+            if t + 1 < TOKENS:
+                losses.append(-math.log(float(shares[ids[b, t + 1]])))
+    assert torch.equal(y[..., DIM] > 0.5, expected)
+    assert 0 < int(expected.sum()) < int(living.sum())
+    assert torch.equal(y[..., DIM + 1], ids.float())
+    # what is added is half of the mean over living tokens whose next token is known; nothing else has a gradient here
+    assert [float(v) for v in added.values] == [pytest.approx(0.5 * sum(losses) / len(losses), rel=1e-5)]
+    assert all(p.grad is not None and bool(p.grad.any()) for p in layer.exit.parameters())
+    # whom nobody follows leaves gradients of zero, as every parameter has one in every step
+    state[..., DIM] = 0.0
+    layer.zero_grad()
+    (layer(state).sum() * 0).backward()
+    assert all(p.grad is not None and not bool(p.grad.any()) for p in layer.exit.parameters())
+    assert ConfidentExit(block(), DIM, vocabulary, first=True).exit is None
+
+
+def test_buckets_sharpen_from_dense_attention_on() -> None:
+    torch.manual_seed(0)
+    layer = HashAttention(DIM, HEADS, bits=3, tile=4)
+    x = torch.randn(2, TOKENS, DIM)
+    density = []
+    for bits in range(4):
+        layer.bits = bits
+        torch.testing.assert_close(layer(x), hash_attention_naive(layer, x))
+        density.append(layer.density)
+    assert density[0] == 1.0
+    assert density[3] < density[1] < 1.0
 
 
 @pytest.mark.parametrize("case", CASES)

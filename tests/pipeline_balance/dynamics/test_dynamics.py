@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -180,6 +182,14 @@ def test_only_a_prefix_freezes_and_only_when_the_loss_is_quiet() -> None:
         freezer.update([1.0], 1.0)
 
 
+def test_layers_may_freeze_in_turn() -> None:
+    rule = FreezingRule(share=0.5, loss_rate=0.1, patience=2, smoothing=0.0, in_turn=True)
+    freezer = Freezer(4, rule)
+    freezer.update([1.0] * 4, 10.0)
+    # all are quiet, and each is judged for two updates once those before it are frozen
+    assert [freezer.update([0.1] * 4, 10.0) for _ in range(7)] == [0, 1, 1, 2, 2, 3, 3]
+
+
 def test_rates_come_from_all_ranks_and_freezing_drops_gradients() -> None:
     torch.manual_seed(0)
     layers: dict[int, nn.Module] = {i: nn.Linear(3, 3) for i in range(3)}
@@ -189,6 +199,13 @@ def test_rates_come_from_all_ranks_and_freezing_drops_gradients() -> None:
     rates = ThreadWorld(2).run(lambda c: gradient_rates(split[c.rank], 3, c))
     assert rates[0] == rates[1]
     assert rates[0][0] == 0.0 < rates[0][1] < rates[0][2]
+    # with zero=1 the gradients of a layer lie with the owners of its tensors, on several ranks
+    parted = copy.deepcopy(layers)
+    rest = copy.deepcopy(layers)
+    for i, layer in layers.items():
+        parted[i].weight.grad, rest[i].bias.grad = layer.weight.grad, layer.bias.grad  # type: ignore[assignment]
+    owners = [{0: layers[0], 1: parted[1]}, {1: rest[1], 2: layers[2]}]
+    assert ThreadWorld(2).run(lambda c: gradient_rates(owners[c.rank], 3, c))[0] == pytest.approx(rates[0])
     freeze_prefix(layers, 2)
     assert [all(p.requires_grad for p in layer.parameters()) for layer in layers.values()] == [False, False, True]
     assert all(p.grad is None for i in (0, 1) for p in layers[i].parameters())
