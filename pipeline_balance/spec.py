@@ -45,6 +45,7 @@ class LayerCost:
         forward_s: Seconds of the forward.
         backward_input_s: Seconds of the gradient of its input.
         backward_weight_s: Seconds of the gradients of its weights.
+        all_reduce_s: Seconds of averaging its gradients over replicas, once in an update.
         activation_bytes: What autograd keeps from forward to backward.
         parameter_bytes: Its parameters.
         gradient_bytes: Their gradients.
@@ -55,6 +56,7 @@ class LayerCost:
     forward_s: float
     backward_input_s: float = 0.0
     backward_weight_s: float = 0.0
+    all_reduce_s: float = 0.0
     activation_bytes: int = 0
     parameter_bytes: int = 0
     gradient_bytes: int = 0
@@ -62,7 +64,7 @@ class LayerCost:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("forward_s", "backward_input_s", "backward_weight_s"):
+        for field in ("forward_s", "backward_input_s", "backward_weight_s", "all_reduce_s"):
             _check_seconds(f"LayerCost.{field}", getattr(self, field))
         for field in ("activation_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes"):
             _check_bytes(f"LayerCost.{field}", getattr(self, field))

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from pipeline_balance.maps.compare import ComparedMap, predicted_makespan_s
+import numpy as np
+
+from pipeline_balance.maps.compare import ComparedMap, bottleneck_s, predicted_makespan_s
 from pipeline_balance.maps.diffusion import Load, diffuse
 from pipeline_balance.maps.partition import (
     explain_memory,
@@ -21,7 +23,8 @@ from pipeline_balance.maps.partition import (
     partition_near,
 )
 from pipeline_balance.maps.repack import repack
-from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, rank_loads_s
+from pipeline_balance.schedules.links import Transfers, checked_transfers, grown
+from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits
 from prophet.errors import SpecError
 from prophet.spec import checked
 
@@ -78,7 +81,7 @@ class ControllerConfig:
         min_gain: The least relative gain that counts as more than noise.
         repack_slowdown: Allows fewer ranks where a step then gets longer by at most this fraction of the best step on
             all ranks (None: never).
-        transfer_s: Seconds that an activation takes between two stages.
+        transfer_s: Seconds that an activation takes between two stages where no link has been measured.
         move_cost: What a move is taken to cost before one was measured.
         horizon_steps: For how many steps a gain is expected to last at most (None: four times `every_steps`), and
             shorter where earlier gains did.
@@ -155,6 +158,7 @@ def decide(
     config: ControllerConfig,
     missed_s: float = 0.0,
     first_ranks: int = 0,
+    transfer_s: Transfers | None = None,
 ) -> Decision:
     """Choose the map to go on with. Equal figures give equal decisions on every rank.
 
@@ -169,11 +173,13 @@ def decide(
             exceed a move's cost, the move is made. So waiting never loses more than a move would have taken.
         first_ranks: How many ranks the run began with. `repack_slowdown` compares with a step on as many, however often
             it has packed since.
+        transfer_s: Measured seconds of a message between any two ranks [P, P] (None: those of `config`).
 
     Raises:
         PartitionError: Nothing fits, the map in force included.
     """
-    compared = _Comparison(costs, limits, current, microbatches, config)
+    links = config.transfer_s if transfer_s is None else checked_transfers(transfer_s, len(limits))
+    compared = _Comparison(costs, limits, current, microbatches, config, links)
     everyone = tuple(range(min(len(limits), len(costs))))
     options = compared.proposed(everyone)
     if config.repack_slowdown is not None:
@@ -221,9 +227,10 @@ class _Comparison:
         current: StageMap,
         microbatches: int,
         config: ControllerConfig,
+        transfer_s: Transfers,
     ) -> None:
         self.costs, self.limits, self.current = costs, limits, current
-        self.microbatches, self.config = microbatches, config
+        self.microbatches, self.config, self.transfer_s = microbatches, config, transfer_s
         self._known_s: dict[StageMap, float] = {}
         self.now_fits = fits(costs, current, limits, microbatches)
         self.now_s = self.makespan_s(current)
@@ -232,7 +239,7 @@ class _Comparison:
         """Predicted seconds of a step."""
         if stage_map not in self._known_s:
             self._known_s[stage_map] = predicted_makespan_s(
-                self.costs, stage_map, self.limits, microbatches=self.microbatches, transfer_s=self.config.transfer_s
+                self.costs, stage_map, self.limits, microbatches=self.microbatches, transfer_s=self.transfer_s
             )
         return self._known_s[stage_map]
 
@@ -243,25 +250,28 @@ class _Comparison:
     def proposed(self, ranks: Sequence[int]) -> list[tuple[float, StageMap]]:
         """The policy's maps on `ranks` (in this order) that fit and may gain, each with its makespan."""
         propose = partial(_maps_of_policy, self.costs, microbatches=self.microbatches, policy=self.config.policy)
-        found = maps_on(ranks, self.limits, self.current, propose)
+        found = maps_on(ranks, self.limits, self.current, propose, self.transfer_s)
         # policies may propose the same map twice
         fitting = [m for m in dict.fromkeys(found) if fits(self.costs, m, self.limits, self.microbatches)]
         return [(self.makespan_s(m), m) for m in fitting if not self._cannot_gain(m)]
 
     def _cannot_gain(self, stage_map: StageMap) -> bool:
-        """Whether the slowest rank stays as slow: then there is nothing to simulate, which costs most here."""
+        """Whether the pace of the pipeline stays as slow: then there is nothing to simulate, which costs most here."""
         if self.config.repack_slowdown is not None or not self.now_fits:
             return False
-        # a step takes at least as long as its slowest rank works, whatever the schedule
-        loads = rank_loads_s(self.costs, stage_map, self.limits)
-        return max(loads) > (1.0 - self.config.min_gain / 2) * max(rank_loads_s(self.costs, self.current, self.limits))
+        # a step takes at least as long as its slowest rank works, and its slowest run of stages and links
+        before_s, after_s = (
+            bottleneck_s(self.costs, m, self.limits, self.transfer_s) for m in (self.current, stage_map)
+        )
+        return after_s > (1.0 - self.config.min_gain / 2) * before_s
 
     def first_s(self, options: Sequence[tuple[float, StageMap]], first_ranks: int) -> float:
         """Predicted seconds of a step on as many ranks as the run began with; those that left are like the first."""
         if first_ranks > len(self.limits):
             # ranks that left cannot be asked any more, so they are taken to be like the first
             limits = (*self.limits, *[self.limits[0]] * (first_ranks - len(self.limits)))
-            first = _Comparison(self.costs, limits, self.current, self.microbatches, self.config)
+            links = grown(self.transfer_s, len(limits))
+            first = _Comparison(self.costs, limits, self.current, self.microbatches, self.config, links)
             options = first.proposed(tuple(range(min(first_ranks, len(self.costs)))))
         return min([s for s, _ in options], default=self.now_s)
 
@@ -280,7 +290,7 @@ class _Comparison:
                     self.current,
                     microbatches=self.microbatches,
                     target_ranks=size,
-                    transfer_s=self.config.transfer_s,
+                    transfer_s=self.transfer_s,
                 )
             except PartitionError:
                 continue
@@ -303,21 +313,34 @@ class _Comparison:
 
 
 def _maps_of_policy(
-    costs: Sequence[LayerCost], there: Sequence[RankLimits], local: StageMap, *, microbatches: int, policy: Policy
+    costs: Sequence[LayerCost],
+    there: Sequence[RankLimits],
+    local: StageMap,
+    transfer_s: Transfers,
+    *,
+    microbatches: int,
+    policy: Policy,
 ) -> list[StageMap]:
     """Maps that the policy proposes for ranks with the limits `there`; `local` is the map in force in their numbers."""
+    known: dict[str, Any] = {"microbatches": microbatches, "transfer_s": transfer_s}
     if policy == "partition-by-parameters":
         return [partition_by_parameters(costs, there, microbatches=microbatches)]
     if policy == "partition":
         # also maps that are nearly as good and nearer to the one in force: less has to move
-        near = [partition_near(costs, there, local, microbatches=microbatches, slack=slack) for slack in (0.0, 0.01)]
-        return [partition_by_time(costs, there, microbatches=microbatches), *near]
+        near = [partition_near(costs, there, local, slack=slack, **known) for slack in (0.0, 0.01)]
+        # how much of a link's time is hidden, the simulator knows: where all of it is, the even map is the best
+        even = [partition_by_time(costs, there, microbatches=microbatches)] if np.any(transfer_s) else []
+        return [partition_by_time(costs, there, **known), *near, *even]
     start = local
     if local.ranks != tuple(range(len(there))):
         # layers that run elsewhere, or not in order, have no boundary to shift yet
-        start = partition_near(costs, there, local, microbatches=microbatches, slack=float(len(costs)))
+        start = partition_near(costs, there, local, slack=float(len(costs)), **known)
     load: Load = "time" if policy == "diffusion" else "parameters"
-    return diffuse(costs, there, start, microbatches=microbatches, load=load)[-1:]
+    maps = diffuse(costs, there, start, load=load, **known)
+    if load == "parameters" or not np.any(transfer_s):
+        return maps[-1:]
+    # with links the most even loads need not be the fastest pace
+    return [maps[-1], min(maps, key=lambda m: bottleneck_s(costs, m, there, transfer_s))]
 
 
 def _in_stage_order(stage_map: StageMap) -> tuple[int, ...]:

@@ -9,10 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, decide
 from pipeline_balance.maps.compare import predicted_makespan_s
 from pipeline_balance.maps.partition import partition_by_time
+from pipeline_balance.schedules.links import Transfers
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
+from prophet.spec import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +79,7 @@ class Learner:
     Attributes:
         trust: How much of a predicted gain was still there at the next decision, from 0 to 1.
         missed_s: What staying has lost since the last time there was nothing to gain.
+        transfer_s: Seconds of a message between stages, by ranks [P, P] once links have been measured.
     """
 
     def __init__(
@@ -89,9 +94,23 @@ class Learner:
         # a horizon that the user gives is believed until gains turn out differently
         self.trust = 1.0 if config.horizon_steps is not None else 0.5
         self.missed_s = 0.0
+        self.transfer_s: Transfers = config.transfer_s
+        self._links_s: FloatArray | None = None
         self._last: Decision | None = None
         # the search is compiled when it is first called: not in the middle of a step
         partition_by_time([LayerCost(forward_s=1.0)], RankLimits.uniform(1), microbatches=1)
+
+    def learn_links(self, transfer_s: FloatArray) -> None:
+        """Take over what messages take between ranks, [P, P]; NaN where none was measured now.
+
+        A link that was measured before is taken to be as it was, any other like the typical one.
+        """
+        measured = ~np.isnan(transfer_s)
+        if not measured.any():
+            return
+        known = self._links_s if self._links_s is not None else transfer_s
+        self._links_s = known = np.where(measured, transfer_s, known)
+        self.transfer_s = np.where(np.isnan(known), np.nanmedian(known), known)
 
     def decide(self, costs: Sequence[LayerCost], current: StageMap) -> Decision:
         """Decide for these costs. May run beside a step; `learn` from it before the next one."""
@@ -105,6 +124,7 @@ class Learner:
             config=replace(self.config, move_cost=self.move_cost),
             missed_s=self.missed_s,
             first_ranks=self.first_ranks,
+            transfer_s=self.transfer_s,
         )
         waits = decision.gains and not decision.move
         self.missed_s = self.missed_s + decision.gain_s * self.timer.interval_steps if waits else 0.0
@@ -140,7 +160,7 @@ class Learner:
             return
         before_s, after_s = (
             predicted_makespan_s(
-                costs, stage_map, self.limits, microbatches=self.microbatches, transfer_s=self.config.transfer_s
+                costs, stage_map, self.limits, microbatches=self.microbatches, transfer_s=self.transfer_s
             )
             for stage_map in (last.current, last.best)
         )

@@ -9,7 +9,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeline_balance.schedules.flexible import flexible
+from pipeline_balance.schedules.links import Transfers, between_stages, pace_s
 from pipeline_balance.schedules.simulate import Durations, simulate
 from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, moved_bytes, rank_loads_s
 
@@ -41,7 +44,7 @@ def predicted_makespan_s(
     limits: Sequence[RankLimits],
     *,
     microbatches: int,
-    transfer_s: float = 0.0,
+    transfer_s: Transfers = 0.0,
 ) -> float:
     """Simulated seconds of one training step, all microbatches forward and backward, under the flexible schedule.
 
@@ -50,13 +53,32 @@ def predicted_makespan_s(
         stage_map: Which rank runs which layers.
         limits: Memory and speed of every rank [P].
         microbatches: M.
-        transfer_s: Seconds of one message between stages.
+        transfer_s: Seconds of a message between stages, or between any two ranks [P, P].
     """
     speeds = [r.speed for r in limits]
     durations = Durations.of_stages(costs, stage_map, speeds=speeds, transfer_s=transfer_s)
     # torch's runtime cannot drive a rank without a stage, so ranks in use are counted anew
     schedule = flexible(dense_ranks(stage_map).ranks, microbatches, durations=durations)
     return simulate(schedule, durations).makespan_s
+
+
+def bottleneck_s(
+    costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits], transfer_s: Transfers = 0.0
+) -> float:
+    """The least seconds from one microbatch to the next, whatever their number.
+
+    Args:
+        costs: Of every layer [L].
+        stage_map: Which rank runs which layers.
+        limits: Memory and speed of every rank [P].
+        transfer_s: Seconds of a message between stages, or between any two ranks [P, P].
+    """
+    loads = rank_loads_s(costs, stage_map, limits)
+    # stages of one rank take turns, so what is under way in a run of them is another number
+    if not _one_stage_each(stage_map):
+        return max(loads)
+    links = between_stages(transfer_s, stage_map.ranks).tolist()
+    return pace_s([loads[rank] for rank in stage_map.ranks], links)
 
 
 def best_map(
@@ -66,7 +88,7 @@ def best_map(
     *,
     microbatches: int,
     current: StageMap,
-    transfer_s: float = 0.0,
+    transfer_s: Transfers = 0.0,
 ) -> ComparedMap:
     """The best of the maps that fit; figures within 1e-9 (relative) of the best tie.
 
@@ -76,33 +98,37 @@ def best_map(
         limits: Memory and speed of every rank [P].
         microbatches: M.
         current: The map in force, from which moved bytes are counted.
-        transfer_s: Seconds of one message between stages.
+        transfer_s: Seconds of a message between stages, or between any two ranks [P, P].
 
     Raises:
         PartitionError: If none fits.
     """
-    bottlenecks_s = {
-        m: max(rank_loads_s(costs, m, limits))
-        # several ways of searching find the same map: each is simulated once
-        for m in dict.fromkeys(stage_maps)
-        if fits(costs, m, limits, microbatches)
-    }
-    if not bottlenecks_s:
+    # several ways of searching find the same map: each is simulated once
+    fitting = [m for m in dict.fromkeys(stage_maps) if fits(costs, m, limits, microbatches)]
+    if not fitting:
         raise PartitionError("none of the stage maps fits the ranks' memory")
-    least = min(bottlenecks_s.values())
+    bottlenecks_s = {m: bottleneck_s(costs, m, limits, transfer_s) for m in fitting}
+    if np.any(transfer_s):
+        # of ranks with several stages only a lower bound is known, so the simulator compares these
+        bottlenecks_s = {m: s for m, s in bottlenecks_s.items() if _one_stage_each(m)}
+    least = min(bottlenecks_s.values(), default=0.0)
     compared = [
         ComparedMap(
             stage_map=stage_map,
             makespan_s=predicted_makespan_s(costs, stage_map, limits, microbatches=microbatches, transfer_s=transfer_s),
             moved_bytes=moved_bytes(costs, current, stage_map),
         )
-        for stage_map, bottleneck_s in bottlenecks_s.items()
+        for stage_map in fitting
         # only these are simulated: a simulation costs far more than a sum
-        if _ties(bottleneck_s, least)
+        if _ties(bottlenecks_s.get(stage_map, least), least)
     ]
     shortest = min(c.makespan_s for c in compared)
     tied = [c for c in compared if _ties(c.makespan_s, shortest)]
     return min(tied, key=lambda c: c.moved_bytes)
+
+
+def _one_stage_each(stage_map: StageMap) -> bool:
+    return len(set(stage_map.ranks)) == stage_map.stages
 
 
 def _ties(value: float, best: float) -> bool:

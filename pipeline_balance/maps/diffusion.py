@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
+from pipeline_balance.schedules.links import Transfers, message_s
 from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits
 from prophet.errors import SpecError
 
@@ -25,6 +26,7 @@ def diffuse(
     *,
     microbatches: int,
     load: Load = "time",
+    transfer_s: Transfers = 0.0,
 ) -> list[StageMap]:
     """`start` and the map after every move; each round shifts a boundary of neighbours by one layer.
 
@@ -36,6 +38,8 @@ def diffuse(
         start: Has stage k on rank k for all P ranks.
         microbatches: M.
         load: A rank's load is the sum of its layers' seconds over its speed, or of their parameter bytes.
+        transfer_s: Seconds of a message between stages, or between any two ranks [P, P]. A rank's share of its links'
+            counts as its load (supplement, Section D.2): work leaves both ends of a slow link.
 
     Raises:
         PartitionError: If `start` does not fit.
@@ -48,11 +52,12 @@ def diffuse(
         raise PartitionError("the stage map that diffusion starts from does not fit the ranks' memory")
     weight = [c.total_s if load == "time" else float(c.parameter_bytes) for c in costs]
     speed = [r.speed if load == "time" else 1.0 for r in limits]
+    added: list[float] = message_s(transfer_s if load == "time" else 0.0, len(limits)).tolist()
     # The mean is of the even split, so that it stays fixed while layers move between ranks of unequal speed.
-    mean = sum(weight) / sum(speed)
+    mean = (sum(weight) + sum(a * s for a, s in zip(added, speed, strict=True))) / sum(speed)
 
     def loads(stage_map: StageMap) -> list[float]:
-        return [sum(weight[i] for i in stage_map.layers_of(k)) / s for k, s in enumerate(speed)]
+        return [sum(weight[i] for i in stage_map.layers_of(k)) / s + added[k] for k, s in enumerate(speed)]
 
     def deviation(stage_map: StageMap) -> float:
         return sum((load - mean) ** 2 for load in loads(stage_map))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipeline_balance.maps.search import NO_PARTITION, Problem, best_boundaries, minimal_bottleneck
+from pipeline_balance.schedules.links import Transfers, among, message_s
 from pipeline_balance.spec import MAX_BYTES, LayerCost, PartitionError, RankLimits, StageMap, fits, in_flight
 from prophet.errors import SpecError
 from prophet.spec import FloatArray, IntArray
@@ -26,18 +27,18 @@ def _prefix(values: Sequence[int]) -> IntArray:
     return np.cumsum([0, *values], dtype=np.int64)
 
 
-def _whole_units(weights: Sequence[float]) -> list[int]:
-    """Weights as integers whose sum stays below 2**53.
+def _whole_units(weights: Sequence[float]) -> tuple[list[int], int]:
+    """Weights as integers whose sum stays below 2**53, and the exponent of two that they were multiplied by.
 
     Sums of integers do not depend on their order, so two stages of equal layers tie exactly; a weight is off
     by at most 2**-52 of the total.
     """
     total = math.fsum(weights)
     if total <= 0:
-        return [1] * len(weights)
+        return [1] * len(weights), 0
     # frexp: total < 2**e, so the scaled sum stays below 2**52, with room for rounding
     exponent = 52 - math.frexp(total)[1]
-    return [round(math.ldexp(w, exponent)) for w in weights]
+    return [round(math.ldexp(w, exponent)) for w in weights], exponent
 
 
 def _problem(
@@ -47,6 +48,7 @@ def _problem(
     microbatches: int,
     *,
     use_speed: bool,
+    transfer_s: Transfers = 0.0,
 ) -> Problem:
     layers, stages = len(costs), len(limits)
     if microbatches < 1:
@@ -62,13 +64,15 @@ def _problem(
     # the core computes in int64
     if sum(state) + held[0] * sum(active) > MAX_BYTES:
         raise SpecError("the layers' bytes add up to more than 2**62")
+    units, exponent = _whole_units(weights)
     return Problem(
-        units=_prefix(_whole_units(weights)),
+        units=_prefix(units),
         state=_prefix(state),
         active=_prefix(active),
         held=np.array(held, dtype=np.int64),
         speed=np.array([r.speed if use_speed else 1.0 for r in limits], dtype=np.float64),
         capacity=np.array([r.memory_bytes for r in limits], dtype=np.int64),
+        links=np.ldexp(message_s(transfer_s, stages), exponent),
     )
 
 
@@ -112,14 +116,15 @@ def _partition(
     microbatches: int,
     *,
     use_speed: bool = True,
+    transfer_s: Transfers = 0.0,
 ) -> StageMap:
-    """The contiguous partition with the least maximum of weight per speed, under every rank's memory.
+    """The contiguous partition with the least maximum of weight per speed and messages, under every rank's memory.
 
     Among partitions with that maximum, the least sum of squared stage weights is returned (then the earlier
     boundaries). Raises `PartitionError` if there are fewer layers than ranks or the memory does not suffice. Method:
     Pinar and Aykanat (2004), extended to memory and unequal ranks.
     """
-    problem = _problem(weights, costs, limits, microbatches, use_speed=use_speed)
+    problem = _problem(weights, costs, limits, microbatches, use_speed=use_speed, transfer_s=transfer_s)
     beta = minimal_bottleneck(problem)
     if beta == NO_PARTITION:
         raise PartitionError(explain_memory(costs, limits, microbatches))
@@ -128,18 +133,21 @@ def _partition(
     return _best_map(problem, beta, 1.0, flat)
 
 
-def partition_by_time(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
-    """Balance measured seconds (forward and backward) over ranks of the given speeds; exact.
+def partition_by_time(
+    costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int, transfer_s: Transfers = 0.0
+) -> StageMap:
+    """Balance measured seconds (forward, backward and messages) over ranks of the given speeds; exact.
 
     Args:
         costs: Of every layer [L].
         limits: Memory and speed of every rank [P].
         microbatches: M.
+        transfer_s: Seconds of a message between stages, or between any two ranks [P, P]: see `message_s`.
 
     Raises:
         PartitionError: If there are fewer layers than ranks, or the memory does not suffice.
     """
-    return _partition([c.total_s for c in costs], costs, limits, microbatches)
+    return _partition([c.total_s for c in costs], costs, limits, microbatches, transfer_s=transfer_s)
 
 
 def partition_by_parameters(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
@@ -186,6 +194,7 @@ def partition_near(
     *,
     microbatches: int,
     slack: float = 0.0,
+    transfer_s: Transfers = 0.0,
 ) -> StageMap:
     """The partition that moves the fewest bytes from `previous` with a bottleneck within (1 + slack) of the best.
 
@@ -195,6 +204,7 @@ def partition_near(
         previous: The map in force.
         microbatches: M.
         slack: How much worse than the best the bottleneck may be, relative.
+        transfer_s: Seconds of a message between stages, or between any two ranks [P, P].
 
     Raises:
         PartitionError: If there are fewer layers than ranks, or the memory does not suffice.
@@ -202,7 +212,8 @@ def partition_near(
     if not slack >= 0:
         raise SpecError(f"slack must not be negative, got {slack!r}")
     previous.check_layers(len(costs))
-    problem = _problem([c.total_s for c in costs], costs, limits, microbatches, use_speed=True)
+    weights = [c.total_s for c in costs]
+    problem = _problem(weights, costs, limits, microbatches, use_speed=True, transfer_s=transfer_s)
     best = minimal_bottleneck(problem)
     if best == NO_PARTITION:
         raise PartitionError(explain_memory(costs, limits, microbatches))
@@ -220,7 +231,8 @@ def maps_on(
     ranks: Sequence[int],
     limits: Sequence[RankLimits],
     current: StageMap,
-    make: Callable[[Sequence[RankLimits], StageMap], list[StageMap]],
+    make: Callable[[Sequence[RankLimits], StageMap, Transfers], list[StageMap]],
+    transfer_s: Transfers = 0.0,
 ) -> list[StageMap]:
     """What `make` finds for some ranks alone, in the numbers of all ranks; empty if none fits.
 
@@ -229,12 +241,13 @@ def maps_on(
         limits: Of all ranks [P].
         current: The map in force. A layer that runs on none of `ranks` is given number len(ranks): it must move
             anyway.
-        make: From these ranks' limits, and `current` in their numbers, to maps.
+        make: From these ranks' limits, `current` and the links in their numbers, to maps.
+        transfer_s: Seconds of a message between stages, or between any two ranks [P, P].
     """
     number = {rank: i for i, rank in enumerate(ranks)}
     local = StageMap.from_assignment(number.get(r, len(ranks)) for r in current.assignment())
     try:
-        found = make([limits[r] for r in ranks], local)
+        found = make([limits[r] for r in ranks], local, among(transfer_s, ranks))
     except PartitionError:
         return []
     return [StageMap(m.boundaries, tuple(ranks[r] for r in m.ranks)) for m in found]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from pipeline_balance.maps.compare import ComparedMap, best_map
 from pipeline_balance.maps.partition import explain_memory, maps_on, partition_by_time, partition_near
+from pipeline_balance.schedules.links import Transfers
 from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, in_flight
 from prophet.errors import SpecError
 
@@ -70,7 +71,7 @@ def repack(
     *,
     microbatches: int,
     target_ranks: int,
-    transfer_s: float = 0.0,
+    transfer_s: Transfers = 0.0,
 ) -> ComparedMap:
     """The best map on fewer ranks: by bottleneck, then makespan, then bytes moved from `current`.
 
@@ -83,7 +84,7 @@ def repack(
         current: The map in force.
         microbatches: M.
         target_ranks: How many ranks are to be used.
-        transfer_s: Seconds of one message between stages.
+        transfer_s: Seconds of a message between stages, or between any two ranks [P, P].
 
     Raises:
         PartitionError: If the model does not fit.
@@ -93,14 +94,14 @@ def repack(
     if not 1 <= target_ranks <= most:
         raise SpecError(f"target_ranks must be from 1 to {most}, got {target_ranks}")
 
-    def even_and_near(there: Sequence[RankLimits], before: StageMap) -> list[StageMap]:
+    def even_and_near(there: Sequence[RankLimits], before: StageMap, links: Transfers) -> list[StageMap]:
         return [
-            partition_by_time(costs, there, microbatches=microbatches),
-            partition_near(costs, there, before, microbatches=microbatches),
+            partition_by_time(costs, there, microbatches=microbatches, transfer_s=links),
+            partition_near(costs, there, before, microbatches=microbatches, transfer_s=links),
         ]
 
     tried = _kept_ranks(costs, limits, current, target_ranks, microbatches)
-    maps = [m for kept in tried for m in maps_on(kept, limits, current, even_and_near)]
+    maps = [m for kept in tried for m in maps_on(kept, limits, current, even_and_near, transfer_s)]
     if not maps:
         why = explain_memory(costs, limits, microbatches)
         raise PartitionError(f"the model does not fit on {target_ranks} ranks: {why}")

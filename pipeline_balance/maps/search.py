@@ -1,8 +1,9 @@
 """The search under `partition`: exact min-max contiguous partition under memory, speed and activation limits.
 
 Shape legend: L layers, P stages (stage k on rank k). Stage k that runs layers i .. j-1 takes (units[j] - units[i]) /
-speed[k] and needs (state[j] - state[i]) + held[k] * (active[j] - active[i]) bytes; `units`, `state` and `active` are
-prefix sums [L + 1] of integers, so equal layers give exactly equal stage times and nothing depends on a tolerance.
+speed[k] + links[k] and needs (state[j] - state[i]) + held[k] * (active[j] - active[i]) bytes; `units`, `state` and
+`active` are prefix sums [L + 1] of integers, so equal layers give exactly equal stage times and nothing depends on a
+tolerance.
 
 The planner's compiled core does the work (`partition.cpp` there): `CoreError` where it was not built.
 """
@@ -30,6 +31,7 @@ class Problem(NamedTuple):
         held: Microbatches that every stage holds [P].
         speed: Of every stage's rank [P].
         capacity: Bytes of every stage's rank [P].
+        links: What every stage takes for messages besides, in units [P].
     """
 
     units: IntArray
@@ -38,6 +40,7 @@ class Problem(NamedTuple):
     held: IntArray
     speed: FloatArray
     capacity: IntArray
+    links: FloatArray
 
 
 def minimal_bottleneck(p: Problem) -> float:

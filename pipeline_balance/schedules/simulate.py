@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError
+from pipeline_balance.schedules.links import Transfers, between_stages
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
 from prophet.spec import FloatArray
@@ -33,6 +34,8 @@ class Durations:
         chunk_gradient_bytes: What the gradients of one slice's keys and values take, from the first backward that adds
             to them until the slice's own.
         between_s: What the runtime takes on a rank from the end of one action to the next one's start.
+        all_reduce_s: [S]: what averaging a stage's gradients over replicas takes after its last backward. The stages of
+            a rank take turns at that, beside what the rank still computes.
     """
 
     forward_s: FloatArray
@@ -43,6 +46,7 @@ class Durations:
     activation_bytes: Sequence[int] | Sequence[Sequence[int]] = ()
     chunk_gradient_bytes: Sequence[int] | Sequence[Sequence[int]] = ()
     between_s: float = 0.0
+    all_reduce_s: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
     def uniform(
@@ -80,7 +84,7 @@ class Durations:
         stage_map: StageMap,
         *,
         speeds: Sequence[float] | None = None,
-        transfer_s: float = 0.0,
+        transfer_s: Transfers = 0.0,
         between_s: float = 0.0,
     ) -> Durations:
         """Sums of the layers' costs by stage, divided by the speed of the stage's rank.
@@ -89,7 +93,7 @@ class Durations:
             costs: Of every layer.
             stage_map: Which rank runs which layers.
             speeds: Of every rank; None: all 1.
-            transfer_s: Of every transfer.
+            transfer_s: Of every transfer, or of one between any two ranks [P, P].
             between_s: What the runtime takes between two actions.
         """
         stage_map.check_layers(len(costs))
@@ -98,7 +102,7 @@ class Durations:
             return [sum(getattr(costs[i], name) for i in stage_map.layers_of(s)) for s in range(stage_map.stages)]
 
         speed = np.array([speeds[r] if speeds else 1.0 for r in stage_map.ranks])
-        links = np.full(stage_map.stages - 1, transfer_s)
+        links = between_stages(transfer_s, stage_map.ranks)
         return cls(
             forward_s=total("forward_s") / speed,
             input_s=total("backward_input_s") / speed,
@@ -107,6 +111,7 @@ class Durations:
             backward_transfer_s=links,
             activation_bytes=tuple(total("activation_bytes")),
             between_s=between_s,
+            all_reduce_s=np.array(total("all_reduce_s")),
         )
 
 
@@ -115,9 +120,10 @@ class Simulation:
     """When every action runs and what follows from it.
 
     Attributes:
-        makespan_s: Until the last action ends.
+        makespan_s: Until the last action ends, and the last all-reduce.
         start_s, end_s: Of every action.
         busy_s: Seconds that every rank computes [P].
+        reduced_s: When every rank's gradients are averaged over replicas [P]; zeros where nothing is.
         peak_activation_bytes: Most that every rank holds at once [P].
     """
 
@@ -125,6 +131,7 @@ class Simulation:
     start_s: Mapping[Action, float]
     end_s: Mapping[Action, float]
     busy_s: tuple[float, ...]
+    reduced_s: tuple[float, ...]
     peak_activation_bytes: tuple[int, ...]
 
     @property
@@ -217,15 +224,30 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
     stuck = [f"rank {r}: {row[p]}" for r, (row, p) in heads if p < len(row)]
     if stuck:
         raise ScheduleError(f"the schedule waits for itself at {', '.join(stuck)}")
+    reduced = _reduced_s(schedule, end, _checked(durations, "all_reduce_s", (stages,), (0,)).tolist())
     return Simulation(
-        makespan_s=max(free),
+        makespan_s=max(*free, *reduced),
         start_s=start,
         end_s=end,
         busy_s=tuple(busy),
+        reduced_s=reduced,
         peak_activation_bytes=peak_activation_bytes(
             schedule, durations.activation_bytes, durations.chunk_gradient_bytes
         ),
     )
+
+
+def _reduced_s(schedule: Schedule, end: Mapping[Action, float], all_reduce_s: Sequence[float]) -> tuple[float, ...]:
+    """When every rank's gradients are averaged over replicas, [P]."""
+    reduced = [0.0] * schedule.ranks
+    if not any(all_reduce_s):
+        return tuple(reduced)
+    for rank, row in enumerate(schedule.actions):
+        # in the order in which stages have all their gradients
+        last = {action.stage: end[action] for action in row if action.kind in ("B", "W")}
+        for stage in sorted(last, key=lambda s: last[s]):
+            reduced[rank] = max(reduced[rank], last[stage]) + all_reduce_s[stage]
+    return tuple(reduced)
 
 
 def peak_activation_bytes(

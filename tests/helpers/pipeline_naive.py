@@ -9,19 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.dynamics.sparse_attention import HashAttention
+from pipeline_balance.schedules.links import Transfers, message_s
 from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, rank_loads_s
 
 
 def partition_by_time_naive(
-    costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int
+    costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int, transfer_s: Transfers = 0.0
 ) -> tuple[float, StageMap]:
     """The naive twin of `partition_by_time`: tries every set of boundaries. Returns (bottleneck_s, one best map)."""
+    links = message_s(transfer_s, len(limits)).tolist()
     layers, stages = len(costs), len(limits)
     best: tuple[float, StageMap] | None = None
     for inner in itertools.combinations(range(1, layers), stages - 1):
         stage_map = StageMap.contiguous((0, *inner, layers))
         if fits(costs, stage_map, limits, microbatches):
-            bottleneck = max(rank_loads_s(costs, stage_map, limits))
+            bottleneck = max(a + b for a, b in zip(rank_loads_s(costs, stage_map, limits), links, strict=True))
             if best is None or bottleneck < best[0]:
                 best = (bottleneck, stage_map)
     if best is None:

@@ -48,7 +48,13 @@ def plan(
     """Write the holders of the next placement; `previous_ER` has no rows where none is in force."""
 
 def minimal_bottleneck(
-    units: IntArray, state: IntArray, active: IntArray, held: IntArray, speed: FloatArray, capacity: IntArray
+    units: IntArray,
+    state: IntArray,
+    active: IntArray,
+    held: IntArray,
+    speed: FloatArray,
+    capacity: IntArray,
+    links: FloatArray,
 ) -> float:
     """The least bottleneck of a partition of layers over stages, or -1.0 where none fits: see
     `pipeline_balance.maps.search`."""
@@ -60,6 +66,7 @@ def best_boundaries(
     held: IntArray,
     speed: FloatArray,
     capacity: IntArray,
+    links: FloatArray,
     beta: float,
     square_weight: float,
     penalty: FloatArray,

@@ -2,8 +2,8 @@
 //
 // Shape legend: L layers, P stages (stage k on rank k).
 //
-// Stage k that runs layers i .. j - 1 takes (units[j] - units[i]) / speed[k] and needs (state[j] - state[i]) + held[k]
-// * (active[j] - active[i]) bytes; `units`, `state` and `active` are prefix sums [L + 1] of integers, so equal layers
+// Stage k that runs layers i .. j - 1 takes (units[j] - units[i]) / speed[k] + links[k] and needs (state[j] - state[i])
+// + held[k] * (active[j] - active[i]) bytes; `units`, `state` and `active` are prefix sums [L + 1] of integers, so equal layers
 // give exactly equal stage times and nothing depends on a tolerance.
 //
 // With unequal speeds, or with memory that shrinks towards the first stage, filling every stage as far as possible is
@@ -23,10 +23,13 @@ struct Pipeline {
     ConstInts held;      // [P] microbatches whose activations a stage keeps
     ConstFloats speed;   // [P]
     ConstInts capacity;  // [P] bytes
+    ConstFloats links;   // [P] units that a stage takes for messages besides
 
     Int stages() const { return speed.size; }
     Int layers() const { return units.size - 1; }
-    double load(Int k, Int i, Int j) const { return static_cast<double>(units[j] - units[i]) / speed[k]; }
+    double load(Int k, Int i, Int j) const {
+        return static_cast<double>(units[j] - units[i]) / speed[k] + links[k];
+    }
     bool fits(Int k, Int i, Int j) const {
         return (state[j] - state[i]) + held[k] * (active[j] - active[i]) <= capacity[k];
     }

@@ -4,11 +4,13 @@ unequal speeds.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline_balance.maps.partition import partition_by_parameters, partition_by_time, partition_near
+from pipeline_balance.schedules.links import message_s
 from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, moved_bytes, rank_loads_s
 from tests.helpers.pipeline_naive import partition_by_time_naive
 
@@ -54,6 +56,28 @@ def test_equals_brute_force(case: tuple[list[LayerCost], list[RankLimits], int])
     assert found.ranks == tuple(range(len(limits)))
     assert fits(costs, found, limits, microbatches)
     assert max(rank_loads_s(costs, found, limits)) == best
+
+
+@given(cases(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_equals_brute_force_with_links(
+    case: tuple[list[LayerCost], list[RankLimits], int], data: st.DataObject
+) -> None:
+    costs, limits, microbatches = case
+    ranks = len(limits)
+    # multiples of 1/8, as the layers' times
+    eighths = data.draw(st.lists(st.integers(0, 40), min_size=ranks * ranks, max_size=ranks * ranks))
+    links = np.array(eighths, dtype=np.float64).reshape(ranks, ranks) / 8
+    transfer_s = links + links.T
+    try:
+        best, _ = partition_by_time_naive(costs, limits, microbatches=microbatches, transfer_s=transfer_s)
+    except PartitionError:
+        return
+    found = partition_by_time(costs, limits, microbatches=microbatches, transfer_s=transfer_s)
+    assert fits(costs, found, limits, microbatches)
+    if sum(c.total_s for c in costs):
+        loads = np.array(rank_loads_s(costs, found, limits)) + message_s(transfer_s, ranks)
+        assert loads.max() == best
 
 
 @given(cases(), st.data())
