@@ -23,6 +23,7 @@ from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost
 from pipeline_balance.control.learn import Learner, MoveTime
 from pipeline_balance.control.report import BalanceReport, Move
 from pipeline_balance.control.stages import BalancedStages, PipelineStages
+from pipeline_balance.pipeline.measure.links import Noted
 from pipeline_balance.pipeline.measure.slice_costs import unit_costs
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
@@ -336,7 +337,8 @@ class Controller:
 
     def _decide_now(self) -> _Ready:
         with self._spending("measure"):
-            costs = self._measure(self.pipeline.local_costs(), self.pipeline.collective)
+            local, noted = self.pipeline.local_costs(), self.pipeline.meter.noted
+            costs = self._measure(local, noted, self.pipeline.collective)
         with self._spending("decide"):
             return _Ready(costs, self._decide(costs, self.pipeline.collective))
 
@@ -344,15 +346,15 @@ class Controller:
         """Start to work out the next decision beside the backward pass that begins now."""
         assert self._thread is not None
         with self._spending("measure"):
-            local = self.pipeline.local_costs()
+            local, noted = self.pipeline.local_costs(), self.pipeline.meter.noted.copy()
             self._chosen.clear()
             # costs are read here, in the step's thread: the meter goes on changing
-            self._ahead = self._thread.submit(lambda: self._decide_beside(local))
+            self._ahead = self._thread.submit(lambda: self._decide_beside(local, noted))
 
-    def _decide_beside(self, local: Mapping[int, LayerCost]) -> _Ready:
+    def _decide_beside(self, local: Mapping[int, LayerCost], noted: Noted) -> _Ready:
         """A decision, and what its move needs, on the side communicator; runs in the controller's thread."""
         side = self.pipeline.side_collective()
-        costs = self._measure(local, side)
+        costs = self._measure(local, noted, side)
         decision = self._decide(costs, side)
         self._chosen.set()
         return _Ready(costs, decision, self.stages.prepare(decision.best, side) if decision.move else None)
@@ -378,14 +380,17 @@ class Controller:
         self._ahead = None
         return ahead.result()
 
-    def _measure(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
+    def _measure(self, local: Mapping[int, LayerCost], noted: Noted, collective: Collective) -> list[LayerCost]:
         """All layers' costs as they would be on a rank of speed 1, from every rank's own; collective.
 
-        They are of a microbatch, or of a slice of one.
+        They are of a microbatch, or of a slice of one. The learner gets what messages take.
         """
         stage_map = self.stages.stage_map
         costs = self.pipeline.gather_costs(local, collective)
-        scaled = [_scaled(c, self.limits[r].speed) for c, r in zip(costs, stage_map.assignment(), strict=True)]
+        links = self.pipeline.gather_links(noted, collective)
+        self.learner.learn_links(links.transfer_s)
+        every = zip(costs, stage_map.assignment(), links.all_reduce_s, strict=True)
+        scaled = [replace(_scaled(c, self.limits[r].speed), all_reduce_s=s) for c, r, s in every]
         return unit_costs(scaled, self.slices) if self.slices > 1 else scaled
 
     def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
@@ -412,7 +417,7 @@ class Controller:
         """Go to the decision's map; what that took on the slowest rank, equal on all ranks."""
         best = ready.decision.best
         speeds = [r.speed for r in self.limits]
-        durations = Durations.of_stages(ready.costs, best, speeds=speeds, transfer_s=self.config.transfer_s)
+        durations = Durations.of_stages(ready.costs, best, speeds=speeds, transfer_s=self.learner.transfer_s)
         done = self.stages.change(best, durations, ready.prepared)
         self._moves.append(done)
         # the move has taken no time for what had travelled before

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.measure.links import LinkTimes, Noted, gather_links
 from pipeline_balance.pipeline.measure.meter import Meter, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import (
@@ -432,6 +433,24 @@ class ElasticPipeline:
         self._catch_up()
         stages = {s: self.stage_map.layers_of(s) for s in self.stage_map.stages_on(self.rank)}
         return local_costs(self.layers, stages, self.meter, self.optimizers.state())
+
+    @fails_together("measuring before step")
+    def measure_links(self) -> LinkTimes:
+        """Measure what messages between stages take, and means of gradients over replicas; collective over all ranks.
+
+        They are of the last measured steps on the stages in force. On a device nothing is measured.
+        """
+        return self.gather_links(self.meter.noted, self.collective)
+
+    def gather_links(self, noted: Noted, collective: Collective) -> LinkTimes:
+        """Work out what links take from what every rank has noted. Collective.
+
+        Args:
+            noted: What this one has.
+            collective: Over all ranks.
+        """
+        units = self.config.microbatches * (self.model.slicing.slices if self.model.slicing is not None else 1)
+        return gather_links(noted, self.stage_map, units, collective, rows=self.groups.grid.rows)
 
     def times(self) -> RankTimes:
         """Return where this rank's time went since the last rebuild."""

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.measure.links import Noted
 from pipeline_balance.pipeline.measure.slice_costs import OfSlice, SliceFit
 from pipeline_balance.spec import LayerCost
 from prophet.ranks.collective import Collective
@@ -116,6 +117,7 @@ class Meter:
             step; slices keep as much in buffers. No layer's activations have it.
         sent_bytes: The most that was on its way to others in the last step.
         working_on: Which slice of how many runs, and the share of the microbatch's tokens that it has.
+        noted: When messages of the last steps were sent and received, see `measure.links`.
     """
 
     enabled: bool = True
@@ -134,6 +136,7 @@ class Meter:
     boundary_bytes: int = 0
     sent_bytes: int = 0
     working_on: tuple[int, int, float] | None = None
+    noted: Noted = field(default_factory=Noted)
     _waited_s: float = 0.0
     _arrived: list[tuple[int, Any]] = field(default_factory=list)
     _acted: bool = False
@@ -154,6 +157,7 @@ class Meter:
         for samples in (self.loss, self.between):
             samples.clear()
         self.counted.clear()
+        self.noted.reset()
         self._ended.clear()
         # waits stay, as marks of this step count them
         self._marked.stretches.clear()
@@ -164,6 +168,7 @@ class Meter:
     def paused(self) -> Iterator[None]:
         """Inside, nothing is measured."""
         enabled, self.enabled = self.enabled, False
+        self.noted.stop()
         try:
             yield
         finally:
@@ -484,7 +489,7 @@ def gather_costs(
     *,
     rows: Sequence[Sequence[int]] | None = None,
 ) -> list[LayerCost]:
-    """Gather the costs of all L layers on every rank; one all-gather of [L, 7] figures.
+    """Gather the costs of all L layers on every rank; one all-gather of [L, 8] figures.
 
     Args:
         local: Costs of the layers that this rank runs, by number.

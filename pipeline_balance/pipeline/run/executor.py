@@ -7,6 +7,7 @@ its microbatch; what a stage sends is checked against them.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -310,7 +311,9 @@ class Executor:
         if key in self._coming:
             # from another rank; what stays on this one is in `_arrived` already
             pending, tensors = self._coming.pop(key)
+            began = time.perf_counter()
             pending.wait()
+            self.meter.noted.took(key, began)
         else:
             tensors = self._arrived.pop(key, ())
         if forward:
@@ -328,6 +331,7 @@ class Executor:
                 # tensors under way stay in memory until they have left
                 if len(self._outgoing) == SENDS:
                     self._sent()
+                self.meter.noted.sent(key)
                 pending = self.collective().exchange([(message.peer, t) for t in tensors], [], op=op)
                 self._outgoing.append((pending, sum(t.numel() * t.element_size() for t in tensors)))
                 self.meter.sent_bytes = max(self.meter.sent_bytes, sum(n for _, n in self._outgoing))
@@ -344,6 +348,7 @@ class Executor:
         self._received[key] = sum(t.numel() * t.element_size() for t in made)
         self.meter.boundary_bytes = max(self.meter.boundary_bytes, sum(self._received.values()))
         if made:
+            self.meter.noted.asked(key)
             pending = self.collective().exchange([], [(message.peer, t) for t in made], op=op)
             self._coming[key] = (pending, tuple(made))
 

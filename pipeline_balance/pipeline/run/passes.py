@@ -62,7 +62,7 @@ class Passes:
     ) -> None:
         self.builder, self.groups, self.meter = builder, builder.groups, builder.meter
         self.owned, self.optimizers, self.experts, self.now = owned, optimizers, experts, stages
-        self.gradients = Gradients(owned, self.groups, experts)
+        self.gradients = Gradients(owned, self.groups, experts, self.meter)
         self.owners = owners
         self.progress = Progress(first_ranks=self.groups.grid.pipeline_ranks)
         self.used = self.complete = False
@@ -148,6 +148,8 @@ class Passes:
 
         actions = actions_of(self.now.executor if self.groups.replicas > 1 else None, training=True)
         passing = self._agree(prepare, (*arguments, scaler is None), actions)
+        # on a device waits end at once, and its stream waits: nothing to be noted on the host
+        self.meter.noted.meet(self.progress.updates, enabled=self.meter.enabled and self.config.device.type == "cpu")
         # not before all ranks agree: an error must leave the gradients as they were
         if self.used:
             self.drop_gradients()
@@ -288,7 +290,7 @@ class Passes:
         """Go on with the communicators of the layout in force: other processes have the stages now."""
         self.gradients.close()
         self.experts.read()
-        self.gradients = Gradients(self.owned, self.groups, self.experts)
+        self.gradients = Gradients(self.owned, self.groups, self.experts, self.meter)
         self._weights = None
 
     def resume(self, progress: Progress) -> None:

@@ -12,6 +12,7 @@ Shape legend: R replicas, P pipeline ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.measure.links import Noted
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.device.side_stream import SideStream
@@ -128,10 +130,11 @@ class ReplicaMeans:
 
     Args:
         column: The R processes that hold the same layers; nothing else may use its channel "weights" meanwhile.
+        noted: Learns when every layer's mean began and ended (None: nobody does).
     """
 
-    def __init__(self, column: Collective) -> None:
-        self.column = column
+    def __init__(self, column: Collective, noted: Noted | None = None) -> None:
+        self.column, self._noted = column, noted
         self._thread = Waiter("averages gradients of replicas") if column.size > 1 else None
         self._under_way: list[Future[None]] = []
         # made with the first bucket, which knows the device
@@ -167,7 +170,10 @@ class ReplicaMeans:
             self._thread.close()
 
     def _average(self, parameters: Sequence[nn.Parameter], layer: int) -> None:
+        began = time.perf_counter()
         average_gradients_(parameters, self.column, op=Operation("mean of gradients over replicas", layer))
+        if self._noted is not None:
+            self._noted.reduced(layer, began)
 
 
 def start_alike(tensors: Sequence[Tensor], column: Collective) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.ownership import Ownership, local
 from pipeline_balance.pipeline.run.experts import StageExperts
 from pipeline_balance.pipeline.run.gradients.norm import clip_gradients_, gradient_norm
@@ -34,11 +35,12 @@ class Gradients:
         owned: The model's parameters.
         groups: The pipeline's communicators.
         experts: Layers whose shared experts' gradients stay out of the means.
+        meter: Times the means.
     """
 
-    def __init__(self, owned: Ownership, groups: PipelineGroups, experts: StageExperts) -> None:
+    def __init__(self, owned: Ownership, groups: PipelineGroups, experts: StageExperts, meter: Meter) -> None:
         self.owned, self.groups, self.experts = owned, groups, experts
-        self._means = ReplicaMeans(groups.column)
+        self._means = ReplicaMeans(groups.column, meter.noted)
         # experts' gradients are averaged apart, over the processes that have the same experts
         copies = groups.rank_assignment.copies
         self._copies = ReplicaMeans(copies) if copies is not None and copies.size > 1 else None

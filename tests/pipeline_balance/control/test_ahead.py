@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
+from pipeline_balance.pipeline.measure.links import LinkTimes, Noted, gather_links
 from pipeline_balance.pipeline.measure.meter import Meter, gather_costs
 from pipeline_balance.pipeline.model.layers import ModuleChain
 from pipeline_balance.pipeline.model.ownership import Ownership
@@ -64,6 +65,9 @@ class _Pretended:
 
     def gather_costs(self, local: dict[int, LayerCost], collective: Collective) -> list[LayerCost]:
         return gather_costs(local, self.stage_map.layers, collective)
+
+    def gather_links(self, noted: Noted, collective: Collective) -> LinkTimes:
+        return gather_links(noted, self.stage_map, 4, collective, rows=[range(collective.size)])
 
     def step(self, inputs: Tensor, labels: Tensor | None, **_: Any) -> float:
         if self.backward:
