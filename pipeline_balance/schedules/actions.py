@@ -3,7 +3,8 @@
 Shape legend: S stages, P ranks, M microbatches, N slices of a microbatch. What passes the stages is a unit: a
 microbatch, or slice n of microbatch m, which is unit m N + n. An action prints as stage, kind, unit (`2F0`), the
 notation of `torch.distributed.pipelining`, so a printed schedule can be handed to torch's runtime. Kinds: F forward, I
-backward for the input only, W backward for the weights only, B both at once.
+backward for the input only, W backward for the weights only, B both at once. H, which torch does not have, is of a rank
+without a pass that helps others with theirs; its number is that of the time slot, and its stage one of the rank's.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Literal, cast, get_args
 
 from prophet.errors import SpecError
 
-Kind = Literal["F", "I", "W", "B"]
+Kind = Literal["F", "I", "W", "B", "H"]
 # the notation of torch.distributed.pipelining
-_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+_ACTION = re.compile(r"(\d+)([FIWBH])(\d+)")
 
 
 class ScheduleError(SpecError):
@@ -27,7 +28,10 @@ class ScheduleError(SpecError):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One piece of computation: `kind` of unit `microbatch` in stage `stage`. Without slices a unit is a microbatch."""
+    """One piece of computation: `kind` of unit `microbatch` in stage `stage`. Without slices a unit is a microbatch.
+
+    Of a help, `microbatch` is the slot.
+    """
 
     stage: int
     kind: Kind
@@ -83,7 +87,7 @@ class Schedule:
         self._check_complete(seen)
 
     def _check_action(self, action: Action, rank: int, home: dict[int, int], seen: set[Action]) -> None:
-        if action.stage >= self.stages or action.microbatch >= self.units:
+        if action.stage >= self.stages or (action.microbatch >= self.units and action.kind != "H"):
             slices = f" x {self.slices} slices" if self.slices > 1 else ""
             raise ScheduleError(f"{action} is outside {self.stages} stages x {self.microbatches} microbatches{slices}")
         if home.setdefault(action.stage, rank) != rank:
@@ -111,7 +115,7 @@ class Schedule:
     def _check_complete(self, seen: set[Action]) -> None:
         for s, u in product(range(self.stages), range(self.units)):
             # in the order F, I, W, B of the type: so "FB" and "FIW"
-            kinds = "".join(k for k in get_args(Kind) if Action(s, k, u) in seen)
+            kinds = "".join(k for k in get_args(Kind) if k != "H" and Action(s, k, u) in seen)
             if kinds not in ("FB", "FIW"):
                 runs = kinds or "nothing"
                 raise ScheduleError(f"{self._unit} {u} in stage {s} runs {runs}, expected F and B, or F, I and W")
@@ -147,7 +151,8 @@ class Schedule:
         every = [a for row in rows for a in row]
         if not every:
             raise ScheduleError("a schedule needs at least one action")
-        units = 1 + max(a.microbatch for a in every)
+        # a help has the number of a slot
+        units = 1 + max((a.microbatch for a in every if a.kind != "H"), default=0)
         if slices < 1 or units % slices:
             raise ScheduleError(f"{units} units are no whole microbatches of {slices} slices")
         return build(rows, 1 + max(a.stage for a in every), units // slices, slices)

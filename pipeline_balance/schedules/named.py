@@ -107,6 +107,9 @@ def _check(made: Schedule, stage_ranks: tuple[int, ...], microbatches: int, *, s
     if (made.stages, made.microbatches, made.slices) != (len(stage_ranks), microbatches, 1):
         got = f"{made.stages} stages, {made.microbatches} microbatches and {made.slices} slices"
         raise ScheduleError(f"expected {len(stage_ranks)} stages, {microbatches} microbatches and no slices, got {got}")
+    helps = [a for row in made.actions for a in row if a.kind == "H"]
+    if helps:
+        raise ScheduleError(f"{helps[0]} helps other ranks, which whole microbatches do not need")
     ranks = len(set(stage_ranks))
     if made.ranks != ranks:
         raise ScheduleError(f"expected a row of actions for each of {ranks} ranks, got {made.ranks}")

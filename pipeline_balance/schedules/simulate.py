@@ -195,7 +195,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
             before = end.get(Action(s - 1, "F", m))
             return None if before is None else before + (down[s - 1] if home[s - 1] != home[s] else 0.0)
         # the row's own order already puts F before I or B, and I before W
-        if action.kind == "W" or s == stages - 1:
+        if action.kind in "WH" or s == stages - 1:
             return 0.0
         after = end.get(Action(s + 1, "I", m), end.get(Action(s + 1, "B", m)))
         return None if after is None else after + (up[s] if home[s + 1] != home[s] else 0.0)
@@ -213,7 +213,8 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
                     break
                 # the first action has none before it
                 began = max(free[rank] + (durations.between_s if position[rank] else 0.0), ready)
-                taken = seconds[action.kind][action.stage][action.microbatch]
+                # nobody is helped here: see `exchange_times`
+                taken = seconds[action.kind][action.stage][action.microbatch] if action.kind != "H" else 0.0
                 start[action], end[action] = began, began + taken
                 free[rank] = began + taken
                 busy[rank] += taken
@@ -254,6 +255,7 @@ def peak_activation_bytes(
     schedule: Schedule,
     activation_bytes: Sequence[int] | Sequence[Sequence[int]],
     chunk_gradient_bytes: Sequence[int] | Sequence[Sequence[int]] = (),
+    kept_bytes: Sequence[Sequence[int]] = (),
 ) -> tuple[int, ...]:
     """Most bytes of activations, and of their chunks' gradients, that every rank holds at once, [P].
 
@@ -264,14 +266,18 @@ def peak_activation_bytes(
         schedule: The order.
         activation_bytes: By stage, or by stage and unit.
         chunk_gradient_bytes: Likewise.
+        kept_bytes: What ranks hold besides, by rank and action: chunks of others, for instance.
     """
     kept = _by_unit(schedule, "activation_bytes", activation_bytes)
     added = _by_unit(schedule, "chunk_gradient_bytes", chunk_gradient_bytes)
+    if not (activation_bytes or chunk_gradient_bytes or kept_bytes):
+        # a walk through long rows that would find nothing
+        return (0,) * schedule.ranks
     peaks = []
-    for row in schedule.actions:
+    for rank, row in enumerate(schedule.actions):
         held = peak = 0
         waiting: set[tuple[int, int]] = set()
-        for action in row:
+        for number, action in enumerate(row):
             stage, unit = action.stage, action.microbatch
             if action.kind == "F":
                 held += kept[stage][unit]
@@ -281,7 +287,7 @@ def peak_activation_bytes(
                 held += sum(added[stage][u] for _, u in earlier - waiting)
                 waiting |= earlier
             # before anything is freed: the backward needs all of it at once
-            peak = max(peak, held)
+            peak = max(peak, held + (kept_bytes[rank][number] if kept_bytes else 0))
             if action.kind in ("I", "B") and (stage, unit) in waiting:
                 waiting.discard((stage, unit))
                 held -= added[stage][unit]

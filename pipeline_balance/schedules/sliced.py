@@ -7,6 +7,7 @@ few more before its first backward, so it holds little more than one microbatch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
 from typing import Literal, get_args
 
@@ -21,7 +22,15 @@ BLOCK = 16
 LONG = 256
 
 
-def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, order: Order = "minimal") -> Schedule:
+def sliced(
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+    slices: int,
+    order: Order = "minimal",
+    *,
+    helped: bool = False,
+) -> Schedule:
     """1F1B over N slices of each of M microbatches; stage s runs on rank s mod P.
 
     Rank r runs N V - 1 forwards ahead of its first forward and backward in turn, and further ones by `order`: P - 1 -
@@ -36,14 +45,18 @@ def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, ord
         microbatches: M.
         slices: N.
         order: "minimal" or "aligned".
+        helped: Whether ranks without a pass help others with theirs, see `exchange`. Then every row has one action for
+            each time slot, in which all passes are of one kind. A help's number is that of the slot.
 
     Raises:
-        ScheduleError: If ranks run several stages and do not divide the slices.
+        ScheduleError: If ranks run several stages and do not divide the slices, or help in the minimal order.
     """
     check_shape(ranks, microbatches)
     if order not in get_args(Order):
         raise ScheduleError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
     check_slices(ranks, stages_per_rank, slices)
+    if helped and order != "aligned":
+        raise ScheduleError(f'ranks can help each other in the aligned order alone, got order="{order}"')
     if slices == 1:
         one_each = stages_per_rank == 1
         return one_f_one_b(ranks, microbatches) if one_each else interleaved(ranks, stages_per_rank, microbatches)
@@ -59,8 +72,31 @@ def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, ord
         for k, (stage, unit) in enumerate(backward):
             row += [Action(s, "F", u) for s, u in forward[ahead + k : ahead + k + 1]]
             row.append(Action(stage, "B", unit))
-        rows.append(row)
+        rows.append(_with_help(row, r, ranks, passes) if helped else row)
     return build(rows, ranks * stages_per_rank, microbatches, slices)
+
+
+def _with_help(row: Sequence[Action], rank: int, ranks: int, passes: int) -> list[Action]:
+    """A rank's aligned row with a help in each slot in which it has no pass.
+
+    Rank r's k-th forward is in the (k + r)-th slot of forwards, its k-th backward in the (k + P - 1 - r)-th one of
+    backwards. Those of a microbatch's forwards and P - 1 more come first, then one of backwards and one of forwards in
+    turn, and at the end those of backwards that are left.
+    """
+    total = len(row) // 2
+    ahead, each = passes + ranks - 1, total + ranks - 1
+    found: list[Action] = []
+    actions = iter(row)
+    for slot in range(2 * each):
+        # counted among the slots of its kind
+        behind = slot - ahead
+        forward = behind < 0 or (behind % 2 == 1 and behind < 2 * (each - ahead))
+        if forward:
+            place = slot - rank if behind < 0 else ahead + behind // 2 - rank
+        else:
+            place = behind - min((behind + 1) // 2, each - ahead) - (ranks - 1 - rank)
+        found.append(next(actions) if 0 <= place < total else Action(rank, "H", slot))
+    return found
 
 
 def check_slices(ranks: int, stages_per_rank: int, slices: int) -> None:

@@ -66,7 +66,7 @@ def with_messages(rows: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) 
             s, m = action.stage, action.microbatch
             forward = action.kind == "F"
             ready.add((f"done {action.kind}", s, m))
-            if action.kind == "W":
+            if action.kind in "WH":
                 continue
             neighbour = s + 1 if forward else s - 1
             if not 0 <= neighbour < stages:
@@ -116,6 +116,8 @@ def _brings_for(message: Message, step: Step) -> bool:
 
 def _may_run(action: Action, stages: int, ready: set[tuple[str, int, int]]) -> bool:
     s, m = action.stage, action.microbatch
+    if action.kind == "H":
+        return True
     if action.kind == "F":
         return ("F", s, m) in ready
     if action.kind == "W":

@@ -66,6 +66,7 @@ CIRCLE = [["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]]
         (gpipe(2, 3), "got 2 stages, 3 microbatches and 1 slices"),
         (sliced(2, 1, 2, 2), "got 2 stages, 2 microbatches and 2 slices"),
         (build([[]] + [list(row) for row in gpipe(2, 2).actions], 2, 2), "for each of 2 ranks, got 3"),
+        ([[*ROWS[0], "0H4"], ROWS[1]], "0H4 helps other ranks"),
         (zb_h1(2, 2), "0I0 is half a backward, which needs split_backward=True"),
         (CIRCLE, "the schedule waits for itself at rank 0: 0B0, rank 1: 1F1"),
         (["0F0", "1F0"], "an action reads like 2F0 (stage, F, I, W or B, microbatch), got '0'"),
