@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
 
 def simulate() -> list[Row]:
     work = {**SMALL, "kv_heads": 1, "tokens": 1024}
-    return simulated.bubbles() + counts.longest_simulated(work, ranks=4, slices=SLICES)
+    exchange = simulated.exchanged() + simulated.exchange_bytes() + simulated.many_ranks()
+    return simulated.bubbles() + exchange + counts.longest_simulated(work, ranks=4, slices=SLICES)
 
 
 def _on_ranks(
@@ -96,6 +97,7 @@ def table(rows: Sequence[Row]) -> str:
 
 _FIGURES = (
     *("step_s_median", "speed_over_own_1f1b", "idle_over_work", "worst_gradient_error", "over_form"),
+    *("uneven_idle_over_work", "peak_units", "uneven_peak_units", "volume", "kept_chunks", "plan_s", "p", "m", "v"),
     *("n", "whole_s", "sliced_s", "speed_over_whole", "longest_over_1f1b", "by_hand_bytes", "transfer_of_forward"),
 )
 

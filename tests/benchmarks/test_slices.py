@@ -24,7 +24,18 @@ def test_the_simulator_meets_its_targets(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     assert main(["--simulate", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert {r["case"] for r in rows} == {"bubble", "longest-simulated"}
+    assert {r["case"] for r in rows} == {
+        "bubble",
+        "longest-simulated",
+        "exchange",
+        "exchange-bytes",
+        "exchange-ranks",
+    }
+    exchange = [r for r in rows if r["case"] == "exchange"]
+    assert {(r["p"], r["v"]) for r in exchange} == {(p, v) for p in range(2, 9) for v in (1, 2)}
+    # slices of equal cost take more memory from two microbatches on
+    assert all(r["uneven_peak_units"] >= r["peak_units"] for r in exchange)
+    assert all(r["met"] for r in exchange if not r["transfer_of_forward"])
     free = {
         r["schedule"]: r["idle_over_work"]
         for r in rows
