@@ -117,6 +117,8 @@ def simulate_exchange(
         start_s=_by_action(schedule, run.start),
         end_s=_by_action(schedule, run.end),
         busy_s=tuple(run.busy),
+        # means over replicas come after all of it, and exchange does not change them
+        reduced_s=(0.0,) * schedule.ranks,
         peak_activation_bytes=peak_activation_bytes(schedule, activation_bytes, chunk_gradient_bytes, kept),
     )
 
