@@ -157,6 +157,7 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
         TransitionError: On all ranks where something fails up to the decision (`BudgetError` where the budget is too
             small). What `move.compare` raises comes as it is, on all ranks.
         StateLost: The state was given up by then.
+        Exception: What ended this rank's messages in the middle of the move, where there is no other carrier.
     """
     began = time.perf_counter()
     votes = votes_of(move.vote, world, Operation(f"agreeing on {move.what}"))
@@ -165,36 +166,46 @@ def run(move: Move, *, world: Collective, carrier: Collective, then: Assignments
     name = votes[0].name
     whole = carrier.size == world.size
     begin = _Begin(carrier, f"{name} begins", move.mode)
+    alone = not whole or carrier is world
     failed: Exception | None = None
     moved: Moved | None = None
+    sending = False
     assignments: Assignments = ()
     try:
         route_schedule = move.route_schedule(carrier)
         # not raised here: the transition takes it along to the point where all ranks learn of it
         problem = _error_text_of(lambda: move.prepare(route_schedule))
         pieces = route_schedule.route.before.on(carrier.rank)
+        state, beside = move.state(pieces), move.beside(pieces)
+        sending = True
         moved = transition(
             route_schedule.route,
-            move.state(pieces),
+            state,
             carrier,
             budget_bytes=move.budget_bytes,
             mode=move.mode,
             device=move.device,
             allocate=move.allocate,
-            beside=move.beside(pieces),
+            beside=beside,
             problem=problem,
             begin=begin.now,
             # the ranks have voted already, and decide below
             votes=False,
             ahead=route_schedule,
         )
+        sending = False
         assignments = move.assemble(moved)
     except Exception as error:
+        # Others wait for messages that do not come any more, and not in the decision: a failure ends their waits.
+        # What the transition raises by itself it has said, or sent all messages before.
+        raised = not isinstance(error, (TransitionError, CollectiveError, StageFailed))
+        if raised and sending and alone and move.mode == "safe":
+            raise
         # `moved` may be set where assembling failed
         failed, moved = error, None
     decision = _decide(carrier if whole else world, name, failed)
     if decision.against or moved is None:
-        raise _refusal(move, failed, decision, begin, world.rank, alone=not whole or carrier is world)
+        raise _refusal(move, failed, decision, begin, world.rank, alone=alone)
     # nothing can keep the new state from being in force any more
     apply([*assignments, *then])
     return Switched(
