@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
@@ -256,3 +257,45 @@ def prune_globally(layers: Sequence[nn.Module], sparsity: float, collective: Col
     for module, part in zip(modules, mask.split([m.weight.numel() for m in modules]), strict=True):
         module.prune(part.view_as(module.weight))
     return float(mask.float().mean()) if mask.numel() else 1.0
+
+
+@torch.no_grad()
+def global_unstructured(parameters: Sequence[tuple[nn.Module, str]], amount: float, collective: Collective) -> None:
+    """Prune by magnitude as `torch.nn.utils.prune.global_unstructured` does, over all ranks of a pipeline; collective.
+
+    The masks are those of torch: a parameter is split into `weight_orig` and `weight_mask`, and `prune.remove` makes
+    it permanent. Call it on every rank with the same parameters of the whole model, between two steps.
+
+    Args:
+        parameters: Modules, each with the name of one of its parameters. What other ranks run is on `meta`.
+        amount: The share of the weights left so far that is pruned.
+        collective: Over the ranks of the pipeline.
+
+    Raises:
+        SpecError: `amount` is no share.
+    """
+    if not 0.0 <= amount <= 1.0:
+        raise SpecError(f"amount must be from 0 to 1, got {amount!r}")
+    here = [(m, n) for m, n in parameters if not _values(m, n).is_meta]
+    # what was pruned before neither counts nor comes back
+    left = [getattr(m, f"{n}_mask", torch.ones_like(_values(m, n))) != 0 for m, n in here]
+    device = next((mask.device for mask in left), torch.device("cpu"))
+    flat = torch.cat(
+        [_values(m, n)[mask] for (m, n), mask in zip(here, left, strict=True)] or [torch.zeros(0, device=device)]
+    )
+    total = int(collective.all_gather(torch.tensor([flat.numel()]), op=Operation("pruning")).sum())
+    kept = iter(global_top_k(flat, total - round(amount * total), collective).split([int(m.sum()) for m in left]))
+    masks = iter(left)
+    for module, name in parameters:
+        values = _values(module, name)
+        mask = torch.ones_like(values)
+        if not values.is_meta:
+            mask[next(masks)] = next(kept).to(mask.dtype)
+        # on `meta` too: all ranks have the same parameters and buffers
+        prune.custom_from_mask(module, name, mask)
+
+
+def _values(module: nn.Module, name: str) -> Tensor:
+    """A parameter, without the mask that it may have."""
+    found: Tensor = getattr(module, f"{name}_orig", None)  # type: ignore[assignment]
+    return (found if found is not None else getattr(module, name)).detach()
