@@ -19,6 +19,7 @@ from pipeline_balance.maps.partition import (
     partition_uniform,
 )
 from pipeline_balance.schedules.flexible import flexible
+from pipeline_balance.schedules.links import Transfers
 from pipeline_balance.schedules.simulate import Durations, simulate
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
 
@@ -108,19 +109,21 @@ def simulated_step_s(
     stage_map: StageMap,
     *,
     microbatches: int,
-    transfer_s: float,
+    transfer_s: Transfers,
     optimizer_s_per_byte: float,
     between_s: float = 0.0,
 ) -> float:
-    """Seconds of one step: the pipeline, then every rank's optimizer. `optimizer_s_per_byte` is of a rank's
-    trainable parameters; `between_s` is what the runtime takes from one action to the next.
+    """Seconds of one step: the pipeline, means over replicas, then every rank's optimizer.
+
+    `optimizer_s_per_byte` is of a rank's trainable parameters; `between_s` is what the runtime takes from one action to
+    the next.
     """
     dense = dense_ranks(stage_map)
     durations = Durations.of_stages(costs, dense, transfer_s=transfer_s, between_s=between_s)
     schedule = flexible(dense.ranks, microbatches, durations=durations)
     done = simulate(schedule, durations)
     return max(
-        max(done.end_s[a] for a in row)
+        max(*(done.end_s[a] for a in row), done.reduced_s[rank])
         + optimizer_s_per_byte * sum(costs[i].gradient_bytes for i in dense.layers_on(rank))
         for rank, row in enumerate(schedule.actions)
     )

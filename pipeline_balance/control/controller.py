@@ -389,8 +389,8 @@ class Controller:
         costs = self.pipeline.gather_costs(local, collective)
         links = self.pipeline.gather_links(noted, collective)
         self.learner.learn_links(links.transfer_s)
-        every = zip(costs, stage_map.assignment(), links.all_reduce_s, strict=True)
-        scaled = [replace(_scaled(c, self.limits[r].speed), all_reduce_s=s) for c, r, s in every]
+        every = zip(links.added_to(costs), stage_map.assignment(), strict=True)
+        scaled = [_scaled(c, self.limits[r].speed) for c, r in every]
         return unit_costs(scaled, self.slices) if self.slices > 1 else scaled
 
     def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:

@@ -421,7 +421,8 @@ class ElasticPipeline:
         """
         # a shard's times and bytes are not those of the layer
         self._check_unsharded("measure layers")
-        return self.gather_costs(self.local_costs(), self.collective)
+        costs = self.gather_costs(self.local_costs(), self.collective)
+        return self.gather_links(self.meter.noted, self.collective).added_to(costs)
 
     def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
         """Gather the costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""

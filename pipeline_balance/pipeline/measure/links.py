@@ -17,13 +17,13 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline_balance.spec import StageMap
+from pipeline_balance.spec import LayerCost, StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 
@@ -127,6 +127,10 @@ class LinkTimes:
 
     transfer_s: FloatArray
     all_reduce_s: tuple[float, ...]
+
+    def added_to(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
+        """Return the layers' costs [L] with what their means over replicas take."""
+        return [replace(cost, all_reduce_s=s) for cost, s in zip(costs, self.all_reduce_s, strict=True)]
 
 
 def gather_links(
