@@ -469,8 +469,9 @@ class ElasticPipeline:
     @property
     def between_steps(self) -> str:
         """Why layers can move between steps only; empty where they may move before a step's update as well."""
-        if self.experts.any:
-            return "replicas share experts, whose gradients come home at the end of an update"
+        # without a balancer experts' gradients are where they belong once the backward pass has ended
+        if self.experts.balanced:
+            return "replicas share experts that are balanced, and their balancer's step ends with the update"
         # what a thread sends on a device lands between the kernels of training
         if self.config.device.type != "cpu":
             return f"the state is on {self.config.device}, and what travels beside a step stays on the host"

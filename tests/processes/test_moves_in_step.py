@@ -14,16 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.control.controller import Controller, ControllerConfig, Decision
+from pipeline_balance.dynamics.pruning import PrunedLinear
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import StageFailed, TransitionError
 from prophet.ranks.collective import Collective
 from prophet.ranks.forwarding import ForwardingCollective
 from prophet.ranks.waiting import Waiter
+from tests.helpers import pipeline_experts as shared
 from tests.helpers import pipeline_replicas as tied
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import LAYERS, batch, pipeline
 
+DIM = 6
 # each goes to the next one: to and fro, an idle rank, and one that gives up all it has
 TWO = [((0, 3, 7), (0, 1)), ((0, 5, 7), (0, 1)), ((0, 2, 7), (1, 0)), ((0, 7), (1,))]
 
@@ -155,6 +158,82 @@ def test_a_move_in_every_step_changes_no_bit(setup: str) -> None:
                 names.add(name)
                 assert any(torch.equal(tensor, one) for one in whole[name]), (step, name)
         assert names == whole.keys(), step
+
+
+SHARED = [((0, 3, 6), (0, 1)), ((0, 1, 6), (0, 1)), ((0, 4, 6), (1, 0)), ((0, 6), (0,))]
+
+
+def _shared(rank: int, size: int, zero: int, moves: bool) -> tuple[list[Any], list[dict[str, Tensor]]]:
+    """Replicas share the experts of two layers, which move within the steps."""
+    pipe = shared.pipeline(size, 2, make_optimizer=_momentum, zero=zero)
+    in_step, losses, found = _InStep(pipe), list[Any](), list[dict[str, Tensor]]()
+    for step in range(8):
+        if moves:
+            assert not pipe.between_steps
+            in_step.next(_map(step + 1, SHARED))
+        mine = (t.chunk(2)[pipe.replica] for t in shared.batch(step))
+        losses += [pipe.step(*mine, max_norm=shared.MAX_NORM), pipe.grad_norm]
+        found.append(_all_of(pipe))
+    assert in_step.held == [True] * 8 * moves
+    return losses, found
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_layers_whose_experts_replicas_share_move_before_an_update(zero: int) -> None:
+    moved, still = run_gloo(_shared, 4, zero, True), run_gloo(_shared, 4, zero, False)
+    assert [losses for losses, _ in moved] == [losses for losses, _ in still]
+    for step in range(8):
+        for replica in (0, 1):
+            # a replica's part of the experts stays with it
+            whole = {name: t for _, found in still[2 * replica : 2 * replica + 2] for name, t in found[step].items()}
+            now = {name: t for _, found in moved[2 * replica : 2 * replica + 2] for name, t in found[step].items()}
+            same = now.keys() & whole.keys() if zero else now.keys() | whole.keys()
+            assert any(".experts." in name for name in same)
+            assert all(torch.equal(now[name], whole[name]) for name in same), step
+
+
+def _masked(rank: int, size: int, moves: bool) -> tuple[list[float], list[bool], int]:
+    """A layer's mask changes while the layer travels: between what has gone early and the rest."""
+    torch.manual_seed(0)
+    layers = [PrunedLinear(DIM, DIM) for _ in range(7)]
+    pipe = ElasticPipeline.from_modules(
+        layers, nn.functional.mse_loss, _map(0, TWO), make_optimizer=_momentum, microbatches=4, timeout_s=60.0
+    )
+    in_step, losses, hooked = _InStep(pipe), [], list[list[bool]]()
+    pipe.optimizer.register_step_pre_hook(
+        lambda *_: hooked.append([p.grad is not None for p in pipe.module.parameters()])
+    )
+
+    def prune() -> None:
+        # by a mask alone, which travels later, or by the weights too, which have been sent: they go once more
+        for i, layer in pipe.layers.items():
+            half = torch.arange(DIM * DIM).view(DIM, DIM) % (2 + pipe.progress.updates) > 0
+            if i % 2:
+                layer.mask = layer.mask & half  # type: ignore[assignment,operator]
+            else:
+                layer.prune(half)  # type: ignore[operator]
+
+    in_step.arrived = prune
+    x = torch.randn(8, DIM, generator=torch.Generator().manual_seed(0))
+    for step in range(6):
+        if moves:
+            in_step.next(_map(step + 1, TWO))
+        else:
+            pipe.before_update(prune)
+        losses.append(pipe.step(x, x.flip(0)))
+        # a hook of the optimizer sees the gradients of the layers that are here by then, and no others
+        here = {id(p) for layer in pipe.layers.values() for p in layer.parameters()}
+        assert hooked[-1] == [id(p) in here for p in pipe.module.parameters()]
+    zeros = sum(int((layer.mask == 0).sum()) for layer in pipe.layers.values())  # type: ignore[union-attr]
+    return losses, in_step.held, zeros
+
+
+def test_a_mask_that_changes_while_its_layer_travels_is_the_one_that_holds() -> None:
+    moved, still = run_gloo(_masked, 2, True), run_gloo(_masked, 2, False)
+    assert moved[0][0] == still[0][0]
+    assert sum(zeros for *_, zeros in moved) == sum(zeros for *_, zeros in still) > 0
+    # weights that have been pruned on their way had to travel again
+    assert False in moved[0][1]
 
 
 def _touched(rank: int, size: int, moves: bool, when: str) -> tuple[list[Any], list[bool]]:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
+import pipeline_balance
+from pipeline_balance.control.controller import ControllerConfig, MoveCost
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.spec import StageMap
+from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError, TransitionError
 from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
@@ -199,3 +201,40 @@ def _refused(rank: int, size: int) -> list[str]:
 def test_ranks_that_would_share_out_the_state_differently_are_named_before_it_moves() -> None:
     for (text,) in run_gloo(_refused, 4):
         assert text == "ranks [3] would update other parameters than rank 0"
+
+
+def _controlled(rank: int, size: int, moves: bool, ahead: bool) -> tuple[list[float], dict[str, str], int, int, bool]:
+    """A controller decides where layers go, by costs that are given; what owners keep goes along."""
+    pipe = _pipeline(size, 1)
+
+    def costs() -> dict[int, LayerCost]:
+        # what is slow wanders from the last layers to the first
+        slow = (UNITS - 2, UNITS - 1) if pipe.progress.updates // 4 % 2 == 0 else (0, 1)
+        return {unit: LayerCost(forward_s=1.0 if unit in slow else 0.1, parameter_bytes=1) for unit in pipe.layers}
+
+    pipe.local_costs = costs  # type: ignore[method-assign]
+    config = ControllerConfig(
+        every_steps=2,
+        measure_steps=1,
+        min_gain=0.1,
+        move_cost=MoveCost(fixed_s=0.0 if moves else 1e9),
+        prepare_in_backward=ahead,
+    )
+    balanced = pipeline_balance.attach(pipe, config=config)
+    losses = [balanced.step(*_batch(update, pipe.replica), max_norm=0.5) for update in range(UPDATES)]
+    early = all(move.early > 0 for move in balanced.report.moves)
+    return losses, _held(pipe), pipe.replica, balanced.overhead().moves, early
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_controller_moves_layers_whose_optimizer_state_has_owners(ahead: bool) -> None:
+    moved, still = run_gloo(_controlled, 4, True, ahead), run_gloo(_controlled, 4, False, ahead)
+    assert [losses for losses, *_ in moved] == [losses for losses, *_ in still]
+    assert all(moves >= 3 for *_, moves, _ in moved)
+    assert all(moves == 0 for *_, moves, _ in still)
+    assert all(early == ahead for *_, early in moved)
+
+    def whole(runs: list[Any]) -> dict[str, str]:
+        return _whole([_Run([], held, [], replica, []) for _, held, replica, *_ in runs])
+
+    assert whole(moved) == whole(still)
