@@ -85,6 +85,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.spec", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.pipeline"},
     "pipeline_balance.slices": {
         "prophet.errors",
+        "prophet.ranks",  # ranks exchange attention
         "prophet.trials",
         "pipeline_balance.pipeline",
         "pipeline_balance.schedules",

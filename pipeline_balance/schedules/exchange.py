@@ -79,6 +79,7 @@ class Exchange:
         diagonal: What a slice's attention to itself costs, in pieces.
         helps: By slot, and by each run of positions in which the same stages have a layer.
         runs: How many positions each of these runs has.
+        gradients: What a piece's gradients take, in pieces.
     """
 
     slots: tuple[Slot, ...]
@@ -88,6 +89,7 @@ class Exchange:
     diagonal: int
     helps: tuple[tuple[tuple[Help, ...], ...], ...]
     runs: tuple[int, ...]
+    gradients: int = 1
     _run_of: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,12 +136,12 @@ class Exchange:
     def held_pieces(self) -> tuple[tuple[int, ...], ...]:
         """Pieces of others that every rank holds in every slot, of all layers together [P, slots].
 
-        In a backward pass a piece counts twice, as its gradients are held as well.
+        In a backward pass a piece's gradients are held as well.
         """
         held = [0] * self.ranks
         found: list[list[int]] = [[] for _ in held]
         for slot, by_run in zip(self.slots, self.helps, strict=True):
-            each = 1 if slot.forward else 2
+            each = 1 if slot.forward else 1 + self.gradients
             more, less, passing = [0] * self.ranks, [0] * self.ranks, [0] * self.ranks
             for positions, helps in zip(self.runs, by_run, strict=True):
                 here = [0] * self.ranks
@@ -165,6 +167,7 @@ def plan(
     diagonal: int = 1,
     call: float = 0.0,
     keep: int = 0,
+    gradients: int = 1,
 ) -> Exchange:
     """Plan the exchange of a schedule whose ranks help each other: see `sliced`.
 
@@ -180,6 +183,7 @@ def plan(
         diagonal: What a slice's attention to itself costs, in pieces.
         call: What a further call of the kernel costs, in pieces. Then no help makes any rank later.
         keep: Pieces, of all layers together, that a rank may keep for later passes of a microbatch.
+        gradients: What a piece's gradients take, in pieces: one, or two where sums are of twice the width.
     """
     slices, slots = schedule.slices, slots_of(schedule)
     layers = tuple(layers) if layers is not None else (1,) * schedule.stages
@@ -188,7 +192,7 @@ def plan(
     # positions between two of these numbers are alike
     bounds = sorted({0, *layers})
     runs = tuple(b - a for a, b in pairwise(bounds))
-    keeping = _Keeping(slots, slices, runs, keep)
+    keeping = _Keeping(slots, slices, runs, keep, gradients)
     helps: list[tuple[tuple[Help, ...], ...]] = []
     for number, slot in enumerate(slots):
         by_run = []
@@ -208,6 +212,7 @@ def plan(
         diagonal=diagonal,
         helps=keeping.freed(helps) if keep else tuple(helps),
         runs=runs,
+        gradients=gradients,
     )
 
 
@@ -311,10 +316,12 @@ class _Keeping:
         slices: N.
         runs: Positions of each run.
         keep: Pieces that a rank may keep.
+        gradients: What a piece's gradients take.
     """
 
-    def __init__(self, slots: Sequence[Slot], slices: int, runs: Sequence[int], keep: int) -> None:
+    def __init__(self, slots: Sequence[Slot], slices: int, runs: Sequence[int], keep: int, gradients: int) -> None:
         self._slots, self._slices, self._runs, self._keep = slots, slices, runs, keep
+        self._gradients = gradients
         ranks = len(slots[0].passes)
         self._held = [0] * ranks
         self._kept: list[dict[_Kept, set[int]]] = [{} for _ in range(ranks)]
@@ -369,7 +376,7 @@ class _Keeping:
 
     def _bytes(self, slot: int, run: int) -> int:
         """What keeping a piece takes: in a backward pass its gradients are kept, too."""
-        return self._runs[run] * (1 if self._slots[slot].forward else 2)
+        return self._runs[run] * (1 if self._slots[slot].forward else 1 + self._gradients)
 
     def _key(self, slot: int, run: int, donor: int) -> _Kept:
         one = self._slots[slot].passes[donor]

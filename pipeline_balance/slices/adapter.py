@@ -28,6 +28,7 @@ from pipeline_balance.pipeline.model.router_losses import loss_of_sums
 from pipeline_balance.pipeline.model.skeleton import Readable
 from pipeline_balance.slices.alone import Trial, check_limits
 from pipeline_balance.slices.interface import Seen, attending, configs_of, seeing
+from pipeline_balance.slices.kernel import Heads, tracing
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
 from pipeline_balance.slices.recompute import Recomputing
@@ -75,6 +76,10 @@ class SlicedTransformers(Sliced, Recomputing):
         with attending(self._configs), super().working(microbatch):
             yield
 
+    def attentions(self, unit: int) -> tuple[Heads, ...]:
+        # the units in front of the layers and behind them attend to nothing
+        return self._attentions[self._kinds[unit - 1], self._mode()] if 0 < unit <= len(self.layers) else ()
+
     def crossover_tokens(self) -> int:
         """The tokens before one where attention costs the layers as much as all else, by count.
 
@@ -105,6 +110,7 @@ class SlicedTransformers(Sliced, Recomputing):
         if mask is not None and mask.dim() == 2 and bool(((mask == 0) & (shifted != IGNORED_LABEL)).any()):
             raise SpecError("labels count behind padding, where attention_mask is 0: set them to -100")
         parts = self.parts(microbatch, inputs, shifted, documents)
+        self._check_exchange()
         # all but the last unit, whose outputs are losses
         self._trial.run(range(len(self.layers) + 1), parts)
         return parts
@@ -156,8 +162,10 @@ class SlicedTransformers(Sliced, Recomputing):
     def _output_of(self, layer: int, leaves: list[Any], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
         # grows where shapes were traced just now, so that attention was called
         known = len(self._outputs)
-        with seeing() as seen:
+        with seeing() as seen, tracing() as attentions:
             found = super()._output_of(layer, leaves, structure)
+        if attentions:
+            self._attentions[self._kinds[layer], self._mode()] = tuple(attentions)
         if seen.calls:
             self._width[self._kinds[layer]] = seen.width
         if len(self._outputs) > known and not seen.calls:

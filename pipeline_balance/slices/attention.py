@@ -7,7 +7,7 @@ attention takes the merged output and log-sum-exp, so each chunk's gradients are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeline_balance.schedules.sliced import BLOCK
+from pipeline_balance.slices import kernel
+from pipeline_balance.slices.exchange import Turn, turn_of
+from pipeline_balance.slices.kernel import additive, half_of, without_blind
 from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, current
 from prophet.errors import SpecError
 
@@ -24,9 +27,7 @@ _ALL = slice(None)
 # Tokens of a triangle from which on cutting it saves more time than further calls take
 CUT = 512
 
-# called directly: the public function returns no log-sum-exp, which merging needs
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward, _backward = kernel.forward, kernel.backward
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float | None = None) -> Tensor:
@@ -48,11 +49,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: floa
         SpecError: For other shapes and devices.
     """
     _check(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(query, FakeTensor):
         # somebody asks for shapes
+        kernel.note(query, key, scale)
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
     store, unit = current()
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     wide = value.shape[-1]
     if wide < query.shape[-1]:
         # the kernel takes one width; columns of zeros change neither the other ones nor the weights
@@ -93,31 +95,39 @@ class _Place:
     scale: float
     pending: bool
 
-    def blocks(self, query: Tensor) -> Iterator[_Block]:
-        """What tokens of the slice attend to: its own triangle, diagonal parts ahead, then the chunks before it."""
+    def blocks(self, query: Tensor, given: Collection[int] = ()) -> Iterator[_Block]:
+        """What tokens of the slice attend to: its own triangle, diagonal parts ahead, then the chunks before it.
+
+        Args:
+            query: Of the slice.
+            given: Pieces of those chunks that other ranks compute.
+        """
         unit = self.unit
         # the slice's own chunk is the last of these
         *before, own = self.store.chunks(self.layer, unit.microbatch)[: unit.slice + 1]
         seen = self._seen(unit.slice)
-        mask = _mask(seen.tril(), query.dtype) if seen is not None else None
+        mask = additive(seen.tril(), query.dtype) if seen is not None else None
         own_parts = [*_triangle(0, query.shape[2])]
         for rows, columns, diagonal in own_parts if len(own_parts) > 1 else [(_ALL, _ALL, True)]:
             part = mask[:, :, rows, columns] if mask is not None else None
             yield _Block(own, own.place, rows, columns, diagonal, part)
-        for first, place, seen in self._runs(before):
-            mask = _mask(seen, query.dtype) if seen is not None else None
+        for first, place, seen in self._runs(before, given):
+            mask = additive(seen, query.dtype) if seen is not None else None
             yield _Block(first, place, _ALL, _ALL, False, mask)
 
-    def _runs(self, before: list[Chunk]) -> Iterator[tuple[Chunk, tuple[int, int], Tensor | None]]:
+    def _runs(
+        self, before: list[Chunk], given: Collection[int]
+    ) -> Iterator[tuple[Chunk, tuple[int, int], Tensor | None]]:
         """Chunks that lie side by side and are read at once, by the first of them and their place.
 
         With them comes which of their tokens are seen, if not all are. Chunks that no token sees are left out.
         """
         run: list[Chunk] = []
         start = stop = 0
-        for number, chunk in enumerate(before):
-            a, b = chunk.place
+        for number, chunk, (a, b) in _left(before, given):
             seen = self._seen(number)
+            if seen is not None and b - a < seen.shape[2]:
+                seen = seen[:, :, a - chunk.place[0] : b - chunk.place[0]]
             whole = seen is None or bool(seen.all())
             # the kernel takes one stretch of memory, and gradients of one run are kept together
             if run and not (whole and chunk.pending == run[0].pending and (a == stop or b == start)):
@@ -127,7 +137,7 @@ class _Place:
                 start, stop = (min(a, start), max(b, stop)) if run else (a, b)
                 run.append(chunk)
             elif seen is not None and seen.any():
-                yield chunk, chunk.place, seen
+                yield chunk, (a, b), seen
         if run:
             yield run[0], (start, stop), None
 
@@ -137,9 +147,12 @@ class _Place:
         return None if mine is None or theirs is None else mine[:, :, None] == theirs[:, None, :]
 
 
-def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores [B, 1, T, S]: zero, or -inf where a token is not seen."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
+def _left(before: list[Chunk], given: Collection[int]) -> Iterator[tuple[int, Chunk, tuple[int, int]]]:
+    """Chunks and halves of chunks that nobody else computes, by number, and where they are."""
+    for number, chunk in enumerate(before):
+        mine = [piece for piece in (2 * number, 2 * number + 1) if piece not in given]
+        for place in [chunk.place] if len(mine) == 2 else [half_of(chunk.place, piece) for piece in mine]:
+            yield number, chunk, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +231,7 @@ class _Attend(torch.autograd.Function):
                     # a layer that is computed again for its backward finds what it computed before
                     return known.out.detach()
         chunk = store.append(layer, unit, key, value, pending=place.pending)
-        out, lse = _merged(query, place)
+        out, lse = _merged(query, place, turn_of(store))
         if place.pending:
             chunk.out, chunk.lse = out.detach(), lse
             # the backward reads `out`, which the layer must not change in place
@@ -243,9 +256,11 @@ class _Attend(torch.autograd.Function):
         line = store.line(layer, unit.microbatch)
         # what later slices have added for this slice's keys and values
         later = line.summed(own)
+        if turn := turn_of(store):
+            turn.ask([own.lse, query, own.out, grad_out], lambda piece: line.room.tokens(*line.place_of(piece)))
         # Gradients of the query, the key and the value
         totals: list[Tensor] = []
-        for block in place.blocks(query):
+        for block in place.blocks(query, turn.given if turn else ()):
             # with the merged output and log-sum-exp each block's gradients are exact alone (SlimPipe, 4)
             found = _backward(
                 *(block.of_rows(t) for t in (grad_out, query)),
@@ -267,6 +282,12 @@ class _Attend(torch.autograd.Function):
                 sums = line.gradients(*block.place) if block.first.pending else ()
                 for total, part in zip((totals[0], *sums), found, strict=False):
                     total.add_(part)
+        if turn:
+            turn.work()
+            for one, (*found, query_part) in turn.answers():
+                totals[0].add_(query_part)
+                line.add(one.freed, found)
+            turn.close()
         for total, part in zip(totals[1:], later, strict=False):
             total.add_(part)
         store.pop(layer, unit)
@@ -282,12 +303,21 @@ def _gather(total: Tensor, part: Tensor, *, first: bool) -> None:
         total.add_(part)
 
 
-def _merged(query: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
-    """Attention to all that the slice sees, [B, Hq, T, D], and its log-sum-exp, [B, Hq, T]."""
+def _merged(query: Tensor, place: _Place, turn: Turn | None) -> tuple[Tensor, Tensor]:
+    """Attention to all that the slice sees, [B, Hq, T, D], and its log-sum-exp, [B, Hq, T].
+
+    Args:
+        query: Of the slice.
+        place: Where its attention stands.
+        turn: What other ranks do of it, and this one of theirs.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     out = lse = query.new_empty(0)
-    room = place.store.line(place.layer, place.unit.microbatch).room
-    for block in place.blocks(query):
+    line = place.store.line(place.layer, place.unit.microbatch)
+    room = line.room
+    if turn:
+        turn.ask([query], lambda piece: room.tokens(*line.place_of(piece)))
+    for block in place.blocks(query, turn.given if turn else ()):
         keys, values = block.of_columns(room.tokens(*block.place))
         part, part_lse = _forward(
             block.of_rows(query), keys, values, 0.0, block.causal, attn_mask=block.mask, scale=place.scale
@@ -302,13 +332,18 @@ def _merged(query: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
             block.of_rows(out).copy_(part)
             block.of_rows(lse).copy_(part_lse)
             continue
-        if block.mask is not None:
-            # a row without a visible token has the log-sum-exp 0 here, and must not weigh anything
-            empty = torch.isinf(block.mask).all(dim=-1)
-            part_lse = part_lse.masked_fill(empty, float("-inf"))
-        before = block.of_rows(lse)
-        # the share of this block: exp(part_lse) / (exp(before) + exp(part_lse))
-        share = torch.sigmoid(part_lse - before)
-        torch.logaddexp(before, part_lse, out=before)
-        block.of_rows(out).lerp_(part.to(wide), share.unsqueeze(-1))
+        _merge(block.of_rows(out), block.of_rows(lse), part, without_blind(part_lse, block.mask))
+    if turn:
+        turn.work()
+        for _, (part_lse, part) in turn.answers():
+            _merge(out, lse, part, part_lse)
+        turn.close()
     return out.to(query.dtype), lse
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge the attention to further tokens into an output and its log-sum-exp, in place."""
+    # the share of this part: exp(part_lse) / (exp(lse) + exp(part_lse))
+    share = torch.sigmoid(part_lse - lse)
+    torch.logaddexp(lse, part_lse, out=lse)
+    out.lerp_(part.to(out.dtype), share.unsqueeze(-1))

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import TreeSpec
 
 from pipeline_balance.pipeline.model.layers import LossFn, Microbatch, ModuleChain, labels_of
 from pipeline_balance.slices.alone import Trial, check_limits
+from pipeline_balance.slices.kernel import Heads, tracing
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart
 from pipeline_balance.slices.store import Unit
@@ -45,6 +47,15 @@ class SlicedChain(Sliced, ModuleChain):
         if self.slices > 1:
             check_limits(self.units)
 
+    def attentions(self, unit: int) -> tuple[Heads, ...]:
+        return self._attentions[unit, self._mode()]
+
+    def _output_of(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+        with tracing() as found:
+            output = super()._output_of(unit, args, kwargs)
+        self._attentions[unit, self._mode()] = tuple(found)
+        return output
+
     def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
         if self.slices == 1:
             # layers call `attend` with one slice, too: it asks for a unit
@@ -53,5 +64,8 @@ class SlicedChain(Sliced, ModuleChain):
         if microbatch.labels is None:
             raise SpecError("slices need labels of every token, [rows, tokens]")
         parts = self.parts(microbatch, microbatch.inputs, microbatch.labels)
+        # asks for shapes, with which attentions are known
+        self.activations(parts[0])
+        self._check_exchange()
         self._trial.run(range(len(self.units)), parts)
         return parts

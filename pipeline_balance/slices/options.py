@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from pipeline_balance.schedules.actions import Schedule, build
+from pipeline_balance.schedules.exchange_times import ExchangeCosts
 from pipeline_balance.schedules.sliced import Order, sliced
 from prophet.errors import SpecError
 
 Recompute = Literal["none", "selective", "full"]
-Balance = Literal["none", "uneven"]
+Balance = Literal["none", "uneven", "exchange"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,16 @@ class SliceOptions:
         recompute: What layers of a transformers model compute again instead of keeping it, with one slice too:
             "selective" all but attention's products, "full" all but attention itself.
         balance: With "none" slices are of equal length, and must divide the tokens. With "uneven" they are of equal
-            cost: the first are the longest, as attention costs more the more tokens came before.
+            cost: the first are the longest, as attention costs more the more tokens came before. With "exchange" they
+            are of equal length, and ranks compute parts of each other's attention; it needs the aligned order.
         crossover_tokens: For "uneven" ones: the tokens before one where attention costs a layer as much as all else.
             None takes the count of multiplications in a transformers model's layers; a fit of measured times may know
             better (`pipeline_balance.pipeline.measure.meter.slice_fit`).
+
+        keep_bytes: For "exchange": most bytes of others' keys, values and their gradients that a rank keeps for later
+            slices of a microbatch, so that they need not be sent again.
+        exchange_costs: For "exchange": what attention and transfers cost, which says whether it pays. None measures
+            them on all ranks at the first batch.
 
     Raises:
         SpecError: For values that do not exist, or do not fit together.
@@ -46,6 +53,8 @@ class SliceOptions:
     recompute: Recompute = "none"
     balance: Balance = "none"
     crossover_tokens: int | None = None
+    keep_bytes: int = 0
+    exchange_costs: ExchangeCosts | None = None
 
     # by name: these options are a value, which the modules that run by it import
     models: ClassVar[str] = "pipeline_balance.slices.models"
@@ -62,11 +71,28 @@ class SliceOptions:
             raise SpecError(f"recompute must be one of {', '.join(get_args(Recompute))}, got {self.recompute!r}")
         if self.balance not in get_args(Balance):
             raise SpecError(f"balance must be one of {', '.join(get_args(Balance))}, got {self.balance!r}")
+        if self.balance == "exchange" and self.order != "aligned":
+            raise SpecError(
+                'balance="exchange" needs order="aligned": in the minimal order some ranks run forwards while others '
+                "run backwards, and cannot help each other"
+            )
+        keep = self.keep_bytes
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+            raise SpecError(f"keep_bytes must be a number of bytes, got {keep!r}")
+        if keep and self.balance != "exchange":
+            raise SpecError('keep_bytes needs balance="exchange": other slices keep nothing of other ranks')
+        if self.exchange_costs is not None and self.balance != "exchange":
+            raise SpecError('exchange_costs needs balance="exchange"')
         crossover = self.crossover_tokens
         if crossover is not None and (not isinstance(crossover, int) or isinstance(crossover, bool) or crossover < 0):
             raise SpecError(f"crossover_tokens must be a number of tokens, got {crossover!r}")
         if crossover is not None and self.balance != "uneven":
             raise SpecError('crossover_tokens needs balance="uneven": slices of equal length do not depend on costs')
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange attention; with one slice there is nothing to exchange."""
+        return self.balance == "exchange" and self.slices > 1
 
     def check(self, ranks: Sequence[int]) -> None:
         """Raise `SpecError` unless stages on these ranks [S], which are 0 to P - 1, can run in slices."""
@@ -82,7 +108,8 @@ class SliceOptions:
     def schedule(self, ranks: Sequence[int], microbatches: int) -> Schedule:
         """The order of all slices over stages on `ranks` [S]; [P] rows."""
         used = len(set(ranks))
-        found = sliced(used, self.stages_per_rank, microbatches, self.slices, self.order)
+        helped = self.exchanges and used > 1
+        found = sliced(used, self.stages_per_rank, microbatches, self.slices, self.order, helped=helped)
         # stage s < P is on row s there, and on the rank that the map says here
         rows = [found.actions[list(ranks).index(rank)] for rank in range(used)]
         return build(rows, found.stages, found.microbatches, found.slices)

@@ -12,8 +12,12 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model.layers import Microbatch
+from pipeline_balance.pipeline.model.layers import Microbatch, TrainingPass
+from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.sliced import slice_starts
+from pipeline_balance.slices.exchange import Exchanger
+from pipeline_balance.slices.exchanging import Exchanging
+from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.store import ChunkStore, Unit, active
 from prophet.errors import SpecError
@@ -45,7 +49,12 @@ class Sliced:
     def __init__(self, slicing: SliceOptions) -> None:
         self.slices = slicing.slices
         self._uneven, self._given = slicing.balance == "uneven", slicing.crossover_tokens
+        self.exchanging = Exchanging(slicing) if slicing.exchanges else None
+        # of the training pass that runs
+        self._exchanger: Exchanger | None = None
         self.store = ChunkStore()
+        # by unit or kind of layer, and all else that types depend on
+        self._attentions: dict[object, tuple[Heads, ...]] = {}
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
@@ -55,13 +64,58 @@ class Sliced:
         with active(self.store, part.unit):
             yield
 
+    # --- exchange ----------------------------------------------------------------------------------------------
+
+    def attentions(self, unit: int) -> tuple[Heads, ...]:
+        """The attentions that a unit calls, in order, once its shapes are known."""
+        raise NotImplementedError
+
+    def begin_pass(self, given: TrainingPass) -> None:
+        """Plan the exchange of a training pass, the same on all ranks with a stage."""
+        if self.exchanging is None or len(given.ranks) < 2:
+            return
+        parts = [part_of(part) for part in given.parts]
+        units = [part.unit for part in parts if part.unit is not None]
+        rows = [next(iter(part.inputs.values())).shape[0] for part in parts]
+        heads = [[one for unit in mine for one in self.attentions(unit)] for mine in given.stages]
+        self._exchanger = self.exchanging.begin(self.store, given, heads, units, rows)
+
+    @contextmanager
+    def acting(self, action: Action) -> Iterator[None]:
+        """Within this context attention is exchanged as this action of the pass needs it."""
+        if self._exchanger is None:
+            yield
+            return
+        with self._exchanger.acting(action):
+            yield
+
+    def _check_exchange(self) -> None:
+        """Raise `SpecError`, on all ranks, where a batch cannot be trained with exchange."""
+        if self.exchanging is None:
+            return
+        units: tuple[nn.Module, ...] = self.units  # type: ignore[attr-defined]
+        first = next((unit for unit in range(len(units)) if self.attentions(unit)), None)
+        if first is None:
+            return
+        before = any(p.requires_grad for unit in units[:first] for p in unit.parameters())
+        # a backward that one rank leaves out would have others wait for it
+        if not before and not all(p.requires_grad for p in units[first].parameters()):
+            raise SpecError(
+                f'balance="exchange" needs a backward pass of every attention: layer {first} has frozen parameters, '
+                "and nothing in front of it trains"
+            )
+        self.exchanging.reserve()
+
     def end_pass(self) -> None:
         """Drop all chunks: none outlives a pass."""
+        self._exchanger = None
         self.store.clear()
 
     def rest(self) -> None:
         """Let go of the chunks' memory."""
         self.store = ChunkStore()
+        if self.exchanging is not None:
+            self.exchanging.rest()
 
     def starts(self, tokens: int) -> tuple[int, ...]:
         """First tokens of the slices, and T, [N + 1]; see `slice_starts`."""

@@ -8,7 +8,7 @@ memory`), so that attention reads many of them at once and nothing is copied for
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.pipeline.model.buffers import BufferPool
+from pipeline_balance.slices.kernel import half_of
 from pipeline_balance.slices.memory import Room
 from prophet.errors import SpecError
 
@@ -108,6 +109,25 @@ class Line:
             self._sums = tuple(self._pool.take(t.transpose(1, 2), wide).zero_() for t in like)
         return tuple(t[:, start - self._first : stop - self._first].transpose(1, 2) for t in self._sums)
 
+    def place_of(self, piece: int) -> tuple[int, int]:
+        """Where a piece is in the room: half of a chunk."""
+        return half_of(self.chunks[piece // 2].place, piece)
+
+    def add(self, pieces: Sequence[int], found: Sequence[Tensor]) -> None:
+        """Add what other ranks have found to the gradients of pieces, where a backward will come for them.
+
+        Args:
+            pieces: Their numbers.
+            found: Gradients of their keys and values, one piece behind another [B, Hkv, S, D].
+        """
+        at = 0
+        for piece in pieces:
+            start, stop = self.place_of(piece)
+            if self.chunks[piece // 2].pending:
+                for total, part in zip(self.gradients(start, stop), found, strict=True):
+                    total.add_(part[:, :, at : at + stop - start])
+            at += stop - start
+
     def summed(self, chunk: Chunk) -> tuple[Tensor, ...]:
         """The chunk's gradients by later slices, if there are any."""
         return self.gradients(*chunk.place) if self._sums else ()
@@ -139,6 +159,8 @@ class ChunkStore:
         # several where batches have other shapes: training and evaluation, for instance
         self.rooms: dict[int, list[Room]] = defaultdict(list)
         self._lines: dict[tuple[int, int], Line] = {}
+        # what exchanges attention with other ranks during a training pass
+        self.exchange: object = None
 
     def __len__(self) -> int:
         """Chunks that are alive."""

@@ -12,11 +12,16 @@ from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import Activations
 from pipeline_balance.pipeline.run.generators import seeded, unit_seed
 from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.options import Recompute, SliceOptions
 from tests.helpers.transformers_models import VOCABULARY, small
 
 TOKENS, MICROBATCHES = 16, 2
+# transfers in no time: at the sizes of tests exchange would never pay
+FREE = ExchangeCosts(
+    forward=LayerSeconds(piece_s=1.0, diagonal_s=1.0), backward=LayerSeconds(piece_s=2.0, diagonal_s=2.0)
+)
 
 
 def own_loss(
@@ -150,11 +155,13 @@ def pipe_of(
     order: Any = "minimal",
     recompute: Recompute = "none",
     balance: Any = "none",
+    keep_bytes: int = 0,
     **options: Any,
 ) -> ElasticPipeline:
     options = {"make_optimizer": adam, "microbatches": MICROBATCHES, "timeout_s": 60.0, **options}
     crossover = 4 if balance == "uneven" else None  # unlike the models' own, which would make nearly equal slices
-    made = SliceOptions(slices, stages, order, recompute, balance, crossover)
+    costs = FREE if balance == "exchange" else None
+    made = SliceOptions(slices, stages, order, recompute, balance, crossover, keep_bytes, costs)
     return ElasticPipeline.from_transformers(model, slices=made, **options)
 
 

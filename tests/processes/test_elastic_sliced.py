@@ -21,7 +21,7 @@ from tests.helpers.elastic_jobs import broken, check_held, same, whole
 from tests.helpers.elastic_sliced import check_cut, chunks, go, llama_job, own_job
 from tests.helpers.launch import run_gloo
 from tests.helpers.releases import needs_orders
-from tests.helpers.sliced_models import adam, alone, apart, batch_of, model_of
+from tests.helpers.sliced_models import FREE, adam, alone, apart, batch_of, model_of
 from tests.helpers.transformers_models import small
 
 EXACT = 1e-10
@@ -54,6 +54,11 @@ def _llama(rank: int, size: int, layouts: tuple[str, ...], options: Any) -> tupl
         (TOUR, None),
         pytest.param(TOUR, SliceOptions(1, order="aligned", recompute="selective"), marks=pytest.mark.slow),
         pytest.param(TOUR, SliceOptions(1, recompute="full", balance="uneven"), marks=pytest.mark.slow),
+        pytest.param(
+            TOUR,
+            SliceOptions(1, order="aligned", balance="exchange", keep_bytes=4096, exchange_costs=FREE),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_model_goes_through_slices_and_trains_as_in_one_process(layouts: tuple[str, ...], options: Any) -> None:

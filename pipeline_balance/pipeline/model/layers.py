@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline_balance.pipeline.model.shapes import output_of
-from pipeline_balance.schedules.actions import Schedule
+from pipeline_balance.schedules.actions import Action, Schedule
 from prophet.errors import SpecError
+from prophet.ranks.collective import Collective
 
 Activations = tuple[Tensor, ...]
 """What one unit hands to the next; its floating-point tensors may carry gradients."""
@@ -55,6 +56,25 @@ class Microbatch:
         """The key on which the activations' shapes depend: names, shapes and types of the inputs and the labels."""
         given = {**self.inputs, "labels": self.labels}
         return tuple((n, None if t is None else (tuple(t.shape), t.dtype)) for n, t in sorted(given.items()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingPass:
+    """What runs in one training pass.
+
+    Attributes:
+        schedule: The actions of every rank in use, by row [P].
+        ranks: The rank of every row in `collective` [P].
+        stages: The units of every stage [S].
+        collective: Over the ranks of this replica.
+        parts: What passes the stages one by one.
+    """
+
+    schedule: Schedule
+    ranks: Sequence[int]
+    stages: Sequence[Sequence[int]]
+    collective: Collective
+    parts: Sequence[Microbatch]
 
 
 class Slicing(Protocol):
@@ -136,6 +156,14 @@ class PipelineModel(ABC):
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
         """The context in which a stage's forward and its backward run."""
+        yield
+
+    def begin_pass(self, given: TrainingPass) -> None:  # noqa: B027 - most models need no more than their microbatches
+        """A training pass begins on this rank, which runs a stage."""
+
+    @contextmanager
+    def acting(self, action: Action) -> Iterator[None]:
+        """The context in which an action of a training pass runs; a rank that only helps others does so in it."""
         yield
 
     def end_pass(self) -> None:  # noqa: B027 - most models keep nothing
@@ -322,7 +350,7 @@ class ModuleChain(PipelineModel):
             args, kwargs = self.arguments_of(unit, found[-1], microbatch)
             given = found[-1] if unit else tuple(microbatch.inputs.values())
             try:
-                leaves, structure = output_of(module, args, kwargs, self.device)
+                leaves, structure = self._output_of(unit, args, kwargs)
             except Exception as error:
                 shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in given)
                 raise SpecError(f"layer {unit} cannot run on {shapes}: {str(error).splitlines()[0]}") from error
@@ -335,6 +363,10 @@ class ModuleChain(PipelineModel):
             found.append(tuple(t.requires_grad_(flows and t.is_floating_point()) for t in leaves))
             structures.append(structure)
         return found, tuple(structures)
+
+    def _output_of(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+        """What a unit returns for these arguments, without data."""
+        return output_of(self.units[unit], args, kwargs, self.device)
 
 
 def zero_of(activations: Activations) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,13 @@ from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.added_loss import AddedLosses, added_losses
 from pipeline_balance.pipeline.model.buffers import BufferPool
 from pipeline_balance.pipeline.model.halves import SecondHalf, first_half
-from pipeline_balance.pipeline.model.layers import Activations, Microbatch, ModuleChain, PipelineModel
+from pipeline_balance.pipeline.model.layers import (
+    Activations,
+    Microbatch,
+    ModuleChain,
+    PipelineModel,
+    TrainingPass,
+)
 from pipeline_balance.pipeline.model.lost_losses import LostLosses, is_loss, lost_loss
 from pipeline_balance.pipeline.run.failures import Failures
 from pipeline_balance.pipeline.run.generators import seeded, unit_seed
@@ -89,6 +96,7 @@ class Executor:
         device: Where this rank computes.
         meter: Times layers and waits.
         on_stage_done: Called with a stage's number after its last backward action of a pass.
+        training_pass: What all ranks run, of the microbatches of a pass; the model is told.
         reuse: Whether buffers are used again, as of slices. Gradients in half precision are then summed in float32.
     """
 
@@ -106,6 +114,7 @@ class Executor:
         device: torch.device,
         meter: Meter,
         on_stage_done: Callable[[int], None],
+        training_pass: Callable[[Sequence[Microbatch]], TrainingPass],
         reuse: bool = False,
     ) -> None:
         self.model, self.stages, self.total = model, stages, total_stages
@@ -113,7 +122,7 @@ class Executor:
         ahead = reuse and device.type == "cpu"
         self.training, self.evaluation = received_ahead(training) if ahead else training, evaluation
         self.collective, self.failures, self.seed, self.device = collective, failures, config_seed, device
-        self.meter, self.on_stage_done = meter, on_stage_done
+        self.meter, self.on_stage_done, self._training_pass = meter, on_stage_done, training_pass
         self.reuse, self.received = reuse, BufferPool()
         last = [a.stage for a in training if isinstance(a, Action) and a.kind in "BW"]
         # how many actions of a stage end a microbatch's backward
@@ -141,6 +150,8 @@ class Executor:
         if self.reuse and run.training:
             self._sums = WideSums(p for s in self.stages for p in self._weights(s))
         try:
+            if run.training:
+                self.model.begin_pass(self._training_pass(run.microbatches))
             for step in self.training if run.training else self.evaluation(len(run.microbatches)):
                 if isinstance(step, Message):
                     self._post(step, run)
@@ -170,6 +181,12 @@ class Executor:
 
     def run_action(self, action: Action, run: Run) -> None:
         """Run one action, once its input has come."""
+        with self.model.acting(action) if run.training else nullcontext():
+            # a help has no part: the model does it at the end of this context
+            if action.kind != "H":
+                self._run_pass(action, run)
+
+    def _run_pass(self, action: Action, run: Run) -> None:
         s, m = action.stage, action.microbatch
         part, slicing = run.microbatches[m], self.model.slicing
         self.meter.working_on = None

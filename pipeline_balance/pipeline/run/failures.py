@@ -30,7 +30,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # seconds in which a rank whose wait has failed learns why
 GRACE_S = 3.0
-KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "H": "help"}
 # outside a stage's actions all ranks raise these together
 AGREED = (SpecError, TransitionError, PlanMismatch, ConfigMismatch, CheckpointError)
 # of a cause that travel to other ranks
@@ -95,7 +95,8 @@ class Failures:
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """One action of a stage: whatever it raises is this rank's failure."""
-        self._action = f", {KINDS[action.kind]} of microbatch {action.microbatch}"
+        of = "in slot" if action.kind == "H" else "of microbatch"
+        self._action = f", {KINDS[action.kind]} {of} {action.microbatch}"
         self.watch.presence.where = f"in {self._what}{self._action}"
         try:
             yield

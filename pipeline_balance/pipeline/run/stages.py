@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pipeline_balance.maps.compare import dense_ranks
 from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.halves_tried import check_halves
-from pipeline_balance.pipeline.model.layers import PipelineModel
+from pipeline_balance.pipeline.model.layers import PipelineModel, TrainingPass
 from pipeline_balance.pipeline.model.ownership import number_of
 from pipeline_balance.pipeline.run.executor import Executor
 from pipeline_balance.pipeline.run.failures import Failures
@@ -334,5 +334,12 @@ class StageBuilder:
             device=config.device,
             meter=self.meter,
             on_stage_done=self.on_stage_done,
+            training_pass=lambda parts: TrainingPass(
+                schedule=schedule,
+                ranks=used,
+                stages=[stage_map.layers_of(s) for s in range(stage_map.stages)],
+                collective=self.groups.collective,
+                parts=parts,
+            ),
             reuse=schedule.slices > 1,
         )

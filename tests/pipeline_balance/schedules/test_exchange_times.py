@@ -136,3 +136,16 @@ def test_kept_pieces_count_in_the_peak() -> None:
     assert all(a < b for a, b in zip(bare, peaks[0], strict=True))
     assert max(b - a for a, b in zip(bare, peaks[1], strict=True)) <= 2 * (32 + 2 * 32)
     assert peaks[1] != peaks[0]
+
+
+def test_the_table_of_the_page() -> None:
+    # four ranks, 16 slices, four microbatches: docs/slices.md
+    schedule = sliced(4, 1, 4, 16, "aligned", helped=True)
+    exchange = plan(schedule)
+    late = ExchangeCosts(forward=costs().forward, backward=costs().backward, boundary_s=0.25 * 8)
+    free, found = (simulate_exchange(exchange, schedule, each).idle_over_work for each in (costs(), late))
+    assert free == pytest.approx(0.002, abs=5e-4)
+    assert found == pytest.approx(0.033, abs=5e-4)
+    for keep, forward, backward in ((0, 1.07, 2.13), (32, 0.61, 1.22)):
+        moved = [max(x) / (4 * 64) for x in plan(schedule, keep=keep).slices_moved()]
+        assert moved == pytest.approx([forward, backward], abs=5e-3)

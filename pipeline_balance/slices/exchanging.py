@@ -1,0 +1,202 @@
+"""Whether ranks exchange attention in a training pass, and by which plan: the same answer on all ranks.
+
+Shape legend: U slices of all microbatches, S stages.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipeline_balance.pipeline.model.layers import TrainingPass
+from pipeline_balance.schedules.actions import Schedule
+from pipeline_balance.schedules.exchange import Exchange, plan
+from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds, Verdict, verdict
+from pipeline_balance.slices import kernel
+from pipeline_balance.slices.exchange import Exchanger, KeptMemory, piece_bytes, visible
+from pipeline_balance.slices.kernel import Heads
+from pipeline_balance.slices.options import SliceOptions
+from pipeline_balance.slices.store import ChunkStore, Unit
+from prophet.ranks.operation import Operation
+
+_log = logging.getLogger(__name__)
+# The smallest of so many counts
+_REPEATS = 3
+# Pieces of the two calls from whose times those of a call and of a piece follow
+_FEW, _MANY = 1, 5
+
+
+class Exchanging:
+    """Plans the exchange of training passes.
+
+    Attributes:
+        verdict: Whether it pays, in the latest pass; None before the first one.
+
+    Args:
+        options: Those of the slices.
+    """
+
+    def __init__(self, options: SliceOptions) -> None:
+        self._given, self._keep_bytes = options.exchange_costs, options.keep_bytes
+        self._memory: KeptMemory | None = None
+        self._costs: dict[object, ExchangeCosts] = {}
+        # of batches without documents, with what it was made for
+        self._planned: tuple[Schedule, object, Exchange, Verdict] | None = None
+        self.verdict: Verdict | None = None
+
+    def reserve(self) -> None:
+        """Take the memory for kept pieces, if it is not there yet. Raises `SpecError` where there is not so much."""
+        if self._keep_bytes and self._memory is None:
+            self._memory = KeptMemory(self._keep_bytes)
+
+    def rest(self) -> None:
+        """Let go of that memory."""
+        self._memory = None
+
+    def begin(
+        self,
+        store: ChunkStore,
+        given: TrainingPass,
+        heads: Sequence[Sequence[Heads]],
+        units: Sequence[Unit],
+        rows: Sequence[int],
+    ) -> Exchanger | None:
+        """What exchanges attention in a pass; None where it does not pay. Collective over the ranks with a stage.
+
+        Args:
+            store: This rank's chunks.
+            given: What runs.
+            heads: The attentions of every stage in forward order [S].
+            units: The slices [U].
+            rows: Sequences of every slice's microbatch [U].
+        """
+        every = [one for some in heads for one in some]
+        if not every:
+            return None
+        tokens = [unit.starts[unit.slice + 1] - unit.starts[unit.slice] for unit in units]
+        sizes = {*zip(rows, tokens, strict=True)}
+        keep = 0
+        if self._memory is not None:
+            keep = self._memory.cut(max(piece_bytes(one, *size) for one in {*every} for size in sizes))
+        largest = max(sizes, key=lambda size: size[0] * size[1])
+        costs = self._given if self._given is not None else self._measured(given, every[0], largest)
+        found, self.verdict = self._plan(given.schedule, heads, units, keep, costs)
+        if not self.verdict.pays:
+            return None
+        return Exchanger(store, given, found, heads, units, rows, self._memory if keep else None)
+
+    def _plan(
+        self,
+        schedule: Schedule,
+        heads: Sequence[Sequence[Heads]],
+        units: Sequence[Unit],
+        keep: int,
+        costs: ExchangeCosts,
+    ) -> tuple[Exchange, Verdict]:
+        layers = tuple(len(some) for some in heads)
+        first = next(one for some in heads for one in some)
+        wide = any(one.wide != one.dtype for some in heads for one in some)
+        whole, key = all(unit.documents is None for unit in units), (layers, first, wide, keep, costs)
+        if whole and self._planned is not None and self._planned[0] is schedule and self._planned[1] == key:
+            return self._planned[2:]
+        found = plan(
+            schedule,
+            layers,
+            pieces=None if whole else [visible(unit) for unit in units],
+            heads=(first.queries, first.keys),
+            call=max(each.call_s / each.piece_s for each in (costs.forward, costs.backward)),
+            keep=keep,
+            gradients=1 + wide,
+        )
+        said = verdict(found, schedule, costs)
+        if whole:
+            if not said.pays:
+                _log.warning("%s", said)
+            self._planned = schedule, key, found, said
+        return found, said
+
+    def _measured(self, given: TrainingPass, heads: Heads, size: tuple[int, int]) -> ExchangeCosts:
+        """What attention and transfers cost the slowest rank; measured once for such slices."""
+        key = heads, size, len(given.ranks)
+        if key not in self._costs:
+            self._costs[key] = measured_costs(given, heads, *size)
+        return self._costs[key]
+
+
+def measured_costs(given: TrainingPass, heads: Heads, rows: int, tokens: int) -> ExchangeCosts:
+    """What attention and transfers cost the slowest rank. Collective over the ranks with a stage.
+
+    Args:
+        given: What runs.
+        heads: One attention of the model.
+        rows: Sequences of a microbatch.
+        tokens: Of a slice.
+    """
+    mine = [*_kernel_seconds(heads, rows, tokens), _transfer_seconds(given, heads, rows, tokens)]
+    forward_call, forward_piece, backward_call, backward_piece, slice_s = _slowest(given, mine)
+    forward, backward = (
+        # torch's kernel computes the hidden half of a slice's own chunk as well, unless it is cut: about two pieces
+        LayerSeconds(piece_s=piece, diagonal_s=2 * piece, call_s=call, slice_s=slice_s)
+        for call, piece in ((forward_call, forward_piece), (backward_call, backward_piece))
+    )
+    return ExchangeCosts(forward=forward, backward=backward, kv_share=heads.keys / heads.queries)
+
+
+def _kernel_seconds(heads: Heads, rows: int, tokens: int) -> list[float]:
+    """Seconds of a call without its products, and of a piece's products, forward and then backward."""
+    half = -(-tokens // 2)
+    # zeros: times do not depend on values, and training draws no other numbers than without this
+    query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype)
+    found: list[float] = []
+    taken: list[tuple[float, float]] = []
+    for pieces in (_FEW, _MANY):
+        keys = torch.zeros(rows, heads.keys, pieces * half, heads.width, dtype=heads.dtype)
+        forward = partial(kernel.forward, query, keys, keys, 0.0, False, scale=heads.scale)
+        out, lse = forward()
+        backward = partial(kernel.backward, query, query, keys, keys, out, lse, 0.0, False, scale=heads.scale)
+        taken.append((_shortest(forward), _shortest(backward)))
+    for few, many in zip(*taken, strict=True):
+        piece = max((many - few) / (_MANY - _FEW), 1e-9)
+        found += [max(few - _FEW * piece, 0.0), piece]
+    return found
+
+
+def _shortest(call: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def _transfer_seconds(given: TrainingPass, heads: Heads, rows: int, tokens: int) -> float:
+    """Seconds in which a slice of queries goes to the next rank, while all ranks send one."""
+    here = list(given.ranks).index(given.collective.rank)
+    to, of = (given.ranks[(here + step) % len(given.ranks)] for step in (1, -1))
+    query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype)
+    come, op = torch.empty_like(query), Operation("measuring attention exchange")
+
+    def turn() -> Tensor:
+        return given.collective.exchange([(to, query)], [(of, come)], op=op, channel="tokens").wait()
+
+    # links are made at the first message
+    turn()
+    return _shortest(turn)
+
+
+def _slowest(given: TrainingPass, mine: Sequence[float]) -> list[float]:
+    """The largest of every rank's figures."""
+    own = torch.tensor(mine, dtype=torch.float64)
+    others = [rank for rank in given.ranks if rank != given.collective.rank]
+    come = [torch.empty_like(own) for _ in others]
+    op = Operation("comparing measured attention")
+    sends, recvs = [(rank, own) for rank in others], list(zip(others, come, strict=True))
+    given.collective.exchange(sends, recvs, op=op, channel="tokens").wait()
+    found: list[float] = torch.stack([own, *come]).amax(dim=0).tolist()
+    return found
