@@ -1,4 +1,4 @@
-"""`python -m benchmarks.slices [--real | --simulate] --json OUT`: pipelines over slices beside those without."""
+"""`python -m benchmarks.slices [--real | --simulate | --cluster] --json OUT`: pipelines with slices and without."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.testbed import unwound_when_ended
 from benchmarks.common import Row, rows_on_ranks, write_rows
 from benchmarks.slices import counts, simulated
+from benchmarks.slices.cluster import emulated
 from benchmarks.slices.contenders import TORCHS
 from benchmarks.slices.floor import floor
 from benchmarks.slices.steps import against_baseline, measure
@@ -27,6 +29,9 @@ def parser() -> argparse.ArgumentParser:
     which = p.add_mutually_exclusive_group()
     which.add_argument("--real", action="store_true", help="only what runs, on gloo processes of one thread each")
     which.add_argument("--simulate", action="store_true", help="only the simulator")
+    which.add_argument("--cluster", action="store_true", help="only emulated hosts, as root; no part of the others")
+    p.add_argument("--share", type=float, default=0.25, help="of a core, for each emulated host (%(default)s)")
+    p.add_argument("--link-mbit-per-s", type=float, default=1000.0, help="of each emulated host (%(default)s)")
     p.add_argument("--cases", nargs="+", choices=REAL, default=REAL, help="of those that run (default: all)")
     p.add_argument("--tokens", type=int, default=4096, help="T of the timed cases (%(default)s)")
     p.add_argument("--repeats", type=int, default=7, help="counted rounds of the timed cases (%(default)s)")
@@ -96,6 +101,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 _FIGURES = (
+    *("simulated_s", "over_simulated", "over_equal", "over_equal_most", "over_uneven", "held_over_uneven"),
     *("step_s_median", "speed_over_own_1f1b", "idle_over_work", "worst_gradient_error", "over_form"),
     *("uneven_idle_over_work", "peak_units", "uneven_peak_units", "volume", "kept_chunks", "plan_s", "p", "m", "v"),
     *("n", "whole_s", "sliced_s", "speed_over_whole", "longest_over_1f1b", "by_hand_bytes", "transfer_of_forward"),
@@ -106,10 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write the rows; 1 where a target is missed or a case of ours cannot run."""
     args = parser().parse_args(argv)
     rows: list[Row] = []
-    for found in [] if args.real else [simulate()]:
+    if args.cluster:
+        share, link = args.share, args.link_mbit_per_s
+        with unwound_when_ended():
+            rows += emulated(share=share, link_mbit_per_s=link, repeats=args.repeats, limit_s=args.limit_s)
+        print(table(rows), flush=True)
+    for found in [] if args.real or args.cluster else [simulate()]:
         rows += found
         print(table(found), flush=True)
-    for case in () if args.simulate else args.cases:
+    for case in () if args.simulate or args.cluster else args.cases:
         found = real(case, args)
         rows += found
         print(table(found), flush=True)

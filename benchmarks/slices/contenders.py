@@ -219,7 +219,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 def contender(name: str, work: Work, ranks: int) -> Contender:
     """The schedule of this name: a name of torch's, `own-1f1b`, or `ORDER-nN`.
 
-    `-vV` after it means several stages per rank, `-uneven` slices of equal cost.
+    `-vV` after it means several stages per rank, `-uneven` slices of equal cost, `-exchange` attention exchange.
 
     Raises ValueError, or what torch raises, where it cannot run this work.
     """
@@ -229,5 +229,5 @@ def contender(name: str, work: Work, ranks: int) -> Contender:
         return Ours(name, work, SliceOptions(1), ranks)
     order, slices, *more = name.split("-")
     stages = next((int(said[1:]) for said in more if said[0] == "v"), 1)
-    balance = "uneven" if "uneven" in more else "none"
+    balance = next((said for said in more if said in ("uneven", "exchange")), "none")
     return Ours(name, work, SliceOptions(int(slices[1:]), stages, order, balance=balance), ranks)  # type: ignore[arg-type]

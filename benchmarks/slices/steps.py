@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.common import Row
 from benchmarks.measure import peak_memory_bytes, quartiles, reset_peak_memory, rotated
@@ -26,14 +28,39 @@ BASELINE = "own-1f1b"
 
 
 def measure(
-    collective: Collective, *, device: str, case: str, work: dict[str, int], names: Sequence[str], repeats: int
+    collective: Collective,
+    *,
+    device: str,
+    case: str,
+    work: dict[str, int],
+    names: Sequence[str],
+    repeats: int,
+    pace: Callable[[], AbstractContextManager[None]] = nullcontext,
+    more: Callable[[Contender], Row] = lambda one: {},
 ) -> list[Row]:
     """A row per schedule. Every round runs all schedules once, another one first each time; the first round does not
-    count, and gives gradients that are compared with those of one process.
+    count, and gives gradients that are compared with those of one process. Schedules run in the context `pace`, and
+    `more` adds to a schedule's row.
     """
     keep_memory()
-    job, ranks = Work(**work), collective.size
-    loss, want = oracle(job)
+    job = Work(**work)
+    alone = oracle(job)
+    # ranks that share cores come to its end at other times
+    dist.barrier()
+    with pace():
+        return _in_turns(job, collective.size, case, names, repeats, alone, more)
+
+
+def _in_turns(
+    job: Work,
+    ranks: int,
+    case: str,
+    names: Sequence[str],
+    repeats: int,
+    alone: tuple[float, dict[str, Tensor]],
+    more: Callable[[Contender], Row],
+) -> list[Row]:
+    loss, want = alone
     running: list[Contender] = []
     rows: dict[str, Row] = {}
     for name in names:
@@ -58,6 +85,7 @@ def measure(
             taken[one.name].append(step_s)
             worked[one.name] += cpu_s / repeats
     for one in running:
+        rows[one.name] |= more(one)
         rows[one.name]["cpu_s"] = all_of(worked[one.name])
         rows[one.name] |= _times(taken[one.name], all_of(one.busy_s()), ranks)
         rows[one.name] |= held(job, ranks, one)

@@ -35,7 +35,7 @@ class Exchanging:
     """Plans the exchange of training passes.
 
     Attributes:
-        verdict: Whether it pays, in the latest pass; None before the first one.
+        plan, costs, verdict: Of the latest pass: who helps whom, what it costs, and whether it pays; None before it.
 
     Args:
         options: Those of the slices.
@@ -47,6 +47,8 @@ class Exchanging:
         self._costs: dict[object, ExchangeCosts] = {}
         # of batches without documents, with what it was made for
         self._planned: tuple[Schedule, object, Exchange, Verdict] | None = None
+        self.plan: Exchange | None = None
+        self.costs: ExchangeCosts | None = None
         self.verdict: Verdict | None = None
 
     def reserve(self) -> None:
@@ -84,9 +86,10 @@ class Exchanging:
         if self._memory is not None:
             keep = self._memory.cut(max(piece_bytes(one, *size) for one in {*every} for size in sizes))
         largest = max(sizes, key=lambda size: size[0] * size[1])
-        costs = self._given if self._given is not None else self._measured(given, every[0], largest)
-        found, self.verdict = self._plan(given.schedule, heads, units, keep, costs)
-        if not self.verdict.pays:
+        self.costs = self._given if self._given is not None else self._measured(given, every[0], largest)
+        found, said = self._plan(given.schedule, heads, units, keep, self.costs)
+        self.plan, self.verdict = found, said
+        if not said.pays:
             return None
         return Exchanger(store, given, found, heads, units, rows, self._memory if keep else None)
 

@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 
 from benchmarks.common import rows_on_ranks
 from benchmarks.slices.__main__ import main, table
+from benchmarks.slices.cluster import EQUAL, EXCHANGE, UNEVEN, Simulated, judged
 from benchmarks.slices.counts import longest_real, ranks_beside_form, recomputed
 from benchmarks.slices.floor import Operations, floor
 from benchmarks.slices.steps import against_baseline, measure
@@ -113,6 +114,25 @@ def test_operations_alone_are_timed_whole_and_in_slices() -> None:
     assert [(r["operations"], r["n"]) for r in rows] == [(g, n) for n in (4, 8) for g in groups]
     assert all(r["whole_s"] > 0 and r["sliced_s"] > 0 and r["speed_over_whole"] > 0 for r in rows)
     assert rows[len(groups) - 1]["whole_s"] > max(r["whole_s"] for r in rows[: len(groups) - 1])
+
+
+def test_emulated_hosts_are_compared_with_the_simulator() -> None:
+    # the hosts' part on ranks of this machine; transfers of so few tokens never pay
+    options = {"case": "cluster", "work": TINY, "names": (EQUAL, UNEVEN, EXCHANGE), "repeats": 1, "more": Simulated()}
+    rows = rows_on_ranks(measure, options, ranks=2, limit_s=200.0)
+    assert rows is not None
+    equal, uneven, exchange = judged(rows)
+    assert equal["simulated_s"] > 0
+    assert exchange["exchange"].startswith("exchange is off: it saves ")
+    assert exchange["simulated_s"] >= equal["simulated_s"]
+    assert not exchange["met"]
+    assert "simulated_s" not in uneven
+    faster = {**exchange, "step_s": [0.1], "step_s_median": 0.1, "simulated_s": 0.1, "exchange_on": True}
+    slower = [{**row, "step_s": [0.11], "activation_bytes": [9 << 30] * 2} for row in (equal, uneven)]
+    assert judged([*slower, {**faster, "exchange_bytes": [1, 2]}])[2]["met"]
+    assert not judged([*slower, {**faster, "simulated_s": 0.09}])[2]["met"]
+    assert not judged([*slower, {**faster, "step_s": [0.12]}])[2]["met"]
+    assert not judged([*slower, {**faster, "exchange_bytes": [8 << 30] * 2}])[2]["met"]
 
 
 @pytest.mark.slow
