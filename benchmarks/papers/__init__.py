@@ -1,0 +1,1 @@
+"""Every number of four papers beside ours, by simulation."""
