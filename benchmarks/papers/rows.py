@@ -118,8 +118,14 @@ def cause_of(number: Number, ours: Value, derive: Derive, assumptions: Mapping[s
 
 
 def _distance(number: Number, ours: Value) -> float:
+    """How far ours is off; nothing where it is better than what is printed."""
     ratio = ratio_of(number, ours)
-    return abs(math.log(ratio)) if ratio > 0 else math.inf
+    if ratio <= 0:
+        return 0.0 if number.aim in ("less", "at most") else math.inf
+    off = math.log(ratio)
+    if number.aim in ("less", "at most"):
+        return max(off, 0.0)
+    return max(-off, 0.0) if number.aim in ("more", "at least") else abs(off)
 
 
 def _plain(value: Value) -> float | list[float | None]:

@@ -179,6 +179,9 @@ def test_a_miss_names_the_assumption_that_brings_it_nearest() -> None:
     worse = cause_of(number, 1.0, lambda n, changed: 1.0 if changed == "x" else 0.1, words)
     assert worse == "no assumption alone brings it nearer"
     assert ratio_of(number, (1.0, 4.0)) == 1.0
+    little = Number(paper="A", table="T", cell="a=1", printed=2.0, aim="less")
+    better = cause_of(little, 3.0, lambda n, changed: 0.1 if changed == "z" else 2.9, words)
+    assert better.startswith("z: "), "what is better than printed is not off"
 
 
 # --- steps ---
