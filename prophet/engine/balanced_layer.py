@@ -250,7 +250,7 @@ class BalancedLayer:
         engine = self._engine
         if not engine.planner.withdraws:
             return True
-        trans, agg = self._forms.prepare(self.placement, self.context)
+        _, trans, agg = self._forms.prepare(self.placement, self.context)
         microbatches = engine.config.accumulation_steps
         return pays(load, split, self.context, trans, agg, ahead=self._ahead, microbatches=microbatches)
 

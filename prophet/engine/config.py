@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -113,7 +113,7 @@ class Experiment:
             "blocking" (nothing hidden).
         look_ahead_blocks: Blocks over which "look-ahead" spreads transfers.
         transfers: Form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and
-            gather), or "auto", the cheaper one by the performance model.
+            gather), "node-once" (the same within every node), or "auto", the cheapest by the performance model.
         replan: When placements are planned anew, and for which load; by default for every step, from the last one's
             load.
         check_every: Steps between explicit comparisons of splits and of a sample of the experts over ranks. Placements
@@ -129,8 +129,9 @@ class Experiment:
     def __post_init__(self) -> None:
         if self.schedule not in NAMES:
             raise ValueError(f"Experiment.schedule must be one of {', '.join(NAMES)}, got {self.schedule!r}")
-        if self.transfers not in ("auto", "direct", "two-phase"):
-            raise ValueError(f"Experiment.transfers must be 'auto', 'direct' or 'two-phase', got {self.transfers!r}")
+        if self.transfers not in get_args(Transfers):
+            known = ", ".join(get_args(Transfers))
+            raise ValueError(f"Experiment.transfers must be one of {known}, got {self.transfers!r}")
         for name in ("look_ahead_blocks", "check_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Experiment.{name} must be at least 1, got {getattr(self, name)}")

@@ -211,6 +211,7 @@ class Engine:
         # The layers with the worst imbalance come first; ties go to the earlier layer
         imbalance = [layer.imbalance() for layer in self.balanced]
         shapes = [layer.context.shape for layer in self.balanced]
+        topology = self.balanced[0].context.topology
         placements = within_budget(
             [layer.placement for layer in self.balanced],
             [s.expert_bytes for s in shapes],
@@ -218,6 +219,7 @@ class Engine:
             [s.expert_sum_bytes for s in shapes],
             budget,
             sorted(range(len(imbalance)), key=lambda i: (-imbalance[i], i)),
+            node=topology.node_ids().tolist() if topology.has_levels else None,
             span=self._depth + 1 if self.config.refetch else None,
         )
         for layer, placement in zip(self.balanced, placements, strict=True):

@@ -51,7 +51,8 @@ def at_home(param_bytes: int, grad_bytes: int, *, refetch: bool) -> Taken:
 
     Args:
         param_bytes: Bytes of its parameters.
-        grad_bytes: Bytes of its gradients; of an expert's first replica those of their sum, which is one for all.
+        grad_bytes: Bytes of its gradients; of an expert's first replica, or its first in a node, those of their sum,
+            which is one for all of them.
         refetch: Whether parameters are sent again for the backward pass.
     """
     return Taken(param_bytes * refetch, max(param_bytes, grad_bytes))
@@ -65,6 +66,7 @@ def within_budget(
     budget_bytes: int,
     order: Sequence[int],
     *,
+    node: Sequence[int] | None = None,
     span: int | None = None,
 ) -> list[Placement]:
     """Drop replicas until every rank is within the budget.
@@ -79,6 +81,8 @@ def within_budget(
         sum_bytes: Bytes of a sum of such gradients, by layer, [L].
         budget_bytes: Bytes of replicas that a rank may hold at a time, with what is in flight.
         order: The layers; those that come first keep theirs.
+        node: Node of every rank, [R], where a sum may come home from every node that has replicas; None where all are
+            summed together.
         span: How many layers in a row have their parameters there at a time; None is all of them (nothing is dropped
             before the step ends).
 
@@ -101,17 +105,18 @@ def within_budget(
         kept = []
         refetch = span is not None
         own = at_replica(param_bytes[i], grad_bytes[i], sum_bytes[i], ranks, refetch=refetch)
-        summed: set[int] = set()
+        summed: set[tuple[int, int]] = set()
         # one by one in a fixed order, so that every rank drops the same ones
         for expert, rank in placements[i].replicas():
             both = [rank, int(placements[i].home[expert])]
-            home_bytes = grad_bytes[i] if expert in summed else max(grad_bytes[i], sum_bytes[i])
+            group = expert, 0 if node is None else node[rank]
+            home_bytes = grad_bytes[i] if group in summed else max(grad_bytes[i], sum_bytes[i])
             away = at_home(param_bytes[i], home_bytes, refetch=refetch)
             there[i, both] += [own.there, away.there]
             until_end[both] += [own.until_end, away.until_end]
             if max(map(peak, both)) <= budget_bytes:
                 kept.append((expert, rank))
-                summed.add(expert)
+                summed.add(group)
             else:
                 there[i, both] -= [own.there, away.there]
                 until_end[both] -= [own.until_end, away.until_end]

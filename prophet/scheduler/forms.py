@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import GRAIN, HALVES, Form, held_back, meeting
 from prophet.scheduler.schedules import Schedule, cover_of, cut_of
 from prophet.scheduler.simulate import transfer_by_chunk
-from prophet.spec import Cover, Placement, PlanContext, TransferSeconds
+from prophet.spec import (
+    FORM_NAMES,
+    Cover,
+    FormName,
+    Groups,
+    Placement,
+    PlanContext,
+    Topology,
+    TransferSeconds,
+    by_node,
+    grouped,
+)
 
-Transfers = Literal["auto", "direct", "two-phase"]
+Transfers = Literal["auto", FormName]
 # share of a Trans: less is not worth another message
 LEAST_HELD_BACK = 1 / 16
 
@@ -32,13 +43,34 @@ def phase_cover(cut: tuple[int, ...], cover_s: float) -> Cover:
 
 
 def _seconds(
-    placement: Placement, context: PlanContext, n_bytes: float, sum_bytes: float | None = None
+    placement: Placement,
+    topology: Topology,
+    groups: Mapping[int, Groups],
+    n_bytes: float,
+    sum_bytes: float | None = None,
 ) -> TransferSeconds:
-    def slowest(cut: tuple[int, ...], two_phase: bool) -> list[float]:
-        chunks = transfer_by_chunk(placement, context.topology, n_bytes, cut, two_phase=two_phase, sum_bytes=sum_bytes)
+    def slowest(cut: tuple[int, ...], groups: Mapping[int, Groups], *, two_phase: bool) -> list[float]:
+        chunks = transfer_by_chunk(
+            placement, topology, n_bytes, cut, two_phase=two_phase, groups=groups, sum_bytes=sum_bytes
+        )
         return [float(x) for x in chunks.max(axis=1)]
 
-    return TransferSeconds(*slowest((0, GRAIN), False), *slowest(HALVES, True))
+    once = slowest(HALVES, groups, two_phase=True) if groups else ()
+    return TransferSeconds(*slowest((0, GRAIN), {}, two_phase=False), *slowest(HALVES, {}, two_phase=True), *once)
+
+
+class Known(NamedTuple):
+    """What is known of a placement's transfers, in the forms allowed.
+
+    Attributes:
+        groups: In the node-once form, of the experts whose replicas are not one group.
+        trans: Seconds of Trans.
+        agg: Seconds of Agg.
+    """
+
+    groups: Mapping[int, Groups]
+    trans: TransferSeconds
+    agg: TransferSeconds
 
 
 class FormChooser:
@@ -53,23 +85,34 @@ class FormChooser:
 
     def __init__(self, transfers: Transfers = "auto") -> None:
         self._transfers = transfers
-        self._known: tuple[Placement, TransferSeconds, TransferSeconds] | None = None
+        self._known: tuple[Placement, Known] | None = None
 
-    def prepare(self, placement: Placement, context: PlanContext) -> tuple[TransferSeconds, TransferSeconds]:
-        """Return what Trans and Agg take under `placement`, in the forms allowed; from values only."""
+    def prepare(self, placement: Placement, context: PlanContext) -> Known:
+        """Return what Trans and Agg take under `placement`; from values only."""
         known = self._known
         # by identity: comparing placements would cost what is saved here
         if known is None or known[0] is not placement:
-            trans = self._allowed(_seconds(placement, context, context.trans_bytes))
-            agg = self._allowed(_seconds(placement, context, context.agg_bytes, context.agg_sum_bytes))
-            known = self._known = (placement, trans, agg)
-        return known[1], known[2]
+            topology, groups = context.topology, self._groups(placement, context.topology)
+            trans = _seconds(placement, topology, groups, context.trans_bytes)
+            agg = _seconds(placement, topology, groups, context.agg_bytes, context.agg_sum_bytes)
+            known = self._known = (placement, Known(groups, self._allowed(trans), self._allowed(agg)))
+        return known[1]
+
+    def _groups(self, placement: Placement, topology: Topology) -> Mapping[int, Groups]:
+        if self._transfers == "node-once":
+            # of all, whether or not they gain by it; without levels there is nothing to choose
+            return {
+                expert: by_node(receivers, topology) if topology.has_levels else (tuple(receivers),)
+                for expert, receivers in placement.receivers().items()
+            }
+        return grouped(placement, topology)
 
     def _allowed(self, seconds: TransferSeconds) -> TransferSeconds:
-        if self._transfers == "direct":
-            # a form that takes for ever is never chosen: no second rule is needed
-            return seconds._replace(first=math.inf, second=math.inf)
-        return seconds._replace(direct=math.inf) if self._transfers == "two-phase" else seconds
+        # a form that takes for ever is never chosen: no second rule is needed
+        allowed = FORM_NAMES if self._transfers == "auto" else (self._transfers,)
+        phases = (seconds.phases(form) if form in allowed else (math.inf, math.inf) for form in FORM_NAMES)
+        (direct, _), (first, second), (once_first, once_second) = phases
+        return TransferSeconds(direct, first, second, once_first, once_second)
 
     def form(
         self,
@@ -98,20 +141,22 @@ class FormChooser:
         """
         # nothing travels: no times are needed to choose
         if placement.is_static:
-            two_phase = self._transfers == "two-phase"
+            two_phase = self._transfers in ("two-phase", "node-once")
             return Form(trans_cut, agg_cut, two_phase, two_phase, fetch_cut)
-        (there, back), taken = self.prepare(placement, context), context.topology.overlap_cost
+        (groups, there, back), taken = self.prepare(placement, context), context.topology.overlap_cost
         over_trans, over_agg = phase_cover(trans_cut, trans_cover_s), phase_cover(agg_cut, agg_cover_s)
-        trans, agg = there.two_phase(over_trans, taken), back.two_phase(over_agg, taken)
+        trans, agg = there.form(over_trans, taken), back.form(over_agg, taken)
         if trans_cover_s > 0.0:
             # a first phase is never held back: the second one has to wait for it
             # the part that the compute does not cover: sent before the counts, it would be in vain if replicas are
             # withdrawn
-            waits_s = max(0.0, there.second - over_trans.second) if trans else there.exposed(over_trans, False)
+            first_s, second_s = there.phases(trans)
+            two_phase = trans != "direct"
+            waits_s = max(0.0, second_s - over_trans.second) if two_phase else there.exposed(over_trans, trans)
             if waits_s > LEAST_HELD_BACK * there.seconds(trans):
-                whole_s = there.second if trans else there.direct
-                trans_cut = held_back(trans_cut, waits_s / whole_s, two_phase=trans)
-        return Form(trans_cut, agg_cut, trans, agg, fetch_cut)
+                trans_cut = held_back(trans_cut, waits_s / (second_s if two_phase else first_s), two_phase=two_phase)
+        of_trans, of_agg = (groups if form == "node-once" else {} for form in (trans, agg))
+        return Form(trans_cut, agg_cut, trans != "direct", agg != "direct", fetch_cut, of_trans, of_agg)
 
     def form_under(
         self,

@@ -3,12 +3,13 @@
 An expert is a flat vector of P elements. Trans takes one of two forms:
 
     direct      the home sends every replica all elements
-    two-phase   scatter: the home cuts the vector in n parts and sends part j to the j-th of its n receivers;
-                gather: every receiver sends its part to the n - 1 others
+    two-phase   scatter: for each group of n receivers the home cuts the vector in n parts and sends part j to the j-th;
+                gather: every receiver sends its part to the n - 1 others of its group
 
-and Agg is the mirror image: direct, or reduce (every receiver sends part j of its gradient to receiver j, which adds
-them) and home (receiver j sends the sum of part j home, of half precision in float32). Every
-phase is one uneven all-to-all for all experts of a layer together, or several where a phase is cut into chunks.
+An expert's receivers are one group, or one for every node (`prophet.spec.grouped`). Agg is the mirror image: direct, or
+reduce (every receiver sends part j of its gradient to receiver j of its group, which adds them) and home (receiver j
+sends the sum of part j home, of half precision in float32). Every phase is one uneven all-to-all for all experts of a
+layer together, or several where a phase is cut into chunks.
 
 Each rank lists only what it sends and receives itself. Both ends order a buffer alike, by peer, then expert, then
 first element, so nothing but elements travels. In `reduce` a rank also sends itself its own part: what arrives is then
@@ -19,14 +20,12 @@ Shape legend: R ranks, E experts, P parameters of one expert, C chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-import numpy as np
-
-from prophet.spec import Placement
+from prophet.spec import Groups, Placement
 
 Phase = Literal["direct", "scatter", "gather", "reduce", "home"]
 
@@ -91,6 +90,8 @@ class Form:
         two_phase_trans: Whether Trans takes the two-phase form.
         two_phase_agg: Whether Agg does.
         fetch_cut: As `trans_cut`, of parameters that are sent once more.
+        trans_groups: In two phases of Trans, of the experts whose receivers are not one group.
+        agg_groups: The same of Agg.
     """
 
     trans_cut: tuple[int, ...] = HALVES
@@ -98,6 +99,8 @@ class Form:
     two_phase_trans: bool = False
     two_phase_agg: bool = False
     fetch_cut: tuple[int, ...] = HALVES
+    trans_groups: Mapping[int, Groups] = field(default_factory=dict)
+    agg_groups: Mapping[int, Groups] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_cut(self.trans_cut)
@@ -118,7 +121,13 @@ def check_cut(cut: Sequence[int]) -> tuple[int, ...]:
 
 
 def trans_chunks(
-    placement: Placement, rank: int, numel: int, cut: Sequence[int] = HALVES, *, two_phase: bool = False
+    placement: Placement,
+    rank: int,
+    numel: int,
+    cut: Sequence[int] = HALVES,
+    *,
+    two_phase: bool = False,
+    groups: Mapping[int, Groups] | None = None,
 ) -> tuple[Chunk, ...]:
     """Return what a rank sends and receives to bring every replica its parameters, chunk by chunk.
 
@@ -128,29 +137,31 @@ def trans_chunks(
         numel: P, elements of one expert's vector.
         cut: Boundaries of the chunks, see `Form`.
         two_phase: Whether to scatter and gather.
+        groups: Of the experts whose receivers are not one group.
     """
-    bounds = check_cut(cut)
-    receivers = _receivers(placement)
-    if not two_phase:
-        return tuple(
-            # an empty chunk has no exchange, on any rank: the condition is the same everywhere
-            (_exchange("direct", rank, _direct(placement, receivers, *span)),) if span[0] < span[1] else ()
-            for span in _spans(bounds, numel)
-        )
+    ways = _ways(placement, groups if two_phase else None, alone=not two_phase)
+    # where every group is one receiver, scatter has brought everything; the condition is the same on all ranks
+    gathers = any(len(group) > 1 for way in ways for group in way.groups)
     chunks = []
-    for scattered, gathered in _phases(bounds):
+    for scattered, gathered in _carried(check_cut(cut), numel, two_phase):
         chunk = []
         if scattered is not None:
-            chunk.append(_exchange("scatter", rank, _scatter(placement, receivers, rank, numel, scattered)))
-        # with one receiver each, scatter has brought everything
-        if gathered is not None and any(len(found) > 1 for found in receivers.values()):
-            chunk.append(_exchange("gather", rank, _gather(receivers, rank, numel, gathered)))
+            phase: Phase = "scatter" if two_phase else "direct"
+            chunk.append(_exchange(phase, rank, _scatter(ways, rank, numel, scattered)))
+        if gathered is not None and gathers:
+            chunk.append(_exchange("gather", rank, _gather(ways, rank, numel, gathered)))
         chunks.append(tuple(chunk))
     return tuple(chunks)
 
 
 def agg_chunks(
-    placement: Placement, rank: int, numel: int, cut: Sequence[int] = HALVES, *, two_phase: bool = False
+    placement: Placement,
+    rank: int,
+    numel: int,
+    cut: Sequence[int] = HALVES,
+    *,
+    two_phase: bool = False,
+    groups: Mapping[int, Groups] | None = None,
 ) -> tuple[Chunk, ...]:
     """Return what a rank sends and receives to bring every replica's gradient home, chunk by chunk.
 
@@ -159,45 +170,57 @@ def agg_chunks(
         rank: The rank whose part it is.
         numel: Elements of one expert's gradient.
         cut: Boundaries of the chunks, see `Form`.
-        two_phase: Whether to reduce among the replicas first.
+        two_phase: Whether to reduce among the receivers of every group first.
+        groups: Of the experts whose receivers are not one group.
     """
-    bounds = check_cut(cut)
-    receivers = _receivers(placement)
-    if not two_phase:
-        return tuple(
-            (_exchange("direct", rank, map(_reversed, _direct(placement, receivers, *span))),)
-            if span[0] < span[1]
-            else ()
-            for span in _spans(bounds, numel)
-        )
+    ways = _ways(placement, groups if two_phase else None, alone=not two_phase)
     chunks = []
-    for reduced, returned in _phases(bounds):
+    for first, second in _carried(check_cut(cut), numel, two_phase):
         chunk = []
+        reduced, returned = (first, second) if two_phase else (None, first)
         if reduced is not None:
-            pieces = map(_reversed, _gather(receivers, rank, numel, reduced, own=True))
+            pieces = map(_reversed, _gather(ways, rank, numel, reduced, own=True))
             chunk.append(_exchange("reduce", rank, pieces))
         if returned is not None:
-            pieces = map(_reversed, _scatter(placement, receivers, rank, numel, returned))
-            chunk.append(_exchange("home", rank, pieces))
+            phase: Phase = "home" if two_phase else "direct"
+            chunk.append(_exchange(phase, rank, map(_reversed, _scatter(ways, rank, numel, returned))))
         chunks.append(tuple(chunk))
     return tuple(chunks)
 
 
-def _receivers(placement: Placement) -> dict[int, list[int]]:
-    """Return the ranks that hold a replica of every replicated expert, ascending."""
-    mask = placement.replica_mask()
-    return {int(e): np.flatnonzero(mask[e]).tolist() for e in np.flatnonzero(mask.any(axis=1))}
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How an expert's copies travel: from its home to the receivers of every group, ascending."""
+
+    expert: int
+    home: int
+    groups: Groups
 
 
-def _spans(bounds: Sequence[int], numel: int) -> Iterator[tuple[int, int]]:
-    """Yield the elements of every chunk of a direct transfer."""
-    for low, high in pairwise(bounds):
-        # rounded down at both ends alike, so that neighbouring chunks meet without gap or overlap
-        yield numel * low // GRAIN, numel * high // GRAIN
+def _ways(placement: Placement, groups: Mapping[int, Groups] | None, *, alone: bool) -> list[_Way]:
+    """Return the ways of all replicated experts; `alone`: every receiver is a group."""
+    found = []
+    for expert, receivers in placement.receivers().items():
+        whole = tuple((r,) for r in receivers) if alone else (tuple(receivers),)
+        found.append(_Way(expert, int(placement.home[expert]), (groups or {}).get(expert, whole)))
+    return found
 
 
 # from, to, of
 Fraction = tuple[int, int, int]
+
+
+def _carried(bounds: Sequence[int], numel: int, two_phase: bool) -> Iterator[tuple[Fraction | None, Fraction | None]]:
+    """Yield which fraction of the first and of the second phase every chunk carries; a direct transfer has one phase.
+
+    A chunk without elements carries nothing, on any rank.
+    """
+    if two_phase:
+        yield from _phases(bounds)
+        return
+    for low, high in pairwise(bounds):
+        start, stop = _part(numel, 0, 1, (low, high, GRAIN))
+        yield ((low, high, GRAIN) if start < stop else None), None
 
 
 def _phases(bounds: Sequence[int]) -> Iterator[tuple[Fraction | None, Fraction | None]]:
@@ -243,40 +266,32 @@ def phase_shares(cut: Sequence[int]) -> list[tuple[float, float]]:
 
 def _part(numel: int, j: int, n: int, fraction: Fraction) -> tuple[int, int]:
     """Return the elements of a fraction of the j-th of n parts of a vector."""
+    # rounded down at both ends alike, so that neighbouring parts and chunks meet without gap or overlap
     start, stop = numel * j // n, numel * (j + 1) // n
     low, high, of = fraction
     return start + (stop - start) * low // of, start + (stop - start) * high // of
 
 
-def _direct(placement: Placement, receivers: dict[int, list[int]], start: int, stop: int) -> Iterator[Piece]:
-    for expert, targets in receivers.items():
-        for target in targets:
-            yield Piece(expert, start, stop, int(placement.home[expert]), target)
-
-
-def _scatter(
-    placement: Placement, receivers: dict[int, list[int]], rank: int, numel: int, fraction: Fraction
-) -> Iterator[Piece]:
-    for expert, targets in receivers.items():
-        home = int(placement.home[expert])
-        for j, target in enumerate(targets):
+def _scatter(ways: Iterable[_Way], rank: int, numel: int, fraction: Fraction) -> Iterator[Piece]:
+    for way in ways:
+        for group in way.groups:
             # other ranks' pieces are theirs to list: all of them would cost R times as much
-            if rank in (home, target):
-                yield Piece(expert, *_part(numel, j, len(targets), fraction), home, target)
+            for j, target in enumerate(group) if rank == way.home or rank in group else ():
+                if rank in (way.home, target):
+                    yield Piece(way.expert, *_part(numel, j, len(group), fraction), way.home, target)
 
 
-def _gather(
-    receivers: dict[int, list[int]], rank: int, numel: int, fraction: Fraction, *, own: bool = False
-) -> Iterator[Piece]:
-    for expert, ranks in receivers.items():
-        if rank not in ranks:
-            continue
-        for j, source in enumerate(ranks):
-            start, stop = _part(numel, j, len(ranks), fraction)
-            for target in ranks if source == rank else (rank,):
-                # `reduce` sends a rank's own part to itself as well, so that the sum runs in rank order
-                if target != source or own:
-                    yield Piece(expert, start, stop, source, target)
+def _gather(ways: Iterable[_Way], rank: int, numel: int, fraction: Fraction, *, own: bool = False) -> Iterator[Piece]:
+    for way in ways:
+        for group in way.groups:
+            if rank not in group:
+                continue
+            for j, source in enumerate(group):
+                start, stop = _part(numel, j, len(group), fraction)
+                for target in group if source == rank else (rank,):
+                    # `reduce` sends a rank's own part to itself as well, so that the sum runs in rank order
+                    if target != source or own:
+                        yield Piece(way.expert, start, stop, source, target)
 
 
 def _reversed(piece: Piece) -> Piece:

@@ -12,11 +12,11 @@ Shape legend: R ranks, P parameters of one expert.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -123,6 +123,9 @@ class Transfer:
 
     def finish(self) -> None:
         """Wait for all that was launched and put it in place."""
+        self._land()
+
+    def _land(self) -> None:
         while self._flying:
             exchange, pending = self._flying[0]
             # left in the queue until it has arrived: a wait that fails may be repeated, or abandoned
@@ -137,7 +140,7 @@ class Transfer:
     def _start(self, exchange: Exchange, op: Operation) -> None:
         # a second phase packs what the first has brought, so that has to be in place
         if exchange.phase in _SECOND:
-            self.finish()
+            self._land()
         with torch.no_grad():
             parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
             # a rank that sends nothing takes part as well: an all-to-all needs all of them
@@ -194,7 +197,7 @@ class Trans(Transfer):
 
 
 class Agg(Transfer):
-    """Brings the replicas' gradients home; every sum runs over the replicas in rank order, in either form.
+    """Brings the replicas' gradients home; every sum runs over ranks in their order, in either form.
 
     Replicas' gradients in bfloat16 or float16 are summed in float32, and these sums go home unrounded. The only
     rounding is that of the home, which adds them to its own.
@@ -225,12 +228,15 @@ class Agg(Transfer):
         self._visited = visited
         self._sums: list[tuple[Piece, Tensor]] = []
         # come home, and not added yet
-        self._home: list[Iterator[tuple[Piece, Tensor]]] = []
+        self._home: list[tuple[Piece, Tensor]] = []
 
     def finish(self) -> None:
-        """Wait for all that was launched, and add what has come home in one launch, however many chunks it came in."""
+        """Wait for all that was launched, and add what has come home in one launch, however many chunks it came in.
+
+        Not before: sums of several groups are cut at other elements, so that terms of one may come in several chunks.
+        """
         super().finish()
-        sums, self._home = chain.from_iterable(self._home), []
+        sums, self._home = _summed(self._home), []
         # adding zeros would turn a gradient of None into one, and Adam would move an expert that nobody used
         pieces = (
             (p.expert - self._bank.first_expert, p.start, p.stop, total)
@@ -272,11 +278,11 @@ class Agg(Transfer):
             torch._foreach_zero_([self._replicas[p.expert].grads[p.start : p.stop] for p in exchange.sends])
 
     def _place(self, exchange: Exchange, arrived: Tensor) -> None:
-        sums = _summed(exchange, arrived)
+        terms = _received(exchange, arrived)
         if exchange.phase == "reduce":
-            self._sums += sums
+            self._sums += _summed(terms)
         else:
-            self._home.append(sums)
+            self._home += terms
 
 
 def _received(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -284,27 +290,45 @@ def _received(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tens
     return zip(exchange.recvs, arrived.split([piece.size for piece in exchange.recvs]), strict=True)
 
 
-def _summed(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield pieces of the same elements added up in the order in which they came, which is that of their source ranks.
+def _summed(terms: Iterable[tuple[Piece, Tensor]]) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield the sums of pieces of the same elements, added up in the order of their source ranks.
 
-    In place: `arrived` belongs to the transfer. Half precisions are summed in float32, some elements at a time. The
-    order of the result is by expert, then by element.
+    In place: what has arrived belongs to the transfer. Half precisions are summed in float32, some elements at a time.
+    The order of the result is by expert, then by element; no two of its pieces meet.
     """
-    terms: dict[tuple[int, int], list[tuple[Piece, Tensor]]] = {}
-    for piece, values in _received(exchange, arrived):
-        # incoming pieces lie by source rank: the sum has one order in every run, so its bits are the same
-        terms.setdefault((piece.expert, piece.start), []).append((piece, values))
-    for _, found in sorted(terms.items()):
-        (piece, first), *others = found
-        if not others or first.dtype not in (torch.float16, torch.bfloat16):
-            for _, other in others:
-                first.add_(other)
-            yield piece, first
-            continue
-        start = piece.start
-        for part, *rest in zip(*(values.split(_SUMMED_AT_ONCE) for _, values in found), strict=True):
-            total = part.float()
-            for other in rest:
-                total += other
-            yield replace(piece, start=start, stop=start + len(total)), total
-            start += len(total)
+    experts: dict[int, list[tuple[Piece, Tensor]]] = {}
+    for piece, values in terms:
+        experts.setdefault(piece.expert, []).append((piece, values))
+    for _, found in sorted(experts.items()):
+        for start, stop, covering in _stretches(found):
+            # by source rank: the sum has one order in every run, so its bits are the same
+            (piece, _), *_ = covering
+            first, *others = (values[start - p.start : stop - p.start] for p, values in covering)
+            if not others or first.dtype not in (torch.float16, torch.bfloat16):
+                for other in others:
+                    first.add_(other)
+                yield replace(piece, start=start, stop=stop), first
+                continue
+            at = start
+            for part, *rest in zip(*(values.split(_SUMMED_AT_ONCE) for values in (first, *others)), strict=True):
+                total = part.float()
+                for other in rest:
+                    total += other
+                yield replace(piece, start=at, stop=at + len(total)), total
+                at += len(total)
+
+
+def _stretches(
+    pieces: Iterable[tuple[Piece, Tensor]],
+) -> Iterator[tuple[int, int, list[tuple[Piece, Tensor]]]]:
+    """Yield the stretches between the ends of an expert's pieces, each with those that cover it, by source rank."""
+    coming = deque(sorted(pieces, key=lambda term: (term[0].start, term[0].source)))
+    ends = sorted({end for piece, _ in coming for end in (piece.start, piece.stop)})
+    covering: list[tuple[Piece, Tensor]] = []
+    for start, stop in pairwise(ends):
+        covering = [term for term in covering if term[0].stop > start]
+        while coming and coming[0][0].start == start:
+            covering.append(coming.popleft())
+        if covering:
+            covering.sort(key=lambda term: term[0].source)
+            yield start, stop, covering

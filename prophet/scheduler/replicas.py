@@ -154,7 +154,9 @@ class BlockReplicas:
         self._version = self._bank.version()
         form, rank = self._form, self._carrier.collective.rank
         cut = form.fetch_cut if fetch else form.trans_cut
-        chunks = trans_chunks(self.placement, rank, self._bank.expert_numel, cut, two_phase=form.two_phase_trans)
+        chunks = trans_chunks(
+            self.placement, rank, self._bank.expert_numel, cut, two_phase=form.two_phase_trans, groups=form.trans_groups
+        )
         for replica in self._replicas or ():
             # `drop` has taken the memory, and kept the tensor that leaves are views of
             if replica.params.numel() and not replica.params.untyped_storage().size():
@@ -296,7 +298,9 @@ class BlockReplicas:
             # every parameter is frozen, on all ranks
             if numel == 0:
                 return
-            chunks = agg_chunks(self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg)
+            chunks = agg_chunks(
+                self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg, groups=form.agg_groups
+            )
             self._agg = Agg(chunks, bank, self._made(), collective, self._block, self._carrier.side, self._visited)
         with self._carrier.stopwatch("exposed_agg"):
             self._advance(self._agg, action or self._agg_rest)

@@ -10,7 +10,7 @@ Shape legend: R ranks, L blocks, C chunks per transfer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -22,7 +22,7 @@ from prophet.scheduler.actions import A2A_NAMES, Action, Launch, TransferKind
 from prophet.scheduler.pieces import Form, phase_shares
 from prophet.scheduler.schedules import program
 from prophet.scheduler.timeline import Span
-from prophet.spec import FloatArray, Placement, PlanContext, Split, Topology
+from prophet.spec import FloatArray, Groups, Placement, PlanContext, Split, Topology, transfer_pairs
 
 
 def _seconds(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> FloatArray:
@@ -367,6 +367,7 @@ def transfer_by_chunk(
     cut: Sequence[int],
     *,
     two_phase: bool,
+    groups: Mapping[int, Groups],
     sum_bytes: float | None = None,
 ) -> FloatArray:
     """Return the seconds of every chunk of a Trans or Agg on every rank, [C, R], each alone.
@@ -377,21 +378,13 @@ def transfer_by_chunk(
         n_bytes: Bytes per expert.
         cut: Boundaries of the chunks, see `Form`.
         two_phase: Whether it takes the two-phase form.
+        groups: Of the experts whose replicas are not one group.
         sum_bytes: Of Agg, the mirror image of Trans, bytes of a sum of gradients. None for Trans.
     """
-    ranks = placement.ranks
     if placement.is_static:
-        return np.zeros((len(cut) - 1, ranks))
+        return np.zeros((len(cut) - 1, placement.ranks))
     home_bytes = n_bytes if sum_bytes is None else sum_bytes
-    direct, first, second = (np.zeros((ranks, ranks)) for _ in range(3))
-    mask = placement.replica_mask()
-    for expert in np.flatnonzero(mask.any(axis=1)):
-        receivers, home = np.flatnonzero(mask[expert]), placement.home[expert]
-        direct[home, receivers] += n_bytes
-        first[home, receivers] += home_bytes / receivers.size
-        second[np.ix_(receivers, receivers)] += n_bytes / receivers.size
-    # what a rank sends itself takes no link
-    np.fill_diagonal(second, 0.0)
+    direct, first, second = transfer_pairs(placement, groups, n_bytes, home_bytes)
     if sum_bytes is not None:
         # reduce mirrors gather, which is symmetric, and home mirrors scatter
         direct, first, second = direct.T, second, first.T
@@ -449,7 +442,14 @@ def predicted_durations(
         groups = np.count_nonzero(load_ED, axis=0)
         fec.append(load_ED.sum(axis=0) / rate + groups * topology.expert_overhead_s)
         trans.append(
-            transfer_by_chunk(placement, topology, context.trans_bytes, form.trans_cut, two_phase=form.two_phase_trans)
+            transfer_by_chunk(
+                placement,
+                topology,
+                context.trans_bytes,
+                form.trans_cut,
+                two_phase=form.two_phase_trans,
+                groups=form.trans_groups,
+            )
         )
         agg.append(
             transfer_by_chunk(
@@ -458,6 +458,7 @@ def predicted_durations(
                 context.agg_bytes,
                 form.agg_cut,
                 two_phase=form.two_phase_agg,
+                groups=form.agg_groups,
                 sum_bytes=context.agg_sum_bytes,
             )
         )

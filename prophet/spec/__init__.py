@@ -2,7 +2,18 @@
 
 from prophet.spec.arrays import BoolArray, FloatArray, IntArray, digest, odd_ones_out
 from prophet.spec.checked import checked
-from prophet.spec.cost import Cover, LayerShape, Link, PlanContext, StepCost, Topology, TransferSeconds, Windows
+from prophet.spec.cost import (
+    FORM_NAMES,
+    Cover,
+    FormName,
+    LayerShape,
+    Link,
+    PlanContext,
+    StepCost,
+    Topology,
+    TransferSeconds,
+    Windows,
+)
 from prophet.spec.feed_forward import (
     ACTIVATIONS,
     Activation,
@@ -15,10 +26,12 @@ from prophet.spec.feed_forward import (
     parts_of,
 )
 from prophet.spec.placement import Placement, check_experts_per_rank, check_load
+from prophet.spec.routes import Groups, by_node, grouped, transfer_pairs
 from prophet.spec.split import Flows, Split
 
 __all__ = [
     "ACTIVATIONS",
+    "FORM_NAMES",
     "Activation",
     "ActivationParts",
     "Bias",
@@ -26,7 +39,9 @@ __all__ = [
     "Cover",
     "FloatArray",
     "Flows",
+    "FormName",
     "Function",
+    "Groups",
     "IntArray",
     "LayerShape",
     "Link",
@@ -39,11 +54,14 @@ __all__ = [
     "Windows",
     "activation_named",
     "bias_of",
+    "by_node",
     "check_experts_per_rank",
     "check_load",
     "checked",
     "digest",
+    "grouped",
     "has_biases",
     "odd_ones_out",
     "parts_of",
+    "transfer_pairs",
 ]

@@ -5,8 +5,9 @@ Shape legend: R ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -115,53 +116,69 @@ class Cover(NamedTuple):
     second: float = 0.0
 
 
+FormName = Literal["direct", "two-phase", "node-once"]
+FORM_NAMES: tuple[FormName, ...] = get_args(FormName)
+
+
 class TransferSeconds(NamedTuple):
-    """Seconds of a Trans or an Agg in its direct form, and in each phase of its two-phase form.
+    """Seconds of a Trans or an Agg in its direct form, and in each phase of its other forms.
 
     Only this class defines by how much a transfer lengthens a step: by the part that its windows do not cover, and by
-    `overlap_cost` times the part that they do. The form that lengthens it less is chosen, and of two alike the one that
-    takes fewer seconds.
+    `overlap_cost` times the part that they do. The form that lengthens it least is chosen, and of several alike the one
+    that takes fewest seconds.
 
     Attributes:
-        direct: Seconds of the direct form; infinite where that is not allowed.
-        first: Seconds of the first phase; infinite where two phases are not allowed.
-        second: Seconds of the second phase.
+        direct: Seconds of the direct form; infinite where that is not allowed, as for the others.
+        first: Seconds of the first phase of the two-phase form.
+        second: Seconds of its second phase.
+        once_first: Seconds of the first phase of the node-once form; infinite where no expert gains by it.
+        once_second: Seconds of its second phase.
     """
 
     direct: float
     first: float
     second: float
+    once_first: float = math.inf
+    once_second: float = math.inf
 
-    def seconds(self, two_phase: bool) -> float:
+    def phases(self, form: FormName) -> tuple[float, float]:
+        """Return the seconds of both phases of a form; a direct one has a single phase."""
+        if form == "direct":
+            return self.direct, 0.0
+        return (self.first, self.second) if form == "two-phase" else (self.once_first, self.once_second)
+
+    def seconds(self, form: FormName) -> float:
         """Return all seconds of one form, exposed or not."""
-        return self.first + self.second if two_phase else self.direct
+        first, second = self.phases(form)
+        return first + second
 
-    def exposed(self, cover: Cover, two_phase: bool) -> float:
+    def exposed(self, cover: Cover, form: FormName) -> float:
         """Return the seconds of one form that its windows do not cover."""
+        if form == "direct":
+            return max(0.0, self.direct - (cover.first + cover.second))
         # Each phase has its own window: the second cannot start early, as it sends on what the first has brought
-        if two_phase:
-            return max(0.0, self.first - cover.first) + max(0.0, self.second - cover.second)
-        return max(0.0, self.direct - (cover.first + cover.second))
+        first, second = self.phases(form)
+        return max(0.0, first - cover.first) + max(0.0, second - cover.second)
 
-    def hidden(self, cover: Cover, two_phase: bool) -> float:
+    def hidden(self, cover: Cover, form: FormName) -> float:
         """Return the seconds of one form that its windows cover."""
-        if two_phase:
-            return min(self.first, cover.first) + min(self.second, cover.second)
-        return min(self.direct, cover.first + cover.second)
+        if form == "direct":
+            return min(self.direct, cover.first + cover.second)
+        first, second = self.phases(form)
+        return min(first, cover.first) + min(second, cover.second)
 
     def exposed_seconds(self, cover: Cover, overlap_cost: float) -> float:
         """Return by how many seconds it lengthens the step (Eq. 8, where the hidden part is free)."""
-        # The form is chosen for each step, so the better one counts
-        return min(self._exposed_seconds(cover, overlap_cost, False), self._exposed_seconds(cover, overlap_cost, True))
+        # The form is chosen for each step, so the best one counts
+        return min(self._exposed_seconds(cover, overlap_cost, form) for form in FORM_NAMES)
 
-    def two_phase(self, cover: Cover, overlap_cost: float) -> bool:
-        """Whether it takes the two-phase form, under these windows and at this `overlap_cost`."""
-        phases_s, direct_s = (self._exposed_seconds(cover, overlap_cost, form) for form in (True, False))
-        # As pairs: of two forms that lengthen the step alike, the one that takes fewer seconds
-        return (phases_s, self.first + self.second) < (direct_s, self.direct)
+    def form(self, cover: Cover, overlap_cost: float) -> FormName:
+        """Return the form that it takes under these windows and at this `overlap_cost`."""
+        # Of forms that lengthen the step alike, the one that takes fewest seconds; the first of several
+        return min(FORM_NAMES, key=lambda form: (self._exposed_seconds(cover, overlap_cost, form), self.seconds(form)))
 
-    def _exposed_seconds(self, cover: Cover, overlap_cost: float, two_phase: bool) -> float:
-        return self.exposed(cover, two_phase) + overlap_cost * self.hidden(cover, two_phase)
+    def _exposed_seconds(self, cover: Cover, overlap_cost: float, form: FormName) -> float:
+        return self.exposed(cover, form) + overlap_cost * self.hidden(cover, form)
 
 
 @checked
@@ -310,6 +327,11 @@ class Topology:
         """The number of nodes, the last of which may not be full."""
         # Rounded up
         return -(-self.ranks // self.ranks_per_node)
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether there are several nodes, and several ranks in one of them."""
+        return self.nodes not in (1, self.ranks)
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank."""

@@ -133,6 +133,11 @@ class Placement(OfArrays):
         mask[np.arange(self.experts), self.home] = False
         return mask
 
+    def receivers(self) -> dict[int, list[int]]:
+        """Return the ranks that hold a replica of every replicated expert, ascending."""
+        mask = self.replica_mask()
+        return {int(e): np.flatnonzero(mask[e]).tolist() for e in np.flatnonzero(mask.any(axis=1))}
+
     def replicas(self) -> list[tuple[int, int]]:
         """List all replicas as (expert, rank), ordered by expert, then rank."""
         return [(int(e), int(r)) for e, r in np.argwhere(self.replica_mask())]

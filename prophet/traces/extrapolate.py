@@ -370,7 +370,7 @@ def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: 
         chooser = FormChooser()
         forms.append(chooser.form_under(schedule, i, placement, here, weights))
         if planner.withdraws and not placement.is_static:
-            trans, agg = chooser.prepare(placement, here)
+            _, trans, agg = chooser.prepare(placement, here)
             load, ahead = splits[i].load(), runs_ahead(schedule, i)
             # What has been sent of a Trans by then is not played: it ran beside compute.
             if not pays(load, splits[i], here, trans, agg, ahead=ahead, microbatches=scenario.microbatches):

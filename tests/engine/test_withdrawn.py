@@ -225,14 +225,14 @@ def test_a_first_phase_is_never_held_back() -> None:
 
 
 def test_the_decision_goes_by_what_transfers_take_alone() -> None:
-    for transfers in ("auto", "direct", "two-phase"):
-        there, back = chooser(transfers).prepare(ONE_COPY, slow_pair())
+    for transfers in ("auto", "direct", "two-phase", "node-once"):
+        _, there, back = chooser(transfers).prepare(ONE_COPY, slow_pair())
         assert there.exposed_seconds(Cover(), 0.0) == back.exposed_seconds(Cover(), 0.0) == pytest.approx(8.0)
     many = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])
     context = replace(slow_pair(), topology=replace(SLOW, ranks=4, ranks_per_node=4, flops_per_s=(1.0,) * 4,
                       free_bytes=(1,) * 4), home=(0, 1, 2, 3))  # fmt: skip
     direct_s, two_phase_s, auto_s = (
-        chooser(t).prepare(many, context)[0].exposed_seconds(Cover(), 0.0) for t in ("direct", "two-phase", "auto")
+        chooser(t).prepare(many, context).trans.exposed_seconds(Cover(), 0.0) for t in ("direct", "two-phase", "auto")
     )
     assert auto_s == two_phase_s < direct_s
 

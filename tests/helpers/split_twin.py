@@ -119,27 +119,47 @@ class Twin:
         return max(near_s, far_s)
 
     def transfer(self, n_bytes: float, sum_bytes: float | None = None) -> TransferSeconds:
-        """Trans in either form; Agg where it says what goes home."""
+        """Trans in every form; Agg where it says what goes home."""
+        levels = 1 < self.nodes < self.ranks
+        forms = [self.phases(n_bytes, sum_bytes, once=once) for once in ((False, True) if levels else (False,))]
+        return TransferSeconds(*forms[0], *(forms[1][1:] if levels else ()))
+
+    def phases(self, n_bytes: float, sum_bytes: float | None, *, once: bool) -> tuple[float, float, float]:
+        """Seconds directly, and of both phases where groups are all replicas, or those of a node that gain by it."""
         sent, received = ([[0.0] * self.ranks for _ in range(6)] for _ in range(2))
         for holders in self.holders.values():
             home, others = holders[0], holders[1:]
-            part = 1.0 / len(others)
+            apart = once and self.crosses_once(home, others)
             for d in others:
                 level = int(self.node[d] != self.node[home])
                 near = sum(self.node[o] == self.node[d] for o in others)
+                group = near if apart else len(others)
+                part = 1.0 / group
                 for kind, amount in ((level, 1.0), (2 + level, part)):
-                    sent[kind][home] += amount
+                    sent[kind][home] += 0.0 if apart and kind > 1 else amount
                     received[kind][d] += amount
                 for side in (sent, received):
                     side[4][d] += (near - 1) * part
-                    side[5][d] += (len(others) - near) * part
+                    side[5][d] += (group - near) * part
+            for v in {self.node[d] for d in others} if apart else ():
+                sent[2 + (v != self.node[home])][home] += 1.0
         most = [max(0.0, *sent[kind], *received[kind]) for kind in range(6)]
         for kind in (1, 3, 5):
             most[kind] = max(most[kind], self.port_units(sent[kind], received[kind]))
         home_bytes = n_bytes if sum_bytes is None else sum_bytes
         sizes = ((0, n_bytes), (2, home_bytes), (4, n_bytes))
         direct_s, scatter_s, gather_s = (self.exchange_s(*most[k : k + 2], size) for k, size in sizes)
-        return TransferSeconds(direct_s, *((scatter_s, gather_s) if sum_bytes is None else (gather_s, scatter_s)))
+        return (direct_s, scatter_s, gather_s) if sum_bytes is None else (direct_s, gather_s, scatter_s)
+
+    def crosses_once(self, home: int, others: list[int]) -> bool:
+        """Whether groups by node take less time between nodes than one group of all."""
+        groups = [sum(self.node[d] == v for d in others) for v in range(self.nodes)]
+        if sum(k > 0 for k in groups) < 2 or max(groups) < 2:
+            return False
+        n, here, share = len(others), groups[self.node[home]], self.f.port_share
+        beyond = sum(k > 0 for k in groups) - (here > 0)
+        gather = max((n - k) * max(1.0, k * share) for k in groups if k)
+        return n * beyond * max(1.0, share) < (n - here) * max(1.0, share) + gather
 
     def covers(self, forward_s: float) -> tuple[tuple[float, float], tuple[float, float]]:
         """Windows of the two phases of Trans and of Agg."""
@@ -147,12 +167,14 @@ class Twin:
         trans = (self.f.fnec_s, 0.0) if self.f.no_experts else (beside_s, self.f.fnec_s)
         return trans, (self.f.bnec_s, 2.0 * beside_s)
 
-    def felt_by_form(self, t: TransferSeconds, cover: tuple[float, float]) -> tuple[float, float]:
-        """Directly and in two phases."""
+    def felt_by_form(self, t: TransferSeconds, cover: tuple[float, float]) -> list[float]:
+        """Directly, in two phases, and in those of the node-once form."""
         window_s, c = cover[0] + cover[1], self.f.overlap_cost
-        direct_s = max(0.0, t.direct - window_s) + c * min(t.direct, window_s)
-        exposed_s = max(0.0, t.first - cover[0]) + max(0.0, t.second - cover[1])
-        return direct_s, exposed_s + c * (min(t.first, cover[0]) + min(t.second, cover[1]))
+        felt = [max(0.0, t.direct - window_s) + c * min(t.direct, window_s)]
+        for first, second in ((t.first, t.second), (t.once_first, t.once_second)):
+            exposed_s = max(0.0, first - cover[0]) + max(0.0, second - cover[1])
+            felt.append(exposed_s + c * (min(first, cover[0]) + min(second, cover[1])))
+        return felt
 
     def exposed_seconds(self, forward_s: float) -> tuple[float, float]:
         there, back = self.covers(forward_s)
@@ -218,9 +240,10 @@ class Twin:
         hidden = 0.0
         both = zip((self.trans, self.agg), self.covers(forward), strict=True)
         for phase, (t, cover) in enumerate(both):
-            direct_s, phases_s = self.felt_by_form(t, cover)
+            felt = self.felt_by_form(t, cover)
+            form = felt.index(min(felt))  # the first of the least
             # under products run the first phase of Trans and the second of Agg
-            longer = t[1 + phase] > cover[phase] if phases_s < direct_s else t.direct > cover[0] + cover[1]
+            longer = t[2 * form - 1 + phase] > cover[phase] if form else t.direct > cover[0] + cover[1]
             hidden += (phase + 1.0) * longer
         hidden = hidden * (1.0 - self.f.no_experts) * (1.0 - self.f.overlap_cost)
         self.reference = [max(forward, LEAST_S), *[max(longest, LEAST_S)] * (self.kinds - 1)]

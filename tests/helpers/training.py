@@ -19,7 +19,7 @@ from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import collective_for
 from prophet.ranks.threads import ThreadWorld
-from prophet.spec import Bias
+from prophet.spec import Bias, Topology
 from tests.helpers import oracle
 from tests.helpers.support import (
     RandomPlanner,
@@ -39,6 +39,7 @@ SCALE = 1 / 7  # any constant: a loss summed over tokens is defined for ranks wi
 class Case:
     """One training run. shapes: of each rank's ids. favourites: experts that every token prefers.
 
+    ranks_per_node: of nodes that share a port; None for one node.
     impl: the kernels that run; Triton's work in float32, the others' in float64 here. device: where the model is.
     """
 
@@ -57,6 +58,7 @@ class Case:
     announced: bool = True
     schedule: str = "block-wise"
     transfers: str = "auto"
+    ranks_per_node: int | None = None
     refetch: bool = False
     look_ahead_blocks: int = 2
     density: float = 0.6
@@ -137,9 +139,17 @@ class Case:
                 "slots_per_rank": self.slots,
                 "refetch": self.refetch,
                 "accumulation_steps": self.microbatches if self.announced else 1,
+                **self.machine(),
                 **options,
             }
         )
+
+    def machine(self) -> dict[str, Any]:
+        """Nodes that share a port, which moves as much as a rank does within its node; one node by default."""
+        if self.ranks_per_node is None:
+            return {}
+        port = Topology.uniform(self.ranks, ranks_per_node=self.ranks_per_node, port_bytes_per_s=10e9)
+        return {"topology": port}
 
     def experiment(self, **options: Any) -> Experiment:
         return Experiment(

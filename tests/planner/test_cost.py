@@ -145,16 +145,17 @@ def test_two_phase_transfer_is_taken_where_it_is_cheaper() -> None:
     one_node = Topology.uniform(4, intra=Link(bytes_per_s=1600.0, latency_s=0.25))
     everywhere = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])
     trans = transfer_seconds(everywhere, one_node, 1600)
-    assert trans == pytest.approx((0.25 + 3, 0.25 + 1, 0.25 + 2 / 3))
-    assert transfer_seconds(everywhere, one_node, 1600, sum_bytes=1600) == (trans.direct, trans.second, trans.first)
+    assert trans[:3] == pytest.approx((0.25 + 3, 0.25 + 1, 0.25 + 2 / 3))
+    mirrored = transfer_seconds(everywhere, one_node, 1600, sum_bytes=1600)
+    assert mirrored == TransferSeconds(trans.direct, trans.second, trans.first), "and nothing to cross once"
     # sums of half precisions go home in float32
     agg = transfer_seconds(everywhere, one_node, 1600, sum_bytes=3200)
-    assert agg == pytest.approx((trans.direct, trans.second, 0.25 + 2))
-    assert trans.two_phase(Cover(), 0.0)
+    assert agg[:3] == pytest.approx((trans.direct, trans.second, 0.25 + 2))
+    assert trans.form(Cover(), 0.0) == "two-phase"
     single = transfer_seconds(Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1)]), one_node, 1600)
-    assert single == pytest.approx((1.25, 1.25, 0.0))
-    assert not single.two_phase(Cover(), 0.0)
-    assert transfer_seconds(Placement.homes_only(4, 4), one_node, 1600) == (0.0, 0.0, 0.0)
+    assert single[:3] == pytest.approx((1.25, 1.25, 0.0))
+    assert single.form(Cover(), 0.0) == "direct"
+    assert transfer_seconds(Placement.homes_only(4, 4), one_node, 1600) == TransferSeconds(0.0, 0.0, 0.0)
 
 
 def test_copies_for_one_node_cross_once_in_two_phases() -> None:
@@ -162,23 +163,40 @@ def test_copies_for_one_node_cross_once_in_two_phases() -> None:
     ported = dataclasses.replace(FOUR, port_bytes_per_s=400.0)
     away = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 2), (0, 3)])
     found = transfer_seconds(away, ported, 1600)
-    assert found == pytest.approx((0.01 + 2 * 1600 / 400, 0.01 + 1600 / 400, 0.001 + 800 / 4000))
+    assert found[:3] == pytest.approx((0.01 + 2 * 1600 / 400, 0.01 + 1600 / 400, 0.001 + 800 / 4000))
 
 
 def test_a_form_that_takes_less_but_shows_more_is_not_taken() -> None:
     """Each phase is hidden by its own window; a direct transfer by both."""
     transfer = TransferSeconds(direct=10.0, first=3.0, second=4.0)
-    for cover, overlap_cost, felt_s, two_phase in (
-        (Cover(0.0, 0.0), 0.0, 7.0, True),
-        (Cover(3.0, 4.0), 0.0, 0.0, True),
-        (Cover(1.0, 8.0), 0.0, 1.0, False),
-        (Cover(8.0, 1.0), 0.0, 1.0, False),
-        (Cover(1.0, 7.0), 0.0, 2.0, True),  # alike, but fewer seconds
-        (Cover(1.0, 8.0), 0.5, 2.0 + 0.5 * 5.0, True),  # a direct one would cost 1 + 4.5
-        (Cover(20.0, 0.0), 0.0, 0.0, False),
+    for cover, overlap_cost, felt_s, form in (
+        (Cover(0.0, 0.0), 0.0, 7.0, "two-phase"),
+        (Cover(3.0, 4.0), 0.0, 0.0, "two-phase"),
+        (Cover(1.0, 8.0), 0.0, 1.0, "direct"),
+        (Cover(8.0, 1.0), 0.0, 1.0, "direct"),
+        (Cover(1.0, 7.0), 0.0, 2.0, "two-phase"),  # alike, but fewer seconds
+        (Cover(1.0, 8.0), 0.5, 2.0 + 0.5 * 5.0, "two-phase"),  # a direct one would cost 1 + 4.5
+        (Cover(20.0, 0.0), 0.0, 0.0, "direct"),
     ):
-        assert transfer.two_phase(cover, overlap_cost) == two_phase
+        assert transfer.form(cover, overlap_cost) == form
         assert transfer.exposed_seconds(cover, overlap_cost) == felt_s
+
+
+def test_crossing_once_is_one_more_form() -> None:
+    """It takes 5.5 seconds where the two-phase form takes 7, and yet may show more: its phases are less alike."""
+    transfer = TransferSeconds(direct=10.0, first=3.0, second=4.0, once_first=5.0, once_second=0.5)
+    for cover, felt_s, form in (
+        (Cover(0.0, 0.0), 5.5, "node-once"),
+        (Cover(1.0, 1.0), 4.0, "node-once"),
+        (Cover(3.0, 4.0), 0.0, "two-phase"),
+        (Cover(2.0, 4.0), 1.0, "two-phase"),
+        (Cover(5.0, 0.5), 0.0, "node-once"),
+        (Cover(5.0, 4.0), 0.0, "node-once"),  # alike, but fewer seconds
+    ):
+        assert transfer.form(cover, 0.0) == form
+        assert transfer.exposed_seconds(cover, 0.0) == felt_s
+    assert transfer.seconds("node-once") == 5.5
+    assert transfer.hidden(Cover(2.0, 4.0), "node-once") == 2.5
 
 
 def test_step_cost_counts_groups_windows_and_slow_ranks() -> None:

@@ -11,9 +11,10 @@ from prophet.experts.replica import ReplicaPool
 from prophet.ranks.collective import Collective
 from prophet.ranks.device.side_stream import SideStream
 from prophet.scheduler import replica_transfers
+from prophet.scheduler.pieces import HALVES as CUT
 from prophet.scheduler.pieces import agg_chunks
 from prophet.scheduler.replica_transfers import Agg
-from prophet.spec import Placement
+from prophet.spec import Groups, Placement
 from tests.helpers.support import on_threads
 
 RANKS = 8
@@ -24,7 +25,15 @@ def gradient(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def brought_home(group: Collective, dtype: torch.dtype, receivers: list[int], *, two_phase: bool) -> Tensor | None:
+def brought_home(
+    group: Collective,
+    dtype: torch.dtype,
+    receivers: list[int],
+    *,
+    two_phase: bool,
+    groups: Groups | None = None,
+    cut: tuple[int, ...] = CUT,
+) -> Tensor | None:
     """Rank 0 is the home of expert 0, whose replicas' gradients come home; its gradient afterwards, on rank 0."""
     bank = FeedForwardBank(4, 6, 1, bias=False, first_expert=group.rank, total_experts=RANKS, ep_size=RANKS).to(dtype)
     placement = Placement.with_replicas(tuple(range(RANKS)), RANKS, [(0, r) for r in receivers])
@@ -35,7 +44,8 @@ def brought_home(group: Collective, dtype: torch.dtype, receivers: list[int], *,
         p.grad = torch.zeros_like(p)
     if group.rank == 0:
         bank.add_flat_grads([(0, 0, bank.grad_numel, gradient(0, bank.grad_numel, dtype) * RANKS)])
-    chunks = agg_chunks(placement, group.rank, bank.grad_numel, two_phase=two_phase)
+    given = None if groups is None else {0: groups}
+    chunks = agg_chunks(placement, group.rank, bank.grad_numel, cut, two_phase=two_phase, groups=given)
     agg = Agg(chunks, bank, replicas, group, block=0, side=SideStream(bank.device))
     while not agg.complete:
         agg.launch_next()
@@ -43,13 +53,20 @@ def brought_home(group: Collective, dtype: torch.dtype, receivers: list[int], *,
     return torch.cat([p.grad.flatten() for p in bank.parameters() if p.grad is not None]) if group.rank == 0 else None
 
 
-def oracle(dtype: torch.dtype, receivers: list[int], numel: int) -> Tensor:
-    """The home's gradient and 1/R of the replicas' sum: of half precision the exact sum, rounded once."""
-    terms = [gradient(r, numel, dtype) for r in receivers]
+def oracle(dtype: torch.dtype, groups: Groups, numel: int) -> Tensor:
+    """The home's gradient and 1/R of the replicas' sum: of half precision the exact sum, rounded once.
+
+    Other precisions are added up in every group, then over groups, both in the order of ranks.
+    """
     wide = torch.float64 if dtype in HALVES else dtype
-    total = terms[0].to(wide)
-    for term in terms[1:]:
-        total = total + term.to(wide)
+
+    def added(terms: list[Tensor]) -> Tensor:
+        total, *others = terms
+        for term in others:
+            total = total + term
+        return total
+
+    total = added([added([gradient(r, numel, dtype).to(wide) for r in group]) for group in groups])
     home = (gradient(0, numel, dtype) * RANKS).mul(1 / RANKS)
     return home.to(wide).add(total, alpha=1 / RANKS).to(dtype)
 
@@ -64,12 +81,29 @@ def test_a_sum_is_rounded_once(
     monkeypatch.setattr(replica_transfers, "_SUMMED_AT_ONCE", at_once)
     found = on_threads(RANKS, lambda group: brought_home(group, dtype, receivers, two_phase=two_phase))[0]
     assert found is not None
-    assert torch.equal(found, oracle(dtype, receivers, found.numel()))
+    assert torch.equal(found, oracle(dtype, (tuple(receivers),), found.numel()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("groups", [((1, 2), (4, 5, 6, 7)), ((1,), (2, 3), (4, 5, 7)), ((5,), (6, 7))])
+@pytest.mark.parametrize("cut", [(0, 512, 1024), (0, 1024), (0, 200, 512, 700, 1024)])
+@pytest.mark.parametrize("at_once", [5, 1 << 20])
+def test_sums_of_several_groups_are_rounded_once(
+    dtype: torch.dtype, groups: Groups, cut: tuple[int, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of different sizes are cut at different elements, and their sums come home in different chunks."""
+    monkeypatch.setattr(replica_transfers, "_SUMMED_AT_ONCE", at_once)
+    receivers = [r for group in groups for r in group]
+    found = on_threads(
+        RANKS, lambda group: brought_home(group, dtype, receivers, two_phase=True, groups=groups, cut=cut)
+    )[0]
+    assert found is not None
+    assert torch.equal(found, oracle(dtype, groups, found.numel()))
 
 
 def test_the_oracle_tells_one_rounding_from_two() -> None:
     terms = [gradient(r, 1000, torch.bfloat16) for r in range(1, RANKS)]
     total = torch.stack([t.float() for t in terms]).sum(0).bfloat16()
     twice = gradient(0, 1000, torch.bfloat16).add(total, alpha=1 / RANKS)
-    once = oracle(torch.bfloat16, list(range(1, RANKS)), 1000)
+    once = oracle(torch.bfloat16, (tuple(range(1, RANKS)),), 1000)
     assert (twice != once).float().mean() > 0.05

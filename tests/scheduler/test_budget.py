@@ -181,6 +181,18 @@ def test_sums_of_half_precision_have_room() -> None:
     assert len(within_budget(at_home, [10], [10], [20], 66 + 20 - 1, [0])[0].replicas()) == 1
 
 
+def test_every_node_that_has_replicas_sends_a_sum() -> None:
+    placement = Placement.with_replicas([0] * 10, 10, [(0, r) for r in range(1, 10)])
+
+    def copies(node: list[int] | None) -> int:
+        # a replica takes 10 + 10 + 30 + 80; at home there are 20 for a sum and 10 for each other gradient of its node
+        return len(within_budget([placement], [10], [10], [20], 130, [0], node=node)[0].replicas())
+
+    assert copies(None) == copies([0] * 10) == 9
+    assert copies([0, 1, 1, 2, 2, 3, 3, 4, 4, 5]) == 8
+    assert copies([0, 1, 2, 3, 4, 5, 6, 7, 8, 8]) == 6
+
+
 class _InFlight(ForwardingCollective):
     """Notes the most bytes of replicas, and of what is in flight to and from them, that this rank had at a time."""
 
@@ -234,6 +246,9 @@ def _cases() -> Iterator[Any]:
         most = schedule == "block-wise" and ("uses" in variant or not variant)
         quick = transfers == "two-phase" and (most or (schedule == "look-ahead" and not variant))
         yield pytest.param(transfers, schedule, variant, marks=[] if quick else pytest.mark.slow)
+    # a node of two ranks, and one of one
+    yield pytest.param("node-once", "block-wise", {"ranks_per_node": 2})
+    yield pytest.param("node-once", "look-ahead", {"ranks_per_node": 2, "uses": 2})
 
 
 @pytest.mark.parametrize(("transfers", "schedule", "variant"), _cases())

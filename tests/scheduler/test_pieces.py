@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.scheduler.pieces import GRAIN, HALVES, Chunk, Form, agg_chunks, check_cut, cut_by_weights, trans_chunks
-from prophet.spec import Placement
+from prophet.spec import Groups, Placement, Topology, by_node
 
 
 @st.composite
@@ -19,6 +19,15 @@ def placements(draw: st.DrawFn) -> Placement:
     pairs = [(e, r) for e in range(len(home)) for r in range(ranks)]
     kept = draw(st.lists(st.sampled_from(pairs), max_size=24))
     return Placement.with_replicas(home, ranks, kept)
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> tuple[Placement, dict[int, Groups] | None]:
+    """A placement, and the groups of some of its experts' receivers: those of a node, of any size."""
+    p = draw(placements())
+    topology = Topology.uniform(p.ranks, ranks_per_node=draw(st.integers(1, p.ranks)))
+    apart = {e: by_node(found, topology) for e, found in p.receivers().items() if draw(st.booleans())}
+    return p, draw(st.sampled_from([None, apart, apart]))
 
 
 cuts = st.lists(st.integers(0, GRAIN), max_size=4).map(lambda inner: (0, *sorted(inner), GRAIN))
@@ -66,14 +75,17 @@ def play(chunks_of: list[tuple[Chunk, ...]], memory: list[dict[int, np.ndarray]]
 
 
 @QUICK
-@given(placements(), st.integers(1, 40), cuts, st.booleans())
-def test_trans_brings_every_replica_its_expert(p: Placement, numel: int, cut: tuple[int, ...], two: bool) -> None:
+@given(grouped(), st.integers(1, 40), cuts, st.booleans())
+def test_trans_brings_every_replica_its_expert(
+    given_: tuple[Placement, dict[int, Groups] | None], numel: int, cut: tuple[int, ...], two: bool
+) -> None:
+    p, groups = given_
     rng = np.random.default_rng(0)
     truth = rng.integers(1, 1 << 30, (p.experts, numel)).astype(np.float64)
     memory = [{e: np.full(numel, np.nan) for e in range(p.experts)} for _ in range(p.ranks)]
     for e in range(p.experts):
         memory[p.home[e]][e] = truth[e].copy()
-    chunks = [trans_chunks(p, r, numel, cut, two_phase=two) for r in range(p.ranks)]
+    chunks = [trans_chunks(p, r, numel, cut, two_phase=two, groups=groups) for r in range(p.ranks)]
     assert all(len(c) == len(cut) - 1 for c in chunks)
     play(chunks, memory, add=False)
     for r in range(p.ranks):
@@ -83,15 +95,19 @@ def test_trans_brings_every_replica_its_expert(p: Placement, numel: int, cut: tu
 
 
 @QUICK
-@given(placements(), st.integers(1, 40), cuts, st.booleans())
-def test_agg_brings_every_gradient_home_once(p: Placement, numel: int, cut: tuple[int, ...], two: bool) -> None:
+@given(grouped(), st.integers(1, 40), cuts, st.booleans())
+def test_agg_brings_every_gradient_home_once(
+    given_: tuple[Placement, dict[int, Groups] | None], numel: int, cut: tuple[int, ...], two: bool
+) -> None:
+    p, groups = given_
     rng = np.random.default_rng(1)
     memory = [{e: np.zeros(numel) for e in range(p.experts)} for _ in range(p.ranks)]
     for e in range(p.experts):
         for r in np.flatnonzero(p.holds[e]):
             memory[r][e] = rng.integers(1, 1000, numel).astype(np.float64)
     totals = [sum(memory[r][e] for r in np.flatnonzero(p.holds[e])) for e in range(p.experts)]
-    received = play([agg_chunks(p, r, numel, cut, two_phase=two) for r in range(p.ranks)], memory, add=True)
+    chunks = [agg_chunks(p, r, numel, cut, two_phase=two, groups=groups) for r in range(p.ranks)]
+    received = play(chunks, memory, add=True)
     for e in range(p.experts):
         for r in range(p.ranks):
             wanted = totals[e] if r == p.home[e] else np.zeros(numel)
@@ -145,6 +161,28 @@ def test_a_table() -> None:
         "1 home 1->0 [0,3)",
     ]
     assert shown(trans_chunks(p, 1, 7)) == ["0 direct 0->1 [0,3)", "1 direct 0->1 [3,7)"]
+
+
+def test_a_table_of_what_crosses_once() -> None:
+    """One expert of six elements at home on rank 0; of its replicas rank 1 shares the home's node, 2 and 3 another."""
+    p = Placement.with_replicas([0], 4, [(0, 1), (0, 2), (0, 3)])
+
+    def shown(chunks: tuple[Chunk, ...]) -> list[str]:
+        return [f"{x.phase} {p.source}->{p.target} [{p.start},{p.stop})" for c in chunks for x in c for p in x.recvs]
+
+    groups = {0: ((1,), (2, 3))}
+    assert [shown(trans_chunks(p, r, 6, two_phase=True, groups=groups)) for r in range(4)] == [
+        [],
+        ["scatter 0->1 [0,6)"],
+        ["scatter 0->2 [0,3)", "gather 3->2 [3,6)"],
+        ["scatter 0->3 [3,6)", "gather 2->3 [0,3)"],
+    ]
+    assert shown(agg_chunks(p, 0, 6, two_phase=True, groups=groups)) == [
+        "home 1->0 [0,6)",
+        "home 2->0 [0,3)",
+        "home 3->0 [3,6)",
+    ]
+    assert shown(agg_chunks(p, 2, 6, two_phase=True, groups=groups)) == ["reduce 2->2 [0,3)", "reduce 3->2 [0,3)"]
 
 
 def test_phases_meet_next_to_the_middle_of_the_cut() -> None:

@@ -24,7 +24,20 @@ from prophet.scheduler.simulate import (
     simulate,
     transfer_by_chunk,
 )
-from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
+from prophet.spec import (
+    FORM_NAMES,
+    FloatArray,
+    FormName,
+    Groups,
+    LayerShape,
+    Link,
+    Placement,
+    PlanContext,
+    Split,
+    Topology,
+    Windows,
+    grouped,
+)
 from tests.helpers.planner_cases import Case, cases
 from tests.helpers.schedules import compute_s, uniform_durations
 
@@ -360,18 +373,32 @@ def test_predicted_durations() -> None:
 
 
 @pytest.mark.parametrize("port_bytes_per_s", [None, 120.0])
-def test_chunks_of_both_forms_add_up_to_the_planners_cost(port_bytes_per_s: float | None) -> None:
+def test_chunks_of_all_forms_add_up_to_the_planners_cost(port_bytes_per_s: float | None) -> None:
     c = context()
     c = dataclasses.replace(c, topology=dataclasses.replace(c.topology, port_bytes_per_s=port_bytes_per_s))
+    seen: set[FormName] = set()
     for pairs in ([(0, 1), (0, 2), (0, 3), (3, 1)], [(1, 3)], []):
         placement = Placement.with_replicas(c.home, 4, pairs)
+        apart = grouped(placement, c.topology)
+        forms: list[tuple[FormName, dict[int, Groups]]] = [("direct", {}), ("two-phase", {})]
+        forms += [("node-once", apart)] * bool(apart)
+        seen.update(form for form, _ in forms)
         costs = transfer_seconds(placement, c.topology, 32), transfer_seconds(placement, c.topology, 32, sum_bytes=64)
         for cut in ((0, 256, 1024), (0, 1024), (0, 100, 512, 900, 1024)):
             for cost, sum_bytes in zip(costs, (None, 64), strict=True):
-                for two_phase in (False, True):
-                    chunks = transfer_by_chunk(placement, c.topology, 32, cut, two_phase=two_phase, sum_bytes=sum_bytes)
+                for form, groups in forms:
+                    chunks = transfer_by_chunk(
+                        placement,
+                        c.topology,
+                        32,
+                        cut,
+                        two_phase=form != "direct",
+                        groups=groups,
+                        sum_bytes=sum_bytes,
+                    )
                     assert chunks.shape == (len(cut) - 1, 4)
-                    assert chunks.max(axis=1).sum() == pytest.approx(cost.seconds(two_phase))
+                    assert chunks.max(axis=1).sum() == pytest.approx(cost.seconds(form))
+    assert seen == set(FORM_NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

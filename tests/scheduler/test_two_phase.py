@@ -11,8 +11,8 @@ import pytest
 from prophet.planner.model.cost import step_cost, transfer_seconds
 from prophet.ranks.collective import Coming, Done
 from prophet.ranks.operation import Operation
-from prophet.scheduler.forms import FormChooser, phase_cover
-from prophet.scheduler.pieces import GRAIN, HALVES, Form
+from prophet.scheduler.forms import FormChooser, Transfers, phase_cover
+from prophet.scheduler.pieces import GRAIN, HALVES, Form, agg_chunks, trans_chunks
 from prophet.scheduler.schedules import block_wise
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.windows import predicted_window_us
@@ -55,9 +55,66 @@ def test_both_forms_give_the_same_bits(schedule: str, variant: dict[str, object]
             same_bits(a, b)
 
 
-def test_both_forms_on_processes() -> None:
-    case = replace(CASE, transfers="two-phase", microbatches=1)
+@pytest.mark.parametrize("case", [
+    replace(CASE, transfers="two-phase", microbatches=1),
+    replace(CASE, transfers="node-once", ranks_per_node=2, refetch=True),
+])  # fmt: skip
+def test_two_phases_on_processes(case: Case) -> None:
     compare(expected(case), on_processes(4, train_in_process, case))
+
+
+# of four ranks the last node may have one; a copy of expert 0 is beside its home, two are in another node
+NODES = [(2, PAIRS), (3, [(0, 1), (0, 2), (0, 3), (7, 0), (7, 1), (3, 2), (3, 3)])]
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, {"refetch": True}, {"refetch": True, "uses": 2}])
+@pytest.mark.parametrize(("ranks_per_node", "pairs"), NODES)
+def test_what_crosses_once_gives_the_oracles_gradients(
+    variant: dict[str, object], ranks_per_node: int, pairs: list[tuple[int, int]]
+) -> None:
+    case = replace(CASE, transfers="node-once", ranks_per_node=ranks_per_node, **variant)  # type: ignore[arg-type]
+
+    def run(case: Case) -> list[list[Step]]:
+        return on_threads(4, lambda group: train(case, group, FixedPlanner(pairs)))
+
+    found = run(case)
+    compare(expected(case), found)
+    # a second run arrives in another order
+    for first, second in zip(found, run(case), strict=True):
+        for a, b in zip(first, second, strict=True):
+            same_bits(a, b)
+
+
+@pytest.mark.parametrize(("transfers", "once"), [("auto", True), ("two-phase", False), ("node-once", True)])
+def test_every_expert_has_the_groups_that_are_cheaper(transfers: Transfers, once: bool) -> None:
+    """Two nodes of four ranks behind ports. Expert 0 crosses once; the copies of expert 1 are in one node already."""
+    topology = Topology.uniform(
+        8, ranks_per_node=4, intra=Link(bytes_per_s=8e6), inter=Link(bytes_per_s=1e6), port_bytes_per_s=1e6
+    )
+    context = PlanContext(topology=topology, shape=LayerShape.feed_forward(dim=8, hidden=8), home=tuple(range(8)))
+    placement = Placement.with_replicas(context.home, 8, [(0, r) for r in range(1, 8)] + [(1, 5), (1, 6)])
+    form = FormChooser(transfers).form(placement, context)
+    assert form.two_phase_trans
+    assert form.two_phase_agg
+    apart = {0: ((1, 2, 3), (4, 5, 6, 7))} | ({1: ((5, 6),)} if transfers == "node-once" else {})
+    assert form.trans_groups == form.agg_groups == (apart if once else {})
+
+
+def test_ports_are_crossed_once_by_what_the_ranks_send() -> None:
+    """What the chunks list is what the model counts: bytes of every expert between the nodes."""
+    p = Placement.with_replicas([0] * 8, 8, [(0, r) for r in range(1, 8)])
+    groups = {0: ((1, 2, 3), (4, 5, 6, 7))}
+    for chunks_of in (trans_chunks, agg_chunks):
+        for given, crossing in ((groups, 840), ({}, 840 * 4 // 7 + 2 * 3 * 4 * 840 // 7)):
+            crossed = sum(
+                piece.size
+                for rank in range(8)
+                for chunk in chunks_of(p, rank, 840, two_phase=True, groups=given)
+                for exchange in chunk
+                for piece in exchange.sends
+                if piece.source // 4 != piece.target // 4
+            )
+            assert crossed == crossing
 
 
 @pytest.mark.parametrize("arrived", [True, False])
@@ -116,7 +173,7 @@ def test_the_cheaper_form_is_taken() -> None:
 
     for placement, two_phase in ((many, True), (one, False)):
         sizes = placement, topology, context.shape.expert_bytes
-        trans, agg = chooser.prepare(placement, context)
+        _, trans, agg = chooser.prepare(placement, context)
         assert trans == pytest.approx(transfer_seconds(*sizes))
         assert agg == pytest.approx(transfer_seconds(*sizes, sum_bytes=sizes[-1]))
         for _ in range(2):
@@ -133,7 +190,7 @@ def test_a_form_that_is_cheaper_but_hides_less_is_not_taken() -> None:
     seconds = TransferSeconds(direct=10.0, first=3.0, second=3.0)
 
     def taken(cut: tuple[int, ...], cover_s: float) -> bool:
-        return seconds.two_phase(phase_cover(cut, cover_s), 0.0)
+        return seconds.form(phase_cover(cut, cover_s), 0.0) == "two-phase"
 
     even, uneven = HALVES, (0, GRAIN // 8, GRAIN)
     assert taken(even, 0.0)

@@ -27,12 +27,19 @@ struct PhaseWindows {
     double growth() const { return first.growth + second.growth; }
 };
 
-// Seconds of a Trans or an Agg: directly, and in each phase of its two-phase form. Twin of the type of this name in
+// Seconds of a form's two phases.
+struct Phases {
+    double first_s;
+    double second_s;
+};
+
+// Seconds of a Trans or an Agg: directly, and in each phase of its other forms. Twin of the type of this name in
 // `prophet.spec`.
 struct TransferSeconds {
     double direct_s;
-    double first_s;
-    double second_s;
+    Phases two_phase;
+    Phases once;  // of no meaning where `counts_once` is false
+    bool counts_once;
 };
 
 // Seconds by which one transfer lengthens a step, and how many of them one more second of forward products would hide.
@@ -71,10 +78,17 @@ struct Phase {
 // first phase's bytes or, of Trans, those of either.
 TransferSeconds transfer_seconds(const Busiest& busiest, const Phase& first, const Phase& second,
                                  const Figures& figures) {
-    const auto moved_s = [&](const Phase& phase) {
-        return exchange_seconds(busiest.units[phase.near], busiest.units[phase.near + 1], phase.n_bytes, figures);
+    const auto moved_s = [&](Int near, double n_bytes) {
+        return exchange_seconds(busiest.units[near], busiest.units[near + 1], n_bytes, figures);
     };
-    return {moved_s({DIRECT_NEAR, first.n_bytes}), moved_s(first), moved_s(second)};
+    // The kinds of the node-once form follow in the same order.
+    constexpr Int ONCE = ONCE_SCATTER_NEAR - SCATTER_NEAR;
+    Phases once{0.0, 0.0};
+    if (busiest.once) once = {moved_s(first.near + ONCE, first.n_bytes), moved_s(second.near + ONCE, second.n_bytes)};
+    return {moved_s(DIRECT_NEAR, first.n_bytes),
+            {moved_s(first.near, first.n_bytes), moved_s(second.near, second.n_bytes)},
+            once,
+            busiest.once};
 }
 
 // What hides Trans: the experts of the block before, then the rest of that block. No experts come before those of a
@@ -101,10 +115,10 @@ Exposed exposed_direct(const TransferSeconds& transfer, const PhaseWindows& wind
     return {exposed_s + overlap_cost * covered_s, direct_s > window_s ? windows.growth() : 0.0};
 }
 
-// The same in two phases. Each has its own window: the second sends on what the first has brought, so it cannot start
+// The same in two phases, of either form. Each has its own window: the second sends on what the first has brought, so it cannot start
 // early where the first one's window has room.
-Exposed exposed_two_phase(const TransferSeconds& transfer, const PhaseWindows& windows, double overlap_cost) {
-    const double first_s = transfer.first_s, second_s = transfer.second_s;
+Exposed exposed_in_phases(const Phases& phases, const PhaseWindows& windows, double overlap_cost) {
+    const double first_s = phases.first_s, second_s = phases.second_s;
     const Window &under_first = windows.first, &under_second = windows.second;
     const double exposed_s =
         std::max(0.0, first_s - under_first.seconds) + std::max(0.0, second_s - under_second.seconds);
@@ -115,11 +129,14 @@ Exposed exposed_two_phase(const TransferSeconds& transfer, const PhaseWindows& w
     return {exposed_s + overlap_cost * covered_s, hidden};
 }
 
-// The form that lengthens the step less, the direct one where both do alike.
-Exposed exposed_in_better_form(const TransferSeconds& transfer, const PhaseWindows& windows, double overlap_cost) {
-    const Exposed direct = exposed_direct(transfer, windows, overlap_cost);
-    const Exposed two_phase = exposed_two_phase(transfer, windows, overlap_cost);
-    return two_phase.seconds >= direct.seconds ? direct : two_phase;
+// The form that lengthens the step least, of several alike the first.
+Exposed exposed_in_best_form(const TransferSeconds& transfer, const PhaseWindows& windows, double overlap_cost) {
+    Exposed best = exposed_direct(transfer, windows, overlap_cost);
+    const Exposed two_phase = exposed_in_phases(transfer.two_phase, windows, overlap_cost);
+    if (two_phase.seconds < best.seconds) best = two_phase;
+    if (!transfer.counts_once) return best;
+    const Exposed once = exposed_in_phases(transfer.once, windows, overlap_cost);
+    return once.seconds < best.seconds ? once : best;
 }
 
 // Seconds by which Trans and Agg lengthen a step beside so many seconds of forward products (the last two terms of
@@ -131,10 +148,32 @@ ExposedSeconds exposed_seconds(const Busiest& busiest, double forward_s, const F
         transfer_seconds(busiest, {SCATTER_NEAR, figures.param_bytes}, {GATHER_NEAR, figures.param_bytes}, figures);
     const TransferSeconds agg =
         transfer_seconds(busiest, {GATHER_NEAR, figures.grad_bytes}, {SCATTER_NEAR, figures.sum_bytes}, figures);
-    const Exposed of_trans = exposed_in_better_form(trans, windows_over_trans(forward_s, figures), taken);
-    const Exposed of_agg = exposed_in_better_form(agg, windows_over_agg(forward_s, figures), taken);
+    const Exposed of_trans = exposed_in_best_form(trans, windows_over_trans(forward_s, figures), taken);
+    const Exposed of_agg = exposed_in_best_form(agg, windows_over_agg(forward_s, figures), taken);
     // A second that is hidden still costs `taken` of it.
     return {of_trans.seconds, of_agg.seconds, (of_trans.hidden + of_agg.hidden) * (1.0 - taken)};
+}
+
+// Whether an expert gains by groups that are the replicas of every node, which `in_node` has: where those take less time
+// between nodes than one group of all. Twin of `crosses_once` in `prophet/spec/routes.py`.
+bool crosses_once(const Flow& flow, Int home) {
+    const double port_share = flow.problem->figures.port_share, alone = std::max(1.0, port_share);
+    const Int nodes = flow.problem->nodes(), here = flow.in_node[flow.node_R[home]];
+    Int copies = 0, groups = 0, most = 0;
+    for (Int v = 0; v < nodes; v++) {
+        copies += flow.in_node[v];
+        groups += flow.in_node[v] > 0;
+        most = std::max(most, flow.in_node[v]);
+    }
+    if (groups < 2 || most < 2) return false;
+    double gather = 0.0;
+    for (Int v = 0; v < nodes; v++) {
+        const Int k = flow.in_node[v];
+        if (k == 0) continue;
+        gather = std::max(gather, static_cast<double>(copies - k) * std::max(1.0, static_cast<double>(k) * port_share));
+    }
+    const double scatter = static_cast<double>(copies - here) * alone;
+    return static_cast<double>(copies * (groups - (here > 0))) * alone < scatter + gather;
 }
 
 // Calls `use(arc, rank)` for the replicas of expert j.
@@ -148,6 +187,28 @@ void relink(Flow& flow, Int a, Int target) {
     Int k = flow.expert_A[a];
     while (flow.next_A[k] != a) k = flow.next_A[k];
     flow.next_A[k] = target;
+}
+
+// The same in the node-once form, where `in_node` has an expert's `n` replicas.
+void count_once(Flow& flow, Int home, ConstInts ranks, Int n, double sign) {
+    ConstInts node_R = flow.node_R;
+    const bool once = crosses_once(flow, home);
+    for (Int d : ranks) {
+        if (d == home) continue;
+        const Int level = node_R[d] == node_R[home] ? 0 : 1, near = flow.in_node[node_R[d]], group = once ? near : n;
+        const double part = sign / static_cast<double>(group);
+        if (!once) flow.sent[ONCE_SCATTER_NEAR + level][home] += part;
+        flow.received[ONCE_SCATTER_NEAR + level][d] += part;
+        for (FloatGrid side : {flow.sent, flow.received}) {
+            side[ONCE_GATHER_NEAR][d] += static_cast<double>(near - 1) * part;
+            side[ONCE_GATHER_FAR][d] += static_cast<double>(group - near) * part;
+        }
+    }
+    // Whole copies: sums of parts of several sizes would depend on the order of the replicas.
+    for (Int v = 0; once && v < flow.problem->nodes(); v++) {
+        const Int level = v == node_R[home] ? 0 : 1;
+        if (flow.in_node[v] > 0) flow.sent[ONCE_SCATTER_NEAR + level][home] += sign;
+    }
 }
 
 }  // namespace
@@ -172,11 +233,13 @@ Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Works
     }
     flow.far_out = ports ? room.floats(ranks) : flow.price[OUT_FAR];
     flow.far_in = ports ? room.floats(ranks) : flow.price[IN_FAR];
+    const bool levels = problem.nodes() > 1 && problem.nodes() < ranks;
+    const Int kinds = levels ? Int{COPIES_WITH_ONCE} : Int{COPIES};
     for (FloatGrid* grid : {&flow.port_sent, &flow.port_received}) {
-        if (ports) *grid = room.floats(COPIES, problem.nodes());
+        if (ports) *grid = room.floats(kinds, problem.nodes());
     }
     for (FloatGrid* grid : {&flow.sent, &flow.received}) {
-        *grid = room.floats(COPIES, ranks);
+        *grid = room.floats(kinds, ranks);
         grid->flat().fill(0.0);
     }
     for (Int r = 0; r < ranks; r++) {
@@ -267,7 +330,8 @@ void count_copies(Flow& flow, Int home, ConstInts ranks, double sign) {
         n++;
         in_node[node_R[d]]++;
     }
-    // In two phases the home scatters one copy, a part for each replica, and the replicas exchange their parts.
+    // The home scatters a copy, a part for each replica, and in the gather every replica sends its part to all others and
+    // receives theirs.
     double part = sign / static_cast<double>(n);
     for (Int d : ranks) {
         if (d == home) continue;
@@ -276,12 +340,12 @@ void count_copies(Flow& flow, Int home, ConstInts ranks, double sign) {
         flow.received[DIRECT_NEAR + level][d] += sign;
         flow.sent[SCATTER_NEAR + level][home] += part;
         flow.received[SCATTER_NEAR + level][d] += part;
-        // In the gather every replica sends its part to all others and receives theirs.
         for (FloatGrid side : {flow.sent, flow.received}) {
             side[GATHER_NEAR][d] += static_cast<double>(near - 1) * part;
             side[GATHER_FAR][d] += static_cast<double>(n - near) * part;
         }
     }
+    if (flow.counts_once()) count_once(flow, home, ranks, n, sign);
     for (Int d : ranks) in_node[node_R[d]] = 0;
 }
 
@@ -308,7 +372,8 @@ void price_port(const Flow& flow, Int node) {
 }
 
 void count_busiest(Flow& flow) {
-    for (Int i = 0; i < COPIES; i++) {
+    flow.busiest.once = flow.counts_once();
+    for (Int i = 0; i < flow.sent.rows; i++) {
         ConstFloats sent = flow.sent[i], received = flow.received[i];
         double most = 0.0;
         for (Int r = 0; r < sent.size; r++) most = std::max({most, sent[r], received[r]});
@@ -316,7 +381,7 @@ void count_busiest(Flow& flow) {
     }
     if (!flow.ports()) return;
     const Figures& figures = flow.problem->figures;
-    for (Int i : {DIRECT_FAR, SCATTER_FAR, GATHER_FAR}) {
+    for (Int i = DIRECT_FAR; i < flow.sent.rows; i += 2) {
         Floats out = flow.port_sent[i], in = flow.port_received[i];
         out.fill(0.0);
         in.fill(0.0);
@@ -377,38 +442,47 @@ Seconds reprice(Flow& flow, Int q) {
     return {step_s(longest_s), step_s(norm_s), longest_s[0], exposed.both()};
 }
 
-double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together, double forward_s) {
-    Int home = flow.rank_A[j];
+double exposed_with(const Flow& flow, Int j, Int rank, double forward_s) {
+    const Int home = flow.rank_A[j], from = flow.node_R[home], to = flow.node_R[rank], level = from == to ? 0 : 1;
     Busiest with = flow.busiest;
     // An estimate: the parts of the expert's other replicas get smaller, and are left as they are.
     const auto raise = [&](Int kind, double sent, double received) {
         with.units[kind] = std::max(with.units[kind], std::max(sent, received));
     };
-    Int level = flow.node_R[rank] == flow.node_R[home] ? 0 : 1;
-    double share = 1.0 / static_cast<double>(copies + 1);
+    Int copies = 0;
+    for (Int a = flow.next_A[j]; a >= 0; a = flow.next_A[a]) copies++;
+    const auto raise_port = [&](Int kind, Int node, double out, double in) {
+        if (!flow.ports()) return;
+        const double share = flow.problem->figures.port_share;
+        raise(kind, (flow.port_sent[kind][node] + out) * share, (flow.port_received[kind][node] + in) * share);
+    };
     raise(DIRECT_NEAR + level, flow.sent[DIRECT_NEAR + level][home] + 1.0,
           flow.received[DIRECT_NEAR + level][rank] + 1.0);
-    double scattered = copies == 0 ? flow.sent[SCATTER_NEAR + level][home] + 1.0 : 0.0;
-    raise(SCATTER_NEAR + level, scattered, flow.received[SCATTER_NEAR + level][rank] + share);
-    if (copies > 0) {
-        Int gather = together && level == 0 ? Int{GATHER_NEAR} : Int{GATHER_FAR};
-        raise(gather, flow.sent[gather][rank] + static_cast<double>(copies) * share, 0.0);
+    if (level > 0) {
+        raise_port(DIRECT_FAR, from, 1.0, 0.0);
+        raise_port(DIRECT_FAR, to, 0.0, 1.0);
     }
-    if (flow.ports()) {
-        const Figures& figures = flow.problem->figures;
-        const Int from = flow.node_R[home], to = flow.node_R[rank];
-        const auto raise_port = [&](Int kind, Int node, double out, double in) {
-            raise(kind, (flow.port_sent[kind][node] + out) * figures.port_share,
-                  (flow.port_received[kind][node] + in) * figures.port_share);
-        };
+    // Joins a group of so many `others`, whose scatter begins with the kind `near`; `crosses`: parts of theirs do.
+    const auto join = [&](Int near, Int others, bool crosses) {
+        const double share = 1.0 / static_cast<double>(others + 1), parts = static_cast<double>(others) * share;
+        const double scattered = others == 0 ? flow.sent[near + level][home] + 1.0 : 0.0;
+        raise(near + level, scattered, flow.received[near + level][rank] + share);
+        const Int gather = near + 2 + (crosses ? 1 : 0);
+        if (others > 0) raise(gather, flow.sent[gather][rank] + parts, 0.0);
         if (level > 0) {
-            raise_port(DIRECT_FAR, from, 1.0, 0.0);
-            raise_port(DIRECT_FAR, to, 0.0, 1.0);
-            raise_port(SCATTER_FAR, from, copies == 0 ? 1.0 : 0.0, 0.0);
-            raise_port(SCATTER_FAR, to, 0.0, share);
+            raise_port(near + 1, from, others == 0 ? 1.0 : 0.0, 0.0);
+            // A group of the rank's own node has been sent all of its parts through this port.
+            raise_port(near + 1, to, 0.0, crosses || others == 0 ? share : 0.0);
         }
-        const double parts = static_cast<double>(copies) * share;
-        if (copies > 0 && !(together && level == 0)) raise_port(GATHER_FAR, to, parts, parts);
+        if (others > 0 && crosses) raise_port(gather, to, parts, parts);
+    };
+    const Int near = flow.in_node[to];
+    join(SCATTER_NEAR, copies, near != copies);
+    if (with.once) {
+        flow.in_node[to]++;
+        const bool once = crosses_once(flow, home);
+        flow.in_node[to]--;
+        join(ONCE_SCATTER_NEAR, once ? near : copies, !once && near != copies);
     }
     return exposed_seconds(with, forward_s, flow.problem->figures).both();
 }

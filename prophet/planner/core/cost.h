@@ -27,9 +27,25 @@ inline constexpr double FORWARD_AND_BACKWARD = 3.0;
 inline constexpr Int NOWHERE = -1;
 
 // Copies that a rank moves for Trans, or for Agg, which mirrors it: direct, scatter, gather, each within and between nodes.
-enum Copies : Int { DIRECT_NEAR, DIRECT_FAR, SCATTER_NEAR, SCATTER_FAR, GATHER_NEAR, GATHER_FAR, COPIES };
+// In two phases all replicas of an expert are a group, whose parts are scattered and gathered; in the node-once form those
+// of every node are, where an expert gains by it. It is counted where there are levels: `COPIES_WITH_ONCE`.
+enum Copies : Int {
+    DIRECT_NEAR,
+    DIRECT_FAR,
+    SCATTER_NEAR,
+    SCATTER_FAR,
+    GATHER_NEAR,
+    GATHER_FAR,
+    COPIES,
+    ONCE_SCATTER_NEAR = COPIES,
+    ONCE_SCATTER_FAR,
+    ONCE_GATHER_NEAR,
+    ONCE_GATHER_FAR,
+    COPIES_WITH_ONCE
+};
 struct Busiest {
-    double units[COPIES];
+    double units[COPIES_WITH_ONCE];
+    bool once;  // whether the node-once form is counted
 };
 
 // Seconds.
@@ -77,19 +93,20 @@ struct Flow {
     FloatGrid price;           // [K, R] what one more token adds to the step
     FloatGrid work;            // [K, R] the powers that the norms are made of
     Floats far_out, far_in;    // [R] the price of OUT_FAR and IN_FAR with that of the node's port; without ports the same
-    FloatGrid sent, received;  // [COPIES, R]
-    FloatGrid port_sent, port_received;  // [COPIES, nodes] the same of nodes, where they have ports
+    FloatGrid sent, received;  // [COPIES or COPIES_WITH_ONCE, R]
+    FloatGrid port_sent, port_received;  // the same [.., nodes], where nodes have ports
     Busiest busiest;           // of all ranks
     Scale scale;
     Ints next_A, rank_A, expert_A;
     IntGrid tokens_AR;
     Int arcs;      // in use; the arrays may have room for more
-    Ints in_node;  // [R] zeros, for one use
+    Ints in_node;  // [R] zeros, for one use: replicas of an expert by node
     Ints listed;   // [R] for one use
 
     Int ranks() const { return node_R.size; }
     Int experts() const { return chosen_J.size; }
     bool ports() const { return busy.rows > RESOURCES; }
+    bool counts_once() const { return sent.rows > COPIES; }
     bool replicated(Int j) const { return next_A[j] >= 0; }
     Int level(Int from, Int to) const { return node_R[from] == node_R[to] ? Int{OUT_NEAR} : Int{OUT_FAR}; }
     // The resource of `rank` that sends to the holder; NOWHERE for what stays on the rank.
@@ -199,9 +216,9 @@ inline double bend_of(const Flow& flow, Int k, Int r, Int q) {
     return static_cast<double>(q) * flow.price[k][r] * c / (std::max(flow.busy[k][r], 1.0) * c + flow.base[k][r]);
 }
 
-// Seconds of Trans and Agg that show with a further copy of expert j, beside products of so many seconds. It has
-// `copies` replicas, all in the home's node if `together`.
-double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together, double forward_s);
+// Seconds of Trans and Agg that show with a further copy of expert j, beside products of so many seconds. `in_node` has
+// its present replicas by node.
+double exposed_with(const Flow& flow, Int j, Int rank, double forward_s);
 
 // The cost of what is busy, where rank r computes groups_R[r] experts.
 Cost cost_of(const Flow& flow, ConstInts groups_R);

@@ -16,8 +16,8 @@ Growth::Growth(const Problem& problem, const Placement& from, ConstInts chosen_J
     for (Int slots : from.free_R) most += slots;
     flow = make_flow(problem, chosen_J, std::min(from.replicas + most, problem.experts() * ranks), room);
     fill_homes(flow);
-    others_sent = room.floats(COPIES, ranks);
-    others_received = room.floats(COPIES, ranks);
+    others_sent = room.floats(flow.sent.rows, ranks);
+    others_received = room.floats(flow.sent.rows, ranks);
     promise_J = room.floats(chosen_J.size);
     for (Floats* by_rank : {&gain_R, &near_R, &far_R}) *by_rank = room.floats(ranks);
     if (chosen_J.size < problem.experts()) {
@@ -167,18 +167,14 @@ void Growth::gains_of(Int expert) {
 }
 
 void Growth::best_of(Int j, const Seconds& now, Choice& best) {
-    Int copies = -1;
-    bool together = true;  // all in the home's node
-    for (Int a = j; a >= 0; a = flow.next_A[a]) {
-        copies++;
-        together = together && flow.node_R[flow.rank_A[a]] == flow.node_R[flow.rank_A[j]];
-    }
+    for (Int a = flow.next_A[j]; a >= 0; a = flow.next_A[a]) flow.in_node[flow.node_R[flow.rank_A[a]]]++;
     gains_of(j);
     for (Int d = first_rank; d < last_rank; d++) {
         if (free_R[d] <= 0 || gain_R[d] <= best.value || flow.has(j, d)) continue;
-        const double value = gain_R[d] - (exposed_with(flow, j, d, copies, together, now.forward) - now.exposed);
+        const double value = gain_R[d] - (exposed_with(flow, j, d, now.forward) - now.exposed);
         if (value > best.value) best = {j, d, value};
     }
+    for (Int a = flow.next_A[j]; a >= 0; a = flow.next_A[a]) flow.in_node[flow.node_R[flow.rank_A[a]]] = 0;
 }
 
 Growth::Choice Growth::most_valuable(const Seconds& now) {

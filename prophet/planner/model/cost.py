@@ -13,12 +13,15 @@ This file is the definition; `core/cost.cpp` is the compiled twin, the only plac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
 from prophet.errors import SpecError
 from prophet.spec import (
     FloatArray,
+    Groups,
     IntArray,
     Link,
     Placement,
@@ -27,6 +30,8 @@ from prophet.spec import (
     StepCost,
     Topology,
     TransferSeconds,
+    grouped,
+    transfer_pairs,
 )
 
 # Dispatch and combine, forward and backward
@@ -130,10 +135,11 @@ def link_seconds(link: Link, sent: Traffic, received: Traffic) -> float:
 def transfer_seconds(
     placement: Placement, topology: Topology, n_bytes: float, *, sum_bytes: float | None = None
 ) -> TransferSeconds:
-    """Return the seconds of a layer's Trans or Agg in both forms (Eq. 4 and 5, with real messages).
+    """Return the seconds of a layer's Trans or Agg in all forms (Eq. 4 and 5, with real messages).
 
-    Direct: the home sends every replica a whole copy. Two-phase: it scatters one copy over its n replicas,
-    which then exchange their n-th parts among themselves. A layer takes one form as a whole.
+    Direct: the home sends every replica a whole copy. Two-phase: it scatters one copy over its n replicas, which then
+    exchange their n-th parts among themselves. Node-once: where that is cheaper for an expert, its replicas in every
+    node do so. A layer takes one form as a whole.
 
     Args:
         placement: The experts and their replicas.
@@ -143,22 +149,15 @@ def transfer_seconds(
             for Trans.
     """
     home_bytes = n_bytes if sum_bytes is None else sum_bytes
-    ranks = placement.ranks
-    direct = np.zeros((ranks, ranks))
-    scatter = np.zeros((ranks, ranks))
-    gather = np.zeros((ranks, ranks))
-    mask = placement.replica_mask()
-    for expert in np.flatnonzero(mask.any(axis=1)):
-        receivers = np.flatnonzero(mask[expert])
-        part = n_bytes / receivers.size
-        home = placement.home[expert]
-        direct[home, receivers] += n_bytes
-        scatter[home, receivers] += home_bytes / receivers.size
-        gather[np.ix_(receivers, receivers)] += part
-    # A receiver has its own part already
-    np.fill_diagonal(gather, 0.0)
-    direct_s, scatter_s, gather_s = (exchange_seconds(pairs, topology) for pairs in (direct, scatter, gather))
-    return TransferSeconds(direct_s, *((scatter_s, gather_s) if sum_bytes is None else (gather_s, scatter_s)))
+
+    def seconds(groups: Mapping[int, Groups]) -> tuple[float, float, float]:
+        moved = transfer_pairs(placement, groups, n_bytes, home_bytes)
+        direct_s, scatter_s, gather_s = (exchange_seconds(pairs, topology) for pairs in moved)
+        return (direct_s, scatter_s, gather_s) if sum_bytes is None else (direct_s, gather_s, scatter_s)
+
+    groups = grouped(placement, topology)
+    # The direct form is the same
+    return TransferSeconds(*seconds({}), *(seconds(groups)[1:] if groups else ()))
 
 
 def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:
@@ -208,6 +207,6 @@ def step_cost(
         expert_s=FORWARD_AND_BACKWARD * forward_s,
         exposed_trans_s=trans.exposed_seconds(over_trans, taken),
         exposed_agg_s=agg.exposed_seconds(over_agg, taken),
-        trans_s=trans.seconds(trans.two_phase(over_trans, taken)),
-        agg_s=agg.seconds(agg.two_phase(over_agg, taken)),
+        trans_s=trans.seconds(trans.form(over_trans, taken)),
+        agg_s=agg.seconds(agg.form(over_agg, taken)),
     )

@@ -48,7 +48,7 @@ def unhidden_seconds(
     windows, taken = context.windows, context.topology.overlap_cost
     forward_s = compute_seconds(split.by_expert(), context)
     over_trans = windows.over_trans(forward_s)
-    exposed_s = trans.exposed(over_trans, trans.two_phase(over_trans, taken))
+    exposed_s = trans.exposed(over_trans, trans.form(over_trans, taken))
     return exposed_s + agg.exposed_seconds(windows.over_agg(forward_s), taken)
 
 
@@ -107,7 +107,7 @@ def settled_cost(
         return split, cost
     # The hidden part of Trans has been sent for nothing, which lengthens the step by what hiding costs
     cover = context.windows.over_trans(cost.expert_s / FORWARD_AND_BACKWARD)
-    sent_s = trans.hidden(cover, trans.two_phase(cover, topology.overlap_cost))
+    sent_s = trans.hidden(cover, trans.form(cover, topology.overlap_cost))
     homes = context.homes_only()
     alone = Split.to_homes(load, homes)
     without = step_cost(alone, homes, context)

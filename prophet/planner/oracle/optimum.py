@@ -147,7 +147,7 @@ def _build(
     Args:
         load: Tokens [R, E].
         context: The machine and the layer, with times in a unit that suits the solver.
-        forms: Whether Trans and whether Agg is two-phase.
+        forms: Whether Trans and whether Agg has two phases.
 
     Returns:
         The program, and its replica variables by expert and rank.
@@ -206,15 +206,18 @@ def _build(
     # Four all-to-alls per step
     for variable in a2a:
         program.price[variable] = 4.0
-    direct, scatter, gather = _transfers(program, copy, context, any(forms))
+    has_levels = context.topology.has_levels
+    trans = _transfers(program, copy, context, forms[0] if has_levels else any(forms))
+    # Without levels there is one choice of groups, and one set of variables is enough
+    agg = _transfers(program, copy, context, forms[1]) if has_levels else trans
     under = context.windows
     # The share of the forward products that runs beside Trans: all or nothing
     beside = float(under.experts)
-    whole = ((direct, beside, under.fnec_s),), ((direct, 2.0 * beside, under.bnec_s),)
+    whole = ((trans[0], beside, under.fnec_s),), ((agg[0], 2.0 * beside, under.bnec_s),)
     first, second = ((beside, 0.0), (0.0, under.fnec_s)) if under.experts else ((0.0, under.fnec_s), (0.0, 0.0))
     phases = (
-        ((scatter, *first), (gather, *second)),
-        ((gather, 0.0, under.bnec_s), (scatter, 2.0 * beside, 0.0)),
+        ((trans[1], *first), (trans[2], *second)),
+        ((agg[2], 0.0, under.bnec_s), (agg[1], 2.0 * beside, 0.0)),
     )
     most, taken = float(max(1, len(copy))) * ranks, topology.overlap_cost
     # Of the first phase, or of the direct form, and of the second phase
@@ -236,11 +239,14 @@ def _transfers(
 ) -> tuple[dict[tuple[int, int], Terms], ...]:
     """Describe the copies moved from rank to rank: directly, in the scatter, in the gather among receivers.
 
+    In two phases the solver may choose every expert's groups: all replicas, or those of every node. The two-phase and
+    the node-once form of the model are two of these choices, so the optimum bounds both.
+
     Args:
         program: Gets the variables that two phases need.
         copy: Replica variables by expert and rank.
         context: The homes.
-        two_phase: Whether a transfer takes that form; else the last two are empty.
+        two_phase: Whether a transfer has two phases; else the last two are empty.
     """
     direct: dict[tuple[int, int], Terms] = {}
     scatter: dict[tuple[int, int], Terms] = {}
@@ -251,27 +257,62 @@ def _transfers(
         by_expert.setdefault(e, []).append((r, v))
     if not two_phase:
         return direct, scatter, gather
+    topology = context.topology
     for e, receivers in by_expert.items():
-        # chosen[n] is 1 where expert e has n replicas; products of binaries are linear with one variable each
-        chosen = [program.variable(upper=1.0, integer=True) for _ in range(len(receivers) + 1)]
-        program.require(dict.fromkeys(chosen, 1.0), low=1.0, high=1.0)
-        program.require(
-            _plus(({v: 1.0 for _, v in receivers}, 1.0), ({c: float(n) for n, c in enumerate(chosen)}, -1.0)),
-            low=0.0,
-            high=0.0,
-        )
+        home = context.home[e]
+        nodes: dict[int, list[tuple[int, int]]] = {}
         for r, v in receivers:
-            for n in range(1, len(chosen)):
-                part = program.variable(upper=1.0)
-                program.require({v: 1.0, chosen[n]: 1.0, part: -1.0}, high=1.0)
-                scatter.setdefault((context.home[e], r), {})[part] = 1.0 / n
-        for (r, v), (q, w) in itertools.combinations(receivers, 2):
-            for n in range(2, len(chosen)):
-                part = program.variable(upper=1.0)
-                program.require({v: 1.0, w: 1.0, chosen[n]: 1.0, part: -1.0}, high=2.0)
-                gather.setdefault((r, q), {})[part] = 1.0 / n
-                gather.setdefault((q, r), {})[part] = 1.0 / n
+            nodes.setdefault(topology.node_of(r), []).append((r, v))
+        if len(nodes) == 1 or max(map(len, nodes.values())) == 1:
+            _group(program, home, receivers, {}, scatter, gather)
+            continue
+        # 1 where the groups are those of every node
+        once = program.variable(upper=1.0, integer=True)
+        _group(program, home, receivers, {once: -1.0}, scatter, gather)
+        for found in nodes.values():
+            _group(program, home, found, {once: 1.0}, scatter, gather)
     return direct, scatter, gather
+
+
+def _group(
+    program: _Program,
+    home: int,
+    receivers: list[tuple[int, int]],
+    where: Terms,
+    scatter: dict[tuple[int, int], Terms],
+    gather: dict[tuple[int, int], Terms],
+) -> None:
+    """Add what the receivers of a group are sent, and what they exchange.
+
+    Args:
+        program: Gets the variables.
+        home: The expert's home.
+        receivers: Ranks that may have a replica, with its variable.
+        where: Where it is a group: a variable is 1, or with the factor -1 it is 0; empty for always.
+        scatter: Gets pieces from the home.
+        gather: Gets pieces among the receivers.
+    """
+    # How many variables have to be 1 beside a second rank's
+    factors = 1.0 + sum(value > 0.0 for value in where.values())
+    # chosen[n] is 1 where the group has n replicas; products of binaries are linear with one variable each
+    chosen = [program.variable(upper=1.0, integer=True) for _ in range(len(receivers) + 1)]
+    program.require(dict.fromkeys(chosen, 1.0), low=1.0, high=1.0)
+    program.require(
+        _plus(({v: 1.0 for _, v in receivers}, 1.0), ({c: float(n) for n, c in enumerate(chosen)}, -1.0)),
+        low=0.0,
+        high=0.0,
+    )
+    for r, v in receivers:
+        for n in range(1, len(chosen)):
+            part = program.variable(upper=1.0)
+            program.require({v: 1.0, chosen[n]: 1.0, part: -1.0} | where, high=factors)
+            scatter.setdefault((home, r), {})[part] = 1.0 / n
+    for (r, v), (q, w) in itertools.combinations(receivers, 2):
+        for n in range(2, len(chosen)):
+            part = program.variable(upper=1.0)
+            program.require({v: 1.0, w: 1.0, chosen[n]: 1.0, part: -1.0} | where, high=factors + 1.0)
+            gather.setdefault((r, q), {})[part] = 1.0 / n
+            gather.setdefault((q, r), {})[part] = 1.0 / n
 
 
 def _counted_in(unit_s: float, context: PlanContext) -> PlanContext:
