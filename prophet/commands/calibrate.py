@@ -382,6 +382,11 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
         "trans_rate": topology.trans_rate,
         "agg_rate": topology.agg_rate,
         "overlap_cost": topology.overlap_cost,
+        "backward_ratio": topology.backward_ratio,
+        "compute_noise": topology.compute_noise,
+        "exchange_noise": topology.exchange_noise,
+        "duplex_cost": topology.duplex_cost,
+        "link_overlap_cost": topology.link_overlap_cost,
     }
     return answer | {"operations": _rows(found.fits), "model": _rows(found.model)}
 
@@ -445,6 +450,12 @@ def _print(answer: dict[str, Any]) -> None:
     print_table(columns, rows, to)
     if cost := answer.get("topology", {}).get("overlap_cost"):
         to.print(f"A transfer lengthens the products that hide it by {_percent(cost)} of its own time.")
+    if varies := [
+        f"{name} by {_percent(share)}"
+        for name in ("compute", "exchange")
+        if (share := answer.get("topology", {}).get(f"{name}_noise"))
+    ]:
+        to.print(f"From one time to the next a rank's seconds vary: {', '.join(varies)} (standard deviation).")
     if port := answer.get("topology", {}).get("port_bytes_per_s"):
         alone = answer["topology"]["inter"]["bytes_per_s"]
         to.print(f"A node sends {port / 1e9:.3f} GB/s to others, and one of its ranks alone {alone / 1e9:.3f} GB/s.")
@@ -452,8 +463,8 @@ def _print(answer: dict[str, Any]) -> None:
         to.print(
             "Errors are |predicted - measured| / measured on sizes that the fit has not seen."
             + (
-                " Planners assume one latency for all-to-all, Trans and Agg, and a backward pass of twice the forward "
-                "one: theirs is the error of that."
+                " Planners assume one latency for all-to-all, Trans and Agg, and one ratio of backward to forward "
+                "pass: theirs is the error of that."
                 if model
                 else ""
             ),

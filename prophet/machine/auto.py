@@ -305,6 +305,9 @@ def _measure(
         port_bytes_per_s=port,
         trans_rate=topology.trans_rate / faster,
         agg_rate=topology.agg_rate / faster,
+        # Too few samples to tell
+        compute_noise=0.0,
+        exchange_noise=0.0,
     )
     slowest = min(topology.flops_per_s)
     if slowest > (1.0 - _NOISE) * max(topology.flops_per_s):

@@ -10,7 +10,15 @@ import torch
 
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.machine.fit import Fit, Line, fit_line, rate_of
-from prophet.machine.measure import Measured, Probe, Ranges, measure_all, measure_overlap
+from prophet.machine.measure import (
+    Measured,
+    Probe,
+    Ranges,
+    measure_all,
+    measure_duplex,
+    measure_link_overlap,
+    measure_overlap,
+)
 from prophet.ranks.collective import Collective
 from prophet.spec import Activation, LayerShape, Link, Topology
 
@@ -18,6 +26,7 @@ from prophet.spec import Activation, LayerShape, Link, Topology
 _LEAST = 1e-15
 # Ranks share a port where one is so many times as fast while the others of its node are silent; less is noise
 _SHARES = 1.25
+_EXPERTS = ("expert_forward", "expert_backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +37,7 @@ class Calibration:
         topology: What was fitted.
         fits: Each operation's line, with the points that it has not seen.
         model: The same held-out points against what the performance model makes of `topology`: one latency for
-            all-to-all, Trans and Agg, and a backward pass of twice the forward one.
+            all-to-all, Trans and Agg, and one ratio of the backward pass to the forward one.
     """
 
     topology: Topology
@@ -83,14 +92,10 @@ def calibrate(
         parts=(lambda fitted, between: (fitted, between)) if held_out else (lambda fitted, _: (fitted, [])),
     )
     bank = bank_of(1)
-    chosen = ranges or Ranges()
-    overlap_cost = measure_overlap(
-        Probe(collective, place, repeats),
-        bank,
-        rows=chosen.tokens[1],
-        # The longest transfer, as short ones drown in noise
-        n_bytes=chosen.halves[1] * bank.expert_numel // 2 * bank.dtype.itemsize,
-    )
+    chosen, probe = ranges or Ranges(), Probe(collective, place, repeats)
+    # The longest transfer, as short ones drown in noise
+    n_bytes = chosen.halves[1] * bank.expert_numel // 2 * bank.dtype.itemsize
+    overlap_cost = measure_overlap(probe, bank, rows=chosen.tokens[1], n_bytes=n_bytes)
     return calibration_of(
         measured,
         shape,
@@ -98,6 +103,8 @@ def calibrate(
         ranks_per_node=per_node,
         free_bytes=free_bytes,
         overlap_cost=overlap_cost,
+        duplex_cost=measure_duplex(probe, bank, ranks_per_node=per_node, n_bytes=n_bytes),
+        link_overlap_cost=measure_link_overlap(probe, bank, n_bytes=n_bytes),
         name=name,
     )
 
@@ -110,6 +117,8 @@ def calibration_of(
     ranks_per_node: int,
     free_bytes: int,
     overlap_cost: float = 0.0,
+    duplex_cost: float = 0.0,
+    link_overlap_cost: float = 1.0,
     name: str,
 ) -> Calibration:
     """Fit what was measured.
@@ -120,7 +129,7 @@ def calibration_of(
         ranks: R.
         ranks_per_node: Of the topology.
         free_bytes: Bytes that replicas may take on every rank.
-        overlap_cost: As `Topology.overlap_cost`.
+        overlap_cost, duplex_cost, link_overlap_cost: As in `Topology`.
         name: Of the topology.
     """
     # Least relative errors, so that small sizes count as much as large ones
@@ -132,9 +141,10 @@ def calibration_of(
     }
     # A rank alone has no link; the model then gets one that costs next to nothing.
     intra = links.get("intra") or links.get("inter") or Link(bytes_per_s=1e12)
-    # The model counts a backward pass as twice the forward one, so both together are three forward passes.
+    # Of both passes together the model counts a third, for planners take a backward pass for twice the forward one.
     forward, backward = fits["expert_forward"].line, fits["expert_backward"].line
     per_token = max((forward.unit_s + backward.unit_s) / 3.0, _LEAST)
+    ratios = [b.seconds / f.seconds for f, b in zip(*(fits[o].fitted for o in _EXPERTS), strict=True)]
     # [points, R]
     relative = measured["expert_forward"].by_rank + measured["expert_backward"].by_rank
     # By rank, relative to the slowest; the median over points, as other work disturbs some of them.
@@ -161,6 +171,11 @@ def calibration_of(
         trans_rate=trans_rate,
         agg_rate=agg_rate,
         overlap_cost=overlap_cost,
+        backward_ratio=float(np.median(ratios)) if ratios else 2.0,
+        compute_noise=float(np.mean([measured[o].noise for o in _EXPERTS])),
+        exchange_noise=max((measured[f"a2a_{n}"].noise for n in ("intra", "inter") if n in links), default=0.0),
+        duplex_cost=duplex_cost,
+        link_overlap_cost=link_overlap_cost,
         name=name,
     )
     return Calibration(topology, tuple(fits.values()), compare(fits.values(), model_lines(topology, shape)))
@@ -216,8 +231,9 @@ def compare(fits: Iterable[Fit], lines: Mapping[str, Line]) -> tuple[Fit, ...]:
 
 def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
     """Lines of the performance model for `topology`, by operation: the slowest rank's compute, the slower link."""
-    per_token = shape.forward_flops_per_token / min(topology.flops_per_s)
-    forward = Line(topology.call_overhead_s, per_token, topology.expert_overhead_s)
+    per_token, ratio = shape.forward_flops_per_token / min(topology.flops_per_s), topology.backward_ratio
+    third = (topology.call_overhead_s, per_token, topology.expert_overhead_s)
+    forward, backward = (Line(*(x * way * 3.0 / (1.0 + ratio) for x in third)) for way in (1.0, ratio))
     links = (topology.intra, topology.even_inter, topology.inter)
     intra, inter, alone = (Line(link.latency_s, 1.0 / link.bytes_per_s) for link in links)
     slower = inter if topology.nodes > 1 else intra
@@ -226,7 +242,7 @@ def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
         "a2a_inter": inter,
         "a2a_alone": alone,
         "expert_forward": forward,
-        "expert_backward": Line(2.0 * forward.fixed_s, 2.0 * forward.unit_s, 2.0 * forward.count_s),
+        "expert_backward": backward,
         "trans": Line(slower.fixed_s, slower.unit_s / topology.trans_rate),
         "agg": Line(slower.fixed_s, slower.unit_s / topology.agg_rate),
     }

@@ -114,6 +114,27 @@ def rate_of(points: Sequence[Point], link: Link) -> float:
     return float(1.0 / slowness[order][np.searchsorted(weight, 0.5 * weight[-1])])
 
 
+def noise_of(seconds: FloatArray) -> float:
+    """By which share of its mean a rank's time varies while the other ranks' does not: the standard deviation.
+
+    A slow moment of all ranks is no noise, nor is a rank that is always slower. Half of the observations may have been
+    disturbed: the median over them counts, as of a normal distribution.
+
+    Args:
+        seconds: Of the same work on every rank, [n, R]; observations may be of different work.
+    """
+    if seconds.shape[1] < 2 or not (seconds > 0).all():
+        return 0.0
+    relative = seconds / seconds.mean(axis=1, keepdims=True)
+    relative /= np.median(relative, axis=0)
+    relative /= relative.mean(axis=1, keepdims=True)
+    # A sample's deviation has as median that of a chi-squared distribution (Wilson and Hilferty)
+    freedom = seconds.shape[1] - 1
+    usual = (1.0 - 2.0 / (9.0 * freedom)) ** 1.5
+    deviation = float(np.median(relative.std(axis=1, ddof=1)))
+    return min(1.0, deviation / float(usual))
+
+
 def least_relative(design: FloatArray, seconds: FloatArray, rounds: int = 50) -> FloatArray:
     """Minimise the mean of |design · w / seconds - 1| over w, by re-weighted least squares.
 

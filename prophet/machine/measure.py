@@ -23,7 +23,7 @@ import torch
 
 from prophet.errors import SpecError
 from prophet.experts.bank import Bank
-from prophet.machine.fit import Point
+from prophet.machine.fit import Point, noise_of
 from prophet.ranks.collective import Collective
 from prophet.ranks.device.clocks import synchronize
 from prophet.ranks.operation import Operation
@@ -99,10 +99,7 @@ class Probe:
         Returns:
             Lower quartile and median by the slowest rank [2, runs], and lower quartiles by each rank [runs, R].
         """
-        samples = self.samples(runs)
-        by_rank = np.stack([np.quantile(found, 0.25, axis=0) for found in samples])
-        slowest = np.stack([np.quantile(found.max(axis=1), (0.25, 0.5)) for found in samples], axis=1)
-        return slowest, by_rank
+        return _typical(self.samples(runs))
 
     def samples(self, runs: Sequence[Callable[[], float | None]]) -> list[FloatArray]:
         """Seconds of every run by rank, [n, R] each.
@@ -155,6 +152,13 @@ class Probe:
         return found
 
 
+def _typical(samples: Sequence[FloatArray]) -> tuple[FloatArray, FloatArray]:
+    """What `Probe.typical` returns, of samples [n, R] of every run."""
+    by_rank = np.stack([np.quantile(found, 0.25, axis=0) for found in samples])
+    slowest = np.stack([np.quantile(found.max(axis=1), (0.25, 0.5)) for found in samples], axis=1)
+    return slowest, by_rank
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What was measured of one operation.
@@ -165,6 +169,7 @@ class Measured:
         fitted: Points to fit a line to.
         held_out: Points to compare it with.
         by_rank: Seconds of each rank [points, R], fitted points first.
+        noise: As of `noise_of`, over all samples.
     """
 
     operation: str
@@ -172,6 +177,7 @@ class Measured:
     fitted: tuple[Point, ...]
     held_out: tuple[Point, ...]
     by_rank: FloatArray
+    noise: float = 0.0
 
 
 def _spaced(low: int, high: int, points: int) -> tuple[list[int], list[int]]:
@@ -202,12 +208,20 @@ def _measure(
         quartile: Which one of the samples counts: 1 the lower one, 2 the median.
     """
     cases = [(*run(size, count), count) for size, count in (*fitted, *held_out)]
-    (lower, median), by_rank = probe.typical([call for _, call, _ in cases])
+    samples = probe.samples([call for _, call, _ in cases])
+    (lower, median), by_rank = _typical(samples)
     points = [
         Point(size, count, (low, mid)[quartile - 1], mid / low - 1.0)
         for (size, _, count), low, mid in zip(cases, lower.tolist(), median.tolist(), strict=True)
     ]
-    return Measured(operation, unit, tuple(points[: len(fitted)]), tuple(points[len(fitted) :]), by_rank)
+    return Measured(
+        operation,
+        unit,
+        tuple(points[: len(fitted)]),
+        tuple(points[len(fitted) :]),
+        by_rank,
+        noise_of(np.concatenate(samples)),
+    )
 
 
 def measure_exchange(
@@ -401,6 +415,77 @@ def measure_overlap(probe: Probe, bank: Bank, *, rows: int, n_bytes: int) -> flo
     deviation_s = _DEVIATION * float(np.median(np.abs(difference_s - added_s)))
     certain = added_s > 2.0 * _MEDIANS_ERROR * deviation_s / math.sqrt(many)
     return min(added_s / transfer_s, _MOST_OVERLAP_COST) if certain else 0.0
+
+
+def measure_duplex(probe: Probe, bank: Bank, *, ranks_per_node: int, n_bytes: int) -> float:
+    """Measure `Topology.duplex_cost`; collective, the same on all ranks.
+
+    The first rank of a node receives from the others, and then all of them send to all. Ports of nodes are left out,
+    which all of a node's ranks share: where nodes have one rank, these are the ranks.
+
+    Args:
+        probe: Times both.
+        bank: Has the dtype.
+        ranks_per_node: Consecutive ones.
+        n_bytes: That a rank sends or receives in all, about.
+    """
+    size, rank = probe.collective.size, probe.collective.rank
+    per_node = min(size, ranks_per_node if ranks_per_node > 1 else size)
+    if per_node == 1:
+        return 0.0
+    share = max(1, n_bytes // ((per_node - 1) * bank.dtype.itemsize))
+    first = rank // per_node * per_node
+    node = range(first, min(first + per_node, size))
+
+    def run(pairs: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        sent, received = ([share * (p in pairs) for p in way] for way in (
+            [(rank, r) for r in range(size)], [(r, rank) for r in range(size)]
+        ))  # fmt: skip
+        x, op = _zeros(bank, sum(sent)), Operation("probe of both directions")
+        return lambda: discard(probe.collective.all_to_all(x, sent, received, op=op).wait())
+
+    others = [r for r in node if r != first]
+    every = [(a, b) for a in node for b in node if a != b]
+    one, both = probe.samples([run([(r, first) for r in others]), run(every)])
+    # Of ranks alike the mean: that the last one is later is their noise
+    ratio = np.median(both[:, :per_node].mean(axis=1)) / np.median(one[:, 0])
+    return float(np.clip(ratio - 1.0, 0.0, 1.0))
+
+
+def measure_link_overlap(probe: Probe, bank: Bank, *, n_bytes: int) -> float:
+    """Measure `Topology.link_overlap_cost`; collective, the same on all ranks.
+
+    An even all-to-all is timed alone and beside a transfer in which every rank sends to the next one, as a home does
+    to a rank with a copy.
+
+    Args:
+        probe: Times both.
+        bank: Has the dtype.
+        n_bytes: That a rank sends in each of them, about.
+    """
+    size, rank = probe.collective.size, probe.collective.rank
+    if size == 1:
+        return 1.0
+    share = max(1, n_bytes // ((size - 1) * bank.dtype.itemsize))
+    rows = [0 if r == rank else share for r in range(size)]
+    x, op = _zeros(bank, sum(rows)), Operation("probe of an all-to-all")
+    there, back = [0] * size, [0] * size
+    there[(rank + 1) % size] = back[(rank - 1) % size] = len(x)
+
+    def alone() -> float:
+        before = time.perf_counter()
+        discard(probe.collective.all_to_all(x, rows, rows, op=op).wait())
+        probe.sync()
+        return time.perf_counter() - before
+
+    def beside() -> float:
+        work = probe.collective.all_to_all(x, there, back, op=Operation("probe of a transfer"), channel="weights")
+        took = alone()
+        discard(work.wait())
+        return took
+
+    alone_s, beside_s = (np.median(s.max(axis=1)) for s in probe.samples([alone, beside]))
+    return float(np.clip(beside_s / alone_s - 1.0, 0.0, 1.0))
 
 
 def measure_all(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,11 @@ FORMAT = 1
 _OVERHEADS = ("expert_overhead_s", "call_overhead_s")
 _RATES = ("trans_rate", "agg_rate", "overlap_cost")
 _PORT = "port_bytes_per_s"
-_FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, *_RATES, _PORT, "intra", "inter", "rank", "fit"}
+# Absent where they were not measured: such a file reads as before there were such figures, and keeps its digest
+_MEASURED = ("backward_ratio", "compute_noise", "exchange_noise", "duplex_cost", "link_overlap_cost")
+_OPTIONAL: dict[str, Any] = {field.name: field.default for field in fields(Topology) if field.name in _MEASURED}
+_FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, *_RATES, *_OPTIONAL, _PORT}
+_FIELDS |= {"intra", "inter", "rank", "fit"}
 
 
 def read_topology(path: str | os.PathLike[str]) -> Topology:
@@ -86,6 +90,7 @@ def topology_from(table: Mapping[str, Any]) -> Topology:
         trans_rate=_number({"trans_rate": 1.0, **table}, "trans_rate", "trans_rate"),
         agg_rate=_number({"agg_rate": 1.0, **table}, "agg_rate", "agg_rate"),
         overlap_cost=_number({"overlap_cost": 0.0, **table}, "overlap_cost", "overlap_cost"),
+        **{key: _number({key: default, **table}, key, key) for key, default in _OPTIONAL.items()},
         # Absent where every rank has a network card of its own
         port_bytes_per_s=_number(table, _PORT, _PORT) if _PORT in table else None,
         name=name,
@@ -147,6 +152,7 @@ def topology_table(topology: Topology) -> dict[str, Any]:
         "ranks_per_node": topology.ranks_per_node,
         # As Python's own numbers: numpy's are no TOML, and are refused by `torch.load(weights_only=True)`
         **{name: float(getattr(topology, name)) for name in (*_OVERHEADS, *_RATES)},
+        **{name: float(x) for name, off in _OPTIONAL.items() if (x := getattr(topology, name)) != off},
         **({} if topology.port_bytes_per_s is None else {_PORT: float(topology.port_bytes_per_s)}),
         "intra": _link_table(topology.intra),
         "inter": _link_table(topology.inter),

@@ -3,7 +3,10 @@
 Each rank has a compute stream, which also waits for the all-to-alls of dispatch and combine, and a stream for weights,
 on which Trans and Agg chunks run one after the other. A collective starts when its last rank is there. Where both
 streams use one link (`shared_link`), an all-to-all and a chunk that run together get half of it each; so hiding a
-transfer under an all-to-all gains nothing, as in the paper's Eq. 8, which counts only compute as cover.
+transfer under an all-to-all gains nothing, as in the paper's Eq. 8, which counts only compute as cover. Of a measured
+machine `link_overlap_cost` says how much they really cost each other.
+
+Each rank's time is a mean. Where it is known by how much ranks vary, they meet when the last one is expected.
 
 Shape legend: R ranks, L blocks, C chunks per transfer.
 """
@@ -22,7 +25,17 @@ from prophet.scheduler.actions import A2A_NAMES, Action, Launch, TransferKind
 from prophet.scheduler.pieces import Form, phase_shares
 from prophet.scheduler.schedules import program
 from prophet.scheduler.timeline import Span
-from prophet.spec import FloatArray, Groups, Placement, PlanContext, Split, Topology, transfer_pairs
+from prophet.spec import (
+    FloatArray,
+    Groups,
+    Placement,
+    PlanContext,
+    Split,
+    Topology,
+    expected_last,
+    last_of_alike,
+    transfer_pairs,
+)
 
 
 def _seconds(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> FloatArray:
@@ -48,7 +61,10 @@ class StepDurations:
         start_s, end_s: Compute before the first block and, backward, after it, [R].
         update_s: What follows once all gradients are complete, [R].
         counts_s: The exchange of counts, per block.
+        counts_behind_s: By how much longer it takes, at most, behind what is under way of a chunk.
         overlap_cost: By how much of its seconds a chunk lengthens the compute beside it, a share below 1.
+        link_overlap_cost: As in `Topology`.
+        compute_noise, exchange_noise: As in `Topology`.
     """
 
     a2a_s: FloatArray
@@ -63,7 +79,11 @@ class StepDurations:
     end_s: FloatArray
     update_s: FloatArray
     counts_s: float = 0.0
+    counts_behind_s: float = 0.0
     overlap_cost: float = 0.0
+    link_overlap_cost: float = 1.0
+    compute_noise: float = 0.0
+    exchange_noise: float = 0.0
 
     def __post_init__(self) -> None:
         shape = np.shape(self.a2a_s)
@@ -78,8 +98,9 @@ class StepDurations:
         for name, expected in shapes.items():
             # the dataclass is frozen, and takes lists as well as arrays
             object.__setattr__(self, name, _seconds(name, getattr(self, name), expected))
-        if not 0 <= self.counts_s < float("inf"):
-            raise SpecError(f"StepDurations.counts_s must be finite and not negative, got {self.counts_s!r}")
+        for name in ("counts_s", "counts_behind_s", "link_overlap_cost", "compute_noise", "exchange_noise"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise SpecError(f"StepDurations.{name} must be finite and not negative, got {getattr(self, name)!r}")
         if not 0 <= self.overlap_cost < 1:
             raise SpecError(f"StepDurations.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
 
@@ -156,6 +177,8 @@ class _Clock:
     shared_link: bool
     record: bool
     now: FloatArray
+    # of `now`, since the ranks have met
+    variance: FloatArray
     # when the stream for weights is free
     busy: FloatArray
     sums: dict[str, FloatArray]
@@ -173,6 +196,7 @@ class _Clock:
         before = self.now
         lost = self.lost(seconds)
         self.now = before + seconds + lost
+        self.variance += np.square(self.durations.compute_noise * seconds)
         self.sums["compute"] += seconds
         self.sums["slowed"] += lost
         self.span(name, "compute", before, self.now)
@@ -190,25 +214,38 @@ class _Clock:
         return taken * beside
 
     def wait_for_last(self) -> float:
-        """Let all ranks wait for the last one, and return when it comes."""
-        last = float(self.now.max())
+        """Let all ranks wait for the last one, and return when it is expected."""
+        last = expected_last(self.now, np.sqrt(self.variance))
         self.sums["idle"] += last - self.now
         self.now = np.full_like(self.now, last)
+        # one that has come late makes all late, and none of them later than the others
+        self.variance = np.zeros_like(self.now)
         return last
+
+    def counts(self, name: str) -> None:
+        self.wait_for_last()
+        # what is under way goes on meanwhile
+        behind = np.full_like(self.now, max(0.0, min(self.durations.counts_behind_s, self.busy.max() - self.now[0])))
+        self.sums["shared"] += behind
+        self.span(name, "tokens", self.now, self.now + behind)
+        self.now = self.now + behind
+        self.all_to_all(name, np.full_like(self.now, self.durations.counts_s))
 
     def all_to_all(self, name: str, seconds: FloatArray) -> None:
         before = self.wait_for_last()
-        # half of the link each while both run: each loses as long as they run together, at most its own length
-        lost = np.minimum(seconds, np.maximum(self.busy - before, 0.0)) if self.shared_link else np.zeros_like(seconds)
-        if self.shared_link:
+        # with half of the link each while both run, each loses as long as they run together, at most its own length
+        taken = self.durations.link_overlap_cost if self.shared_link else 0.0
+        lost = taken * np.minimum(seconds, np.maximum(self.busy - before, 0.0))
+        if taken:
             self.under_way = [transfer for transfer in self.under_way if transfer.finish.max() > before]
             for transfer in self.under_way:
                 # transfers under way lose as much to the all-to-all; one that has not started begins later
                 for times in (transfer.start, transfer.finish):
-                    np.add(times, np.clip(times - before, 0.0, seconds), out=times)
-            self.busy = self.busy + np.clip(self.busy - before, 0.0, seconds)
+                    np.add(times, taken * np.clip(times - before, 0.0, seconds), out=times)
+            self.busy = self.busy + taken * np.clip(self.busy - before, 0.0, seconds)
         start = self.now
         self.now = start + seconds + lost
+        self.variance += np.square(self.durations.exchange_noise * seconds)
         self.sums["a2a"] += seconds
         self.sums["shared"] += lost
         self.span(name, "tokens", start, self.now)
@@ -292,7 +329,8 @@ def simulate(
     d, ranks = durations, durations.ranks
     check_schedule(schedule, d.blocks, d.chunks)
     names = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
-    clock = _Clock(d, shared_link, record, np.zeros(ranks), np.zeros(ranks), {n: np.zeros(ranks) for n in names})
+    now, variance, busy = np.zeros((3, ranks))
+    clock = _Clock(d, shared_link, record, now, variance, busy, {n: np.zeros(ranks) for n in names})
     planned = np.zeros(ranks)
     for action in program(schedule, d.blocks):
         kind, block = action.kind, action.block
@@ -300,7 +338,7 @@ def simulate(
             launch = Launch.of(action)
             clock.launch(launch.kind, launch.block, launch.chunk)
         elif kind == "COUNTS":
-            clock.all_to_all(f"counts({block})", np.full(ranks, d.counts_s))
+            clock.counts(f"counts({block})")
         elif kind == "PLAN":
             clock.launch_rest(block or 0)
             # the host plans one block after the other, beside the ranks' own clock
@@ -332,6 +370,9 @@ def simulate(
 
 # --- durations from the performance model ---
 
+# fields of `StepDurations` that are those of the machine
+_OF_TOPOLOGY = ("overlap_cost", "link_overlap_cost", "compute_noise", "exchange_noise")
+
 
 def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
     """Return the seconds until each rank is done with an all-to-all of `pairs[r, d]` bytes, [R].
@@ -339,6 +380,9 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
     A rank is done when its link has carried what it sends and receives, and when those that send to it have sent all
     that they send: their links serve all peers at the same time. A node's port serves all its ranks at the same time,
     so whoever sends or receives through one is done when it is.
+
+    These are means. Links have the rates of the last rank where all send alike, and both ways; so they are faster where
+    one rank alone is busy, or one direction, by what `exchange_noise` and `duplex_cost` say.
     """
     node = topology.node_ids()
     same_node = node[:, None] == node[None, :]
@@ -346,10 +390,13 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
     done: FloatArray = np.zeros(topology.ranks)
     for link, mask in ((topology.intra, same_node & off_rank), (topology.inter, ~same_node)):
         moved = np.where(mask, pairs, 0.0)
-        own = np.maximum(moved.sum(axis=0), moved.sum(axis=1)) / link.bytes_per_s
+        # with what the other direction adds
+        both = topology.duplex_cost * np.minimum(moved.sum(axis=0), moved.sum(axis=1))
+        received, sent = (np.divide(moved.sum(axis=a) + both, 1.0 + topology.duplex_cost) for a in (0, 1))
+        own = np.maximum(received, sent) / link.bytes_per_s
         own += np.where(own > 0, link.latency_s, 0.0)
         done = np.maximum(done, own)
-        senders = np.where(moved > 0, (moved.sum(axis=1) / link.bytes_per_s + link.latency_s)[:, None], 0.0)
+        senders = np.where(moved > 0, (sent / link.bytes_per_s + link.latency_s)[:, None], 0.0)
         done = np.maximum(done, senders.max(axis=0))
     # The last level's: what passes between nodes
     sent, received = moved.sum(axis=1), moved.sum(axis=0)
@@ -357,7 +404,7 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
     done = np.maximum(done, np.where(sent > 0, out_s, 0.0))
     done = np.maximum(done, np.where(received > 0, in_s, 0.0))
     done = np.maximum(done, np.where(moved > 0, out_s[:, None], 0.0).max(axis=0))
-    return done
+    return done / (1.0 + topology.exchange_noise * last_of_alike(topology.ranks))
 
 
 def transfer_by_chunk(
@@ -407,6 +454,7 @@ def predicted_durations(
     update_s: float = 0.0,
     plan_s: float = 0.0,
     counts_s: float = 0.0,
+    counts_behind_s: float = 0.0,
 ) -> StepDurations:
     """Return durations of a step of L blocks by the performance model.
 
@@ -420,6 +468,7 @@ def predicted_durations(
         update_s: What follows once all gradients are complete, on the fastest rank.
         plan_s: Host time to plan a block.
         counts_s: The exchange of counts, per block.
+        counts_behind_s: By how much longer it takes, at most, behind what is under way of a chunk.
 
     Raises:
         SpecError: The sequences differ in length or do not fit.
@@ -428,7 +477,7 @@ def predicted_durations(
     lengths = [len(x) for x in (placements, splits, contexts, forms)]
     if len(set(lengths)) != 1 or not contexts:
         raise SpecError(f"expected as many placements, splits and forms as contexts, got {lengths}")
-    a2a, fec, trans, agg, speeds = [], [], [], [], []
+    a2a, fec, bec, trans, agg, speeds = [], [], [], [], [], []
     for placement, split, context, form in zip(placements, splits, contexts, forms, strict=True):
         topology, shape = context.topology, context.shape
         if split.ranks != topology.ranks or placement.ranks != topology.ranks:
@@ -440,7 +489,11 @@ def predicted_durations(
         rate = np.asarray(topology.flops_per_s) / shape.forward_flops_per_token
         # `expert_overhead_s` is spent on every expert that has rows on the rank, however few
         groups = np.count_nonzero(load_ED, axis=0)
-        fec.append(load_ED.sum(axis=0) / rate + groups * topology.expert_overhead_s)
+        third_s = load_ED.sum(axis=0) / rate + groups * topology.expert_overhead_s
+        third_s += np.where(groups > 0, topology.call_overhead_s, 0.0)
+        # the backward pass has products for the rows' gradients and for the weights'
+        fec.append(third_s * (3.0 / (1.0 + topology.backward_ratio)))
+        bec.append(topology.backward_ratio * fec[-1])
         trans.append(
             transfer_by_chunk(
                 placement,
@@ -466,7 +519,6 @@ def predicted_durations(
         speeds.append(1.0 / topology.relative_speed())
     # how much slower each rank is than the fastest, [L, R]
     slow = np.array(speeds)
-    fec_s = np.array(fec)
     most = max(len(chunks) for chunks in (*trans, *agg))
 
     def padded(by_block: Sequence[FloatArray]) -> FloatArray:
@@ -475,9 +527,8 @@ def predicted_durations(
 
     return StepDurations(
         a2a_s=np.array(a2a),
-        fec_s=fec_s,
-        # backward: products for the rows' gradients and for the weights'
-        bec_s=2.0 * fec_s,
+        fec_s=np.array(fec),
+        bec_s=np.array(bec),
         fnec_s=slow * np.array([[c.windows.fnec_s] for c in contexts]),
         bnec_s=slow * np.array([[c.windows.bnec_s] for c in contexts]),
         trans_s=padded(trans),
@@ -487,5 +538,6 @@ def predicted_durations(
         end_s=slow[0] * end_s,
         update_s=slow[0] * update_s,
         counts_s=counts_s,
-        overlap_cost=max(c.topology.overlap_cost for c in contexts),
+        counts_behind_s=counts_behind_s,
+        **{name: max(getattr(c.topology, name) for c in contexts) for name in _OF_TOPOLOGY},
     )

@@ -27,6 +27,7 @@ from prophet.spec.feed_forward import (
 )
 from prophet.spec.placement import Placement, check_experts_per_rank, check_load
 from prophet.spec.routes import Groups, by_node, grouped, transfer_pairs
+from prophet.spec.slowest import expected_last, last_of_alike
 from prophet.spec.split import Flows, Split
 
 __all__ = [
@@ -59,8 +60,10 @@ __all__ = [
     "check_load",
     "checked",
     "digest",
+    "expected_last",
     "grouped",
     "has_biases",
+    "last_of_alike",
     "odd_ones_out",
     "parts_of",
     "transfer_pairs",

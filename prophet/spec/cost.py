@@ -244,6 +244,16 @@ class Topology:
         agg_rate: The same for Agg, where gradients are added up.
         overlap_cost: From 0 to below 1, the share of its seconds by which a transfer lengthens the compute that hides
             it: sending takes time of the processor, or of a GPU's memory.
+        backward_ratio: Seconds of the experts' backward pass over those of their forward pass. FLOP/s and overheads are
+            those of a third of both.
+        compute_noise: By which share of its mean a rank's compute varies from window to window while other ranks' does
+            not: the standard deviation.
+        exchange_noise: The same of the seconds until a rank is done with an all-to-all. The rate of `Link` is that of
+            the last of all ranks, where all send alike.
+        duplex_cost: By which share of the shorter direction's seconds a port takes longer that sends and receives at
+            the same time. The rate of `Link` is that of both directions at once.
+        link_overlap_cost: From 0 to 1, the share of the time that an all-to-all and a transfer run together by which
+            each lengthens the other; 1 where each has half of the link.
         port_bytes_per_s: Bytes per second that all ranks of a node together send to other nodes, and as many that they
             receive at the same time; None where every rank has a network card of its own.
         name: Its name in messages and reports.
@@ -263,13 +273,21 @@ class Topology:
     trans_rate: float = 1.0
     agg_rate: float = 1.0
     overlap_cost: float = 0.0
+    backward_ratio: float = 2.0
+    compute_noise: float = 0.0
+    exchange_noise: float = 0.0
+    duplex_cost: float = 0.0
+    link_overlap_cost: float = 1.0
     port_bytes_per_s: float | None = None
     name: str = "unnamed"
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_cost < 1:
             raise SpecError(f"Topology.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
-        check_positive(self, "ranks", "ranks_per_node", "trans_rate", "agg_rate")
+        for name in ("compute_noise", "exchange_noise", "duplex_cost", "link_overlap_cost"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SpecError(f"Topology.{name} must be from 0 to 1, got {getattr(self, name)!r}")
+        check_positive(self, "ranks", "ranks_per_node", "trans_rate", "agg_rate", "backward_ratio")
         check_not_negative(self, "expert_overhead_s", "call_overhead_s")
         if self.port_bytes_per_s is not None:
             check_positive(self, "port_bytes_per_s")

@@ -27,8 +27,9 @@ def uniform_durations(
     counts_s: float = 0.0,
     update_s: float = 0.0,
     overlap_cost: float = 0.0,
+    **of_machine: float,
 ) -> StepDurations:
-    """All blocks and ranks alike; trans_s and agg_s give seconds by chunk."""
+    """All blocks and ranks alike; trans_s and agg_s give seconds by chunk; of_machine: as `StepDurations`' fields."""
 
     def per_rank(seconds: float) -> FloatArray:
         return np.full((blocks, ranks), seconds)
@@ -50,6 +51,7 @@ def uniform_durations(
         counts_s=counts_s,
         update_s=np.full(ranks, update_s),
         overlap_cost=overlap_cost,
+        **of_machine,
     )
 
 

@@ -12,8 +12,16 @@ import torch
 from prophet.errors import SpecError
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.machine.calibrate import Calibration, calibrate, calibration_of, check, model_lines
-from prophet.machine.fit import Fit, Line, Point, fit_line, rate_of
-from prophet.machine.measure import Measured, Probe, Ranges, measure_overlap, peers_by_level
+from prophet.machine.fit import Fit, Line, Point, fit_line, noise_of, rate_of
+from prophet.machine.measure import (
+    Measured,
+    Probe,
+    Ranges,
+    measure_duplex,
+    measure_link_overlap,
+    measure_overlap,
+    peers_by_level,
+)
 from prophet.planner.model.cost import step_cost
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology
@@ -98,9 +106,42 @@ def test_all_ranks_get_the_same_topology() -> None:
     assert {p.count for p in forward.fitted} == {1, 2}
 
 
-def told(operation: str, unit: str, fixed_s: float, unit_s: float, ranks: int) -> Measured:
+def told(operation: str, unit: str, fixed_s: float, unit_s: float, ranks: int, noise: float = 0.0) -> Measured:
     points = tuple(Point(size, 1, fixed_s + unit_s * size) for size in (1e4, 1e5, 1e6))
-    return Measured(operation, unit, points, (), np.ones((len(points), ranks)))
+    return Measured(operation, unit, points, (), np.ones((len(points), ranks)), noise)
+
+
+def test_both_passes_are_fitted_apart_and_noise_is_kept() -> None:
+    shape = LayerShape.feed_forward(dim=8, hidden=16)
+    measured = [
+        told("a2a_intra", "byte", 1e-5, 1e-9, 4, noise=0.08),
+        told("expert_forward", "token", 1e-4, 1e-6, 4, noise=0.02),
+        told("expert_backward", "token", 2.3e-4, 2.3e-6, 4, noise=0.04),
+    ]
+    found = calibration_of(
+        {m.operation: m for m in measured}, shape, 4, ranks_per_node=4, free_bytes=1, duplex_cost=0.2, name="told"
+    ).topology
+    assert found.backward_ratio == pytest.approx(2.3)
+    assert (found.compute_noise, found.exchange_noise) == (pytest.approx(0.03), 0.08)
+    assert (found.duplex_cost, found.link_overlap_cost) == (0.2, 1.0)
+    # planners go by a third of both, as before
+    assert found.flops_per_s[0] == pytest.approx(shape.forward_flops_per_token / 1.1e-6, rel=1e-3)
+    lines = model_lines(found, shape)
+    assert lines["expert_forward"].unit_s == pytest.approx(1e-6, rel=1e-3)
+    assert lines["expert_backward"].unit_s == pytest.approx(2.3e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ranks", "noise"), [(2, 0.05), (4, 0.1), (8, 0.02)])
+def test_noise_is_what_was_drawn(ranks: int, noise: float) -> None:
+    """Of ranks that differ, at moments that were slow for all of them, with disturbed observations among them."""
+    rng = np.random.default_rng(ranks)
+    speed, moment = 1 + rng.random(ranks), rng.lognormal(0, 0.5, size=(400, 1))
+    seconds = speed * moment * (1 + noise * rng.normal(size=(400, ranks)))
+    assert noise_of(seconds) == pytest.approx(noise, rel=0.1)
+    seconds[::10, 0] *= 3.0
+    assert noise_of(seconds) == pytest.approx(noise, rel=0.25)
+    assert noise_of(seconds[:, :1]) == 0.0
+    assert noise_of(np.zeros((3, ranks))) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -181,6 +222,40 @@ def test_what_a_hidden_transfer_costs_is_what_it_adds_per_second(
 
     assert ThreadWorld(2).run(told) == [pytest.approx(expected)] * 2
     assert measure_overlap(_Told(ThreadWorld(1).collective(0), []), bank, rows=4, n_bytes=256) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("one_s", "both_s", "expected"), [(2.0, 2.5, 0.25), (2.0, 2.0, 0.0), (2.0, 1.9, 0.0), (2.0, 9.0, 1.0)]
+)
+def test_what_both_directions_cost_is_what_the_second_adds(one_s: float, both_s: float, expected: float) -> None:
+    bank = FeedForwardBank(8, 16, 1)
+
+    class Both(Probe):
+        """Two nodes, of three ranks and of two; the latter's seconds do not count, nor does a disturbed sample."""
+
+        def samples(self, runs: Sequence[Callable[[], float | None]]) -> list[FloatArray]:
+            for run in runs:
+                run()
+            times = np.array([[1], [1], [1], [1], [7]])
+            # who only sends is done early; where all receive, the mean over ranks counts
+            return [times * np.array(s) for s in ([one_s, 0.1, 0.1, 8, 8], [both_s - 1, both_s, both_s + 1, 9, 9])]
+
+    def found(c: ThreadCollective) -> float:
+        return measure_duplex(Both(c, torch.device("cpu"), 1), bank, ranks_per_node=3, n_bytes=256)
+
+    assert ThreadWorld(5).run(found) == [pytest.approx(expected)] * 5
+    assert measure_duplex(_Told(ThreadWorld(1).collective(0), []), bank, ranks_per_node=1, n_bytes=256) == 0.0
+
+
+@pytest.mark.parametrize(("beside_s", "expected"), [(2.8, 0.4), (2.0, 0.0), (1.5, 0.0), (9.0, 1.0)])
+def test_what_an_all_to_all_loses_beside_a_transfer(beside_s: float, expected: float) -> None:
+    bank = FeedForwardBank(8, 16, 1)
+
+    def found(c: ThreadCollective) -> float:
+        return measure_link_overlap(_Told(c, [[2.0, beside_s]]), bank, n_bytes=256)
+
+    assert ThreadWorld(3).run(found) == [pytest.approx(expected)] * 3
+    assert measure_link_overlap(_Told(ThreadWorld(1).collective(0), []), bank, n_bytes=256) == 1.0
 
 
 def test_a_check_fits_nothing_and_uses_the_lines_it_is_given() -> None:

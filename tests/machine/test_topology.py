@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,11 @@ def topologies(draw: st.DrawFn) -> Topology:
         trans_rate=draw(st.floats(0.01, 10)),
         agg_rate=draw(st.floats(0.01, 10)),
         overlap_cost=draw(st.floats(0, 0.99)),
+        backward_ratio=draw(st.floats(0.1, 10)),
+        compute_noise=draw(st.floats(0, 1)),
+        exchange_noise=draw(st.floats(0, 1)),
+        duplex_cost=draw(st.floats(0, 1)),
+        link_overlap_cost=draw(st.floats(0, 1)),
         port_bytes_per_s=draw(st.none() | positive),
         name=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
     )
@@ -77,6 +83,21 @@ def test_one_number_stands_for_all_ranks(tmp_path: Path) -> None:
     assert read_fits(file) == {}
 
 
+def test_figures_that_were_not_measured_are_not_in_the_file(tmp_path: Path) -> None:
+    """An older release reads such a file, what is named after its digest keeps its name, and its terms are off."""
+    file = tmp_path / "t.toml"
+    write_topology(file, Topology.uniform(2))
+    written = file.read_text()
+    figures = ("backward_ratio", "compute_noise", "exchange_noise", "duplex_cost", "link_overlap_cost")
+    assert not any(name in written for name in figures)
+    found = read_topology(file)
+    assert [getattr(found, name) for name in figures] == [2.0, 0.0, 0.0, 0.0, 1.0]
+    measured = dataclasses.replace(found, backward_ratio=np.float64(2.2), exchange_noise=0.1)
+    write_topology(file, measured)
+    assert "backward_ratio = 2.2\nexchange_noise = 0.1\n" in file.read_text()
+    assert read_topology(file) == measured
+
+
 def test_a_file_without_a_port_says_nothing_of_one(tmp_path: Path) -> None:
     """So that an older release reads it, and what is named after its digest keeps its name."""
     file = tmp_path / "t.toml"
@@ -103,6 +124,9 @@ def test_a_file_without_a_port_says_nothing_of_one(tmp_path: Path) -> None:
         ("inter = {bytes_per_s = 1e9, latency_s = 1e-5}", "inter = 7", "inter: expected a table"),
         ("format = 1", "format = 1\nname = 3", "name: expected a string"),
         ("format = 1", "format = 1\nport_bytes_per_s = '100G'", "port_bytes_per_s: expected a finite number"),
+        ("format = 1", "format = 1\ncompute_noise = 1.5", "compute_noise must be from 0 to 1"),
+        ("format = 1", "format = 1\nlink_overlap_cost = -1.0", "link_overlap_cost must be from 0 to 1"),
+        ("format = 1", "format = 1\nbackward_ratio = 0.0", "backward_ratio must be positive"),
         ("format = 1", "format = 1\nport_bytes_per_s = inf", "port_bytes_per_s: expected a finite number"),
         ("format = 1", "format = 1\nport_bytes_per_s = 0.0", "port_bytes_per_s must be positive"),
     ],
