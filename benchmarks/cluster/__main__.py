@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.cluster.policies import DEFAULT_POLICIES, POLICY_NAMES, PolicyError, planner_of, policy
 from benchmarks.cluster.profiles import BUILT_IN, Profile, ProfileError, load_profile
 from benchmarks.cluster.routing import read_replay
@@ -52,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "step and layer, the same for all policies but those of even routing",
     )
     p.add_argument("--json", type=Path, help="file for the rows")
+    p.add_argument("--record", type=Path, help="file for `python -m benchmarks.cluster.replay`, see there")
     p.add_argument("--picture", type=Path, help="file for a picture of two blocks of that step, with prophet (PNG)")
     p.add_argument("--trace", type=Path, help="file for a trace of one step of every policy (Chrome, Perfetto)")
     p.add_argument("--repetitions", type=int, default=3)
@@ -159,6 +162,8 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
         policies=names,
         replayed=None if replay is None else replay.file,
     )
+    if args.record:
+        write_json(args.record, recorded(results))
     if args.trace or args.picture:
         groups = traced_steps(results)
         if args.trace:
@@ -178,6 +183,21 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
         "rows": rows,
         "against": against(rows, others) if others else [],
     }
+
+
+def recorded(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `--record` writes: what calibration saw, and the steps of every policy that the simulator can play."""
+    first = results[0]
+    runs = [
+        {
+            **{key: run[key] for key in ("policy", "repetition", "schedule", "steps", "seconds")},
+            # as in `rows`: the mean over ranks
+            "step_s": np.mean([r["runs"][i]["step_s"] for r in results], axis=0).tolist(),
+        }
+        for i, run in enumerate(first["runs"])
+        if "steps" in run
+    ]
+    return {"observed": first["observed"], "layers": first["layers"], "runs": runs}
 
 
 def traced_steps(results: Sequence[dict[str, Any]]) -> dict[str, list[Span]]:

@@ -1,24 +1,34 @@
 """Measures the emulated cluster: what links carry and what processors compute, as the planners' `Topology`.
 
-Shape legend: R ranks, L blocks.
+`Observed` is what was seen of plain steps and of probes; `calibration_of` makes figures of it, and needs no cluster.
+
+Shape legend: R ranks, L blocks, T steps.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from prophet.machine.fit import Point, fit_line, least_relative
-from prophet.machine.measure import Probe, discard
+from prophet.experts.bank import Bank
+from prophet.machine.fit import Point, fit_line, least_relative, noise_of
+from prophet.machine.measure import Probe, discard, measure_duplex, measure_link_overlap, measure_overlap
 from prophet.ranks.collective import Collective
+from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
 from prophet.spec import BoolArray, FloatArray, IntArray, LayerShape, Link, Topology, Windows
 
 PROBE_BYTES = (1 << 18, 1 << 19, 1 << 20)  # sent by each rank in all: as layers do, and more than a bucket's burst
 POPULAR = 3.0  # how many times as much as another rank a popular one is sent
 SAME_RATE = 0.2  # rates closer than this are not told apart
+COUNTS = 128  # integers that are exchanged before a block, about
+# windows whose noise counts; the rest of a step is longer, and there is less of it
+NOISY = ("FEC", "FNEC", "BNEC", "BEC")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +36,7 @@ class Calibration:
     """What planners and simulator are told, and what they are not: the rest of a step.
 
     start_s, end_s: compute before the first block, and after it backward. update_s: from when the gradients are
-    complete to the next step. counts_s: one exchange of counts.
+    complete to the next step. counts_s: one exchange of counts. counts_behind_s: what it waits longer behind a Trans.
     """
 
     topology: Topology
@@ -35,6 +45,29 @@ class Calibration:
     end_s: float
     update_s: float
     counts_s: float
+    counts_behind_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """What was measured, as lists of numbers, equal on all ranks.
+
+    exchanges: samples [n, R] of even all-to-alls within nodes ("intra") and between them ("inter"), by `PROBE_BYTES`.
+    counts_s: samples [n, R] of an exchange of counts, alone and behind a transfer. overlap_cost, duplex_cost,
+    link_overlap_cost: as in `Topology`. windows: seconds [T, R] of every window by its name. rank_load: rows [T, L, R].
+    even: how many of the T steps had even routing; they come last. experts: that a rank computes in a block.
+    """
+
+    ranks_per_node: int
+    exchanges: Mapping[str, list[list[list[float]]]]
+    counts_s: list[list[list[float]]]
+    overlap_cost: float
+    duplex_cost: float
+    link_overlap_cost: float
+    windows: Mapping[str, list[list[float]]]
+    rank_load: list[list[list[int]]]
+    even: int
+    experts: int
 
 
 def fit_link(bytes_seconds: list[tuple[float, float]]) -> Link:
@@ -52,37 +85,65 @@ def probe_pairs(between: BoolArray, n_bytes: int, wanted: FloatArray) -> IntArra
     return pairs
 
 
-def probe_links(collective: Collective, ranks_per_node: int, *, repeats: int = 6) -> tuple[Link, Link]:
-    """(within a node, between nodes) as the slowest rank sees them while all ranks exchange; collective.
+def probe_links(collective: Collective, ranks_per_node: int, *, repeats: int = 6) -> dict[str, list[FloatArray]]:
+    """Samples [n, R] of even all-to-alls within a node ("intra") and between nodes ("inter"), by size; collective.
 
-    Of a size's samples the lower quartile counts: other work only ever adds time. Even exchanges count as much as those
-    in which a rank is popular: where data flows both ways, what acknowledges it takes its part of the link.
+    A level without peers is missing.
     """
     ranks, rank = collective.size, collective.rank
     node = np.arange(ranks) // ranks_per_node
     inside = (node[:, None] == node) & ~np.eye(ranks, dtype=np.bool_)
-    even = np.ones(ranks)
-    popular = np.where(np.arange(ranks) % ranks_per_node == 0, POPULAR, 1.0)  # every node's first rank
     probe = Probe(collective, torch.device("cpu"), repeats)
     op = Operation("probe of links")
-    found = []
-    for between in (inside, node[:, None] != node):
+    found = {}
+    for level, between in (("intra", inside), ("inter", node[:, None] != node)):
         if not between.any():
-            found.append(Link(bytes_per_s=1e12))
             continue
         runs = []
         for n_bytes in PROBE_BYTES:
-            for wanted in (even, popular):
-                pairs = probe_pairs(between, n_bytes, wanted)
-                send, recv = pairs[rank].tolist(), pairs[:, rank].tolist()
-                x = torch.zeros(sum(send), dtype=torch.uint8)
-                runs.append(lambda x=x, s=send, r=recv: discard(collective.all_to_all(x, s, r, op=op).wait()))
-        seconds = np.array(probe.lower(runs)).reshape(-1, 2).mean(axis=1)
-        found.append(fit_link(list(zip(PROBE_BYTES, seconds.tolist(), strict=True))))
-    intra, inter = found
-    if ranks_per_node >= ranks:
-        inter = intra
-    return intra, inter
+            pairs = probe_pairs(between, n_bytes, np.ones(ranks))
+            send, recv = pairs[rank].tolist(), pairs[:, rank].tolist()
+            x = torch.zeros(sum(send), dtype=torch.uint8)
+            runs.append(lambda x=x, s=send, r=recv: discard(collective.all_to_all(x, s, r, op=op).wait()))
+        found[level] = probe.samples(runs)
+    return found
+
+
+def probe_counts(collective: Collective, bank: Bank, *, repeats: int = 6) -> list[FloatArray]:
+    """Samples [n, R] of an exchange of counts, alone and while every rank sends one expert to the next; collective."""
+    size, rank = collective.size, collective.rank
+    x = torch.zeros(bank.expert_numel, dtype=bank.dtype)
+    there, back = [0] * size, [0] * size
+    there[(rank + 1) % size] = back[(rank - 1) % size] = len(x)
+
+    def alone() -> float:
+        before = time.perf_counter()
+        gather_numbers(collective, range(COUNTS), op=Operation("probe of counts"))
+        return time.perf_counter() - before
+
+    def behind() -> float:
+        work = collective.all_to_all(x, there, back, op=Operation("probe of a transfer"), channel="weights")
+        time.sleep(0.01)  # so that it is under way
+        took = alone()
+        discard(work.wait())
+        return took
+
+    return Probe(collective, torch.device("cpu"), repeats).samples([alone, behind])
+
+
+def probes(collective: Collective, bank: Bank, ranks_per_node: int, *, rows: int) -> dict[str, Any]:
+    """The fields of `Observed` that do not come from steps; collective. rows: of a product beside a transfer."""
+    probe = Probe(collective, torch.device("cpu"), 6)
+    # of transfers as long as a busy step's: short ones drown in noise
+    n_bytes = 4 * bank.shape().expert_bytes
+    return {
+        "ranks_per_node": ranks_per_node,
+        "exchanges": {k: [x.tolist() for x in v] for k, v in probe_links(collective, ranks_per_node).items()},
+        "counts_s": [x.tolist() for x in probe_counts(collective, bank)],
+        "overlap_cost": measure_overlap(probe, bank, rows=rows, n_bytes=n_bytes),
+        "duplex_cost": measure_duplex(probe, bank, ranks_per_node=ranks_per_node, n_bytes=PROBE_BYTES[1]),
+        "link_overlap_cost": measure_link_overlap(probe, bank, n_bytes=PROBE_BYTES[1]),
+    }
 
 
 def slowness_of(seconds: FloatArray) -> FloatArray:
@@ -102,7 +163,7 @@ def fit_experts(
     """(flops per second of every rank, seconds per expert that a rank of slowness 1 computes).
 
     seconds [T, R]: forward and backward of one block's experts in T observations; rows, groups [T, R]: what was
-    computed; slowness [R]: as of `slowness_of`. A backward pass counts as two forward ones. The least mean relative
+    computed; slowness [R]: as of `slowness_of`. Both count a third of it. The least mean relative
     error over all ranks; where seconds fall with the rows, the ratio of sums and nothing per expert. ValueError where
     an observation took no time, which nothing that was computed does.
     """
@@ -117,3 +178,73 @@ def fit_experts(
     if row_s <= 0 or group_s < 0:
         row_s, group_s = float(forward.sum() / max(rows.sum(), 1)), 0.0
     return tuple(float(shape.forward_flops_per_token / (row_s * s)) for s in slowness), group_s
+
+
+def calibration_of(seen: Observed, shape: LayerShape) -> Calibration:
+    """The figures of what was seen; shape: of the layers' experts."""
+    rows = np.array(seen.rank_load, dtype=np.int64)  # [T, L, R]
+    steps, blocks, ranks = rows.shape
+    last, even = blocks - 1, slice(steps - seen.even, None)
+
+    def window(name: str) -> FloatArray:
+        return np.array(seen.windows[name]) if name in seen.windows else np.zeros((steps, ranks))
+
+    def by_block(kind: str) -> FloatArray:
+        return np.stack([window(f"{kind}({i})") for i in range(blocks)], axis=1)  # [T, L, R]
+
+    forward_s, backward_s = by_block("FEC"), by_block("BEC")
+    slowness = slowness_of((forward_s + backward_s).sum(axis=1)[even])
+    flat_rows = rows.reshape(-1, ranks)
+    groups = np.full_like(flat_rows, seen.experts)
+    rates, overhead_s = fit_experts((forward_s + backward_s).reshape(-1, ranks), flat_rows, groups, shape, slowness)
+
+    def typical(*names: str) -> float:
+        """The median over steps, as of the fastest rank; the mean over ranks, since they differ by chance."""
+        return float(sum(np.mean(np.median(window(n), axis=0) / (slowness / slowness.min())) for n in names))
+
+    fnec = [typical(f"FNEC({i})", f"route({i + 1})") for i in range(last)] or [typical("FNEC(0)")]
+    bnec = [typical(f"BNEC({i})") for i in range(last)] or [typical("BNEC(0)")]
+    # beside the blocks' common windows: what the last one has more, with the head and the loss
+    extra_s = typical(f"FNEC({last})") - np.mean(fnec) + typical(f"BNEC({last})") - np.mean(bnec)
+    links, noise = {}, [0.0]
+    for level, by_size in seen.exchanges.items():
+        samples = [np.array(x) for x in by_size]
+        # when the last rank is done, in the middle of the samples: how long it takes to wake the peers is part of it
+        points = [(n, float(np.median(x.max(axis=1)))) for n, x in zip(PROBE_BYTES, samples, strict=True)]
+        links[level] = fit_link(points)
+        noise.append(noise_of(np.concatenate(samples)))
+    alone_s, behind_s = (float(np.median(np.max(x, axis=1))) for x in seen.counts_s)
+    nobody = Link(bytes_per_s=1e12)
+    topology = Topology(
+        ranks=ranks,
+        ranks_per_node=seen.ranks_per_node,
+        intra=links.get("intra", nobody),
+        inter=links.get("inter", links.get("intra", nobody)),
+        flops_per_s=rates,
+        free_bytes=(1 << 40,) * ranks,
+        expert_overhead_s=overhead_s,
+        overlap_cost=seen.overlap_cost,
+        backward_ratio=float(np.median(backward_s / forward_s)),
+        compute_noise=noise_of(np.concatenate([by_block(kind)[even].reshape(-1, ranks) for kind in NOISY])),
+        exchange_noise=max(noise),
+        duplex_cost=seen.duplex_cost,
+        link_overlap_cost=seen.link_overlap_cost,
+        name="measured",
+    )
+    return Calibration(
+        topology=topology,
+        windows=Windows(fnec_s=float(np.mean(fnec)), bnec_s=float(np.mean(bnec))),
+        start_s=typical("start", "route(0)"),
+        end_s=max(0.0, typical("end")),
+        update_s=max(0.0, typical("update") + float(extra_s)),
+        counts_s=alone_s,
+        counts_behind_s=max(0.0, behind_s - alone_s),
+    )
+
+
+def gathered(collective: Collective, windows: list[dict[str, float]], blocks: int) -> dict[str, list[list[float]]]:
+    """Seconds [T, R] of every window by name, of all ranks; windows: this rank's by step; collective."""
+    names = ["start", "end", "update", *(f"{kind}({i})" for kind in ("route", *NOISY) for i in range(blocks))]
+    mine = torch.tensor([[step.get(name, 0.0) for name in names] for step in windows], dtype=torch.float64)
+    table = collective.all_gather(mine, op=Operation("figures of compute")).numpy()  # [R, T, names]
+    return {name: table[:, :, i].T.tolist() for i, name in enumerate(names)}

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 import prophet
 from benchmarks.auto.measure import on_nodes
 from benchmarks.cluster import calibrate, peers
-from benchmarks.cluster.calibrate import Calibration
+from benchmarks.cluster.calibrate import Calibration, Observed
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.policies import Policy, planner_of, policy
+from benchmarks.cluster.replay import layers_of, simulated, step_of
 from benchmarks.cluster.routing import even_row, given, max_mean_at_home
 from benchmarks.cluster.workload import (
     Workload,
@@ -41,20 +42,16 @@ from prophet.demo.text import load_corpus
 from prophet.engine.config import Experiment
 from prophet.engine.step_report import StepReport
 from prophet.layer.moe import moe_layers
-from prophet.machine.measure import Probe, measure_overlap
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, Recording
-from prophet.scheduler.simulate import predicted_durations, simulate
-from prophet.scheduler.timeline import Span
-from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, Windows
+from prophet.spec import Placement, Windows
 from prophet.traces import read_trace
 
 SETTLING_STEPS = 5  # uncounted ones before all else
 CALIBRATION_STEPS = 4  # watched ones of each routing, behind those that are skipped
-SIMULATED_PARTS = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
 
 
 def steps_of_repetition(steps: int, skip: int) -> int:
@@ -88,7 +85,14 @@ def measure(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
                 run = bench.run(policy(name), repetition)
                 runs.append(run)
                 host.say(f"repetition {repetition}, {name}: {float(np.median(run['step_s'])):.3f} s per step")
-        return {"runs": runs, "calibration": dataclasses.asdict(calibration), "spans": bench.traced}
+        assert bench.observed is not None
+        return {
+            "runs": runs,
+            "calibration": dataclasses.asdict(calibration),
+            "observed": dataclasses.asdict(bench.observed),
+            "layers": bench.layers,
+            "spans": bench.traced,
+        }
 
 
 class Bench:
@@ -110,6 +114,8 @@ class Bench:
         self.model = build(self.workload)
         self.collective = moe_layers(self.model)[0].collective
         self.calibration: Calibration | None = None
+        self.observed: Observed | None = None
+        self.layers: dict[str, Any] = {}
         compute_apart()
 
     def rows(self) -> Iterator[Tensor]:
@@ -128,73 +134,25 @@ class Bench:
 
     def calibrate(self) -> Calibration:
         """Measure links by probes, and compute by watching some steps without balancing; collective."""
-        intra, inter = calibrate.probe_links(self.collective, self.ranks_per_node)
-        blocks = self.workload.blocks
         reports: list[StepReport] = []
         windows: list[dict[str, float]] = []
-        spans: list[Span] = []
         # What a host computes while others wait for a busy one, and beside all the others: half of the steps each.
         for p in (policy("static"), Policy(name="even", even=True)):
             seen: list[StepReport] = []
             recording = self._watched_steps(p, self.skip + CALIBRATION_STEPS, seen.append)
             reports += seen[self.skip :]
-            spans += recording.recorder.spans()
             for step in range(self.skip, recording.steps):
                 windows.append(added({s.name: s.seconds} for s in recording.compute(step)))
-        even = windows[len(windows) // 2 :]
-        counts_s = [s.seconds for s in spans if s.name.startswith("exchange of counts")]
-
-        def median(name: str) -> float:
-            return float(np.median([w.get(name, 0.0) for w in windows]))
-
-        even_s = [sum(w.get(f"{kind}({i})", 0.0) for kind in ("FEC", "BEC") for i in range(blocks)) for w in even]
-        last = blocks - 1
-        fnec = [median(f"FNEC({i})") + median(f"route({i + 1})") for i in range(last)] or [median("FNEC(0)")]
-        bnec = [median(f"BNEC({i})") for i in range(last)] or [median("BNEC(0)")]
-        # beside the blocks' common windows: what the last one has more, with the head and the loss
-        extra = median(f"FNEC({last})") - float(np.mean(fnec)) + median(f"BNEC({last})") - float(np.mean(bnec))
-        figures = [
-            float(np.mean(fnec)),
-            float(np.mean(bnec)),
-            median("start") + median("route(0)"),
-            median("end"),
-            median("update") + extra,
-            min(counts_s),
-            *even_s,
-            *(w.get(f"FEC({i})", 0.0) + w.get(f"BEC({i})", 0.0) for w in windows for i in range(blocks)),
-        ]
-        op = Operation("figures of compute")
-        table = self.collective.all_gather(torch.tensor(figures, dtype=torch.float64), op=op).numpy()
-        rows = np.concatenate([r.rank_load for r in reports])  # [T * L, R]
-        m = self.workload.experts // self.host.hosts
         bank = moe_layers(self.model)[0].experts
-        shape = bank.shape()
-        overlap_cost = measure_overlap(  # of a transfer as long as a busy step's: short ones drown in noise
-            Probe(self.collective, torch.device("cpu"), 6), bank, rows=int(rows.mean()), n_bytes=4 * shape.expert_bytes
+        rank_load = np.stack([r.rank_load for r in reports])
+        self.observed = Observed(
+            **calibrate.probes(self.collective, bank, self.ranks_per_node, rows=int(rank_load.mean())),
+            windows=calibrate.gathered(self.collective, windows, self.workload.blocks),
+            rank_load=rank_load.tolist(),
+            even=CALIBRATION_STEPS,
+            experts=self.workload.experts // self.host.hosts,
         )
-        expert_s = table[:, 6 + len(even) :].T
-        slowness = calibrate.slowness_of(table[:, 6 : 6 + len(even)].T)
-        rates, overhead = calibrate.fit_experts(expert_s, rows, np.full_like(rows, m), shape, slowness)
-        ranks = self.host.hosts
-        topology = Topology(
-            ranks=ranks,
-            ranks_per_node=self.ranks_per_node,
-            intra=intra,
-            inter=inter,
-            flops_per_s=rates,
-            free_bytes=(1 << 40,) * ranks,
-            expert_overhead_s=overhead,
-            overlap_cost=overlap_cost,
-            name="measured",
-        )
-        self.calibration = Calibration(
-            topology=topology,
-            windows=Windows(fnec_s=float(table[:, 0].min()), bnec_s=float(table[:, 1].min())),
-            start_s=float(table[:, 2].mean()),
-            end_s=max(0.0, float(table[:, 3].mean())),
-            update_s=max(0.0, float(table[:, 4].mean())),
-            counts_s=float(table[:, 5].mean()),
-        )
+        self.calibration = calibrate.calibration_of(self.observed, bank.shape())
         return self.calibration
 
     # --- our engine ---
@@ -315,46 +273,12 @@ class Bench:
             "actions": [str(a) for a in reports[-1].actions] if reports else [],
         }
         if self.host.rank == 0 and engine is not None and self.calibration is not None:
-            result["simulated_s"] = self._simulated(p, engine, reports[self.skip :], planned[self.skip :])
+            done = [step_of(r, *x) for r, x in zip(reports[self.skip :], planned[self.skip :], strict=True)]
+            self.layers = layers_of(engine.contexts)
+            # for `--record`
+            result |= {"steps": done, "schedule": [str(a) for a in engine.schedule]}
+            result["simulated_s"] = simulated(p.name, self.calibration, self.layers, engine.schedule, done)
         return result
-
-    def _simulated(
-        self,
-        p: Policy,
-        engine: Engine,
-        reports: list[StepReport],
-        planned: list[tuple[tuple[Placement, ...], tuple[Form, ...]]],
-    ) -> list[dict[str, float]]:
-        """Seconds by part that the simulator says of the same steps, from the calibration alone."""
-        assert self.calibration is not None
-        c = self.calibration
-        contexts = [
-            dataclasses.replace(
-                x, topology=c.topology, windows=dataclasses.replace(c.windows, experts=x.windows.experts)
-            )
-            for x in engine.contexts
-        ]
-        planner = planner_of(p)
-        found = []
-        for report, (placed, cut) in zip(reports, planned, strict=True):
-            splits = [
-                split_of(planner, load, placement, context)
-                for load, placement, context in zip(report.counts, placed, contexts, strict=True)
-            ]
-            durations = predicted_durations(
-                placed,
-                splits,
-                contexts,
-                forms=cut,
-                start_s=c.start_s,
-                end_s=c.end_s,
-                update_s=c.update_s,
-                counts_s=c.counts_s,
-            )
-            found.append(simulate(engine.schedule, durations))
-        return [
-            {"step": s.makespan_s, **{p: float(getattr(s, f"{p}_s").mean()) for p in SIMULATED_PARTS}} for s in found
-        ]
 
     # --- the peers ---
 
@@ -390,14 +314,6 @@ def use_collective(layers: list[prophet.MoE], collective: Collective) -> None:
     """Let the layers talk through `collective`."""
     for layer in layers:
         layer.collective = collective
-
-
-def split_of(planner: Any, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-    """The split that the engine used."""
-    if placement.is_static:
-        return Split.to_homes(load, placement)
-    split: Split = planner.split(load, placement, context)
-    return split
 
 
 def added(tables: Iterator[dict[str, float]]) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,10 +16,20 @@ import pytest
 import torch
 
 from benchmarks.cluster import __main__ as cli
-from benchmarks.cluster import links
-from benchmarks.cluster.calibrate import PROBE_BYTES, fit_experts, fit_link, probe_links, probe_pairs, slowness_of
+from benchmarks.cluster import links, replay
+from benchmarks.cluster.calibrate import (
+    PROBE_BYTES,
+    Observed,
+    calibration_of,
+    fit_experts,
+    fit_link,
+    probe_links,
+    probe_pairs,
+    slowness_of,
+)
 from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, planner_of, policy
 from benchmarks.cluster.profiles import uniform
+from benchmarks.cluster.replay import biases, layers_of, simulated
 from benchmarks.cluster.rows import against, summarise, table
 from benchmarks.cluster.workload import Workload, build
 from prophet import EngineConfig, attach
@@ -29,9 +41,11 @@ from prophet.machine.measure import Probe
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadCollective
 from prophet.scheduler.actions import Window
+from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective
+from prophet.scheduler.schedules import block_wise
 from prophet.scheduler.timeline import Recorder, Span
-from prophet.spec import LayerShape
+from prophet.spec import FloatArray, LayerShape, Placement, PlanContext, last_of_alike
 from tests.helpers.cluster_testbed import needs_testbed
 from tests.helpers.support import RandomPlanner, on_threads, seeded
 from tests.helpers.timelines import read_timeline
@@ -129,23 +143,106 @@ def test_probes_of_links_keep_to_their_level_and_fill_the_busiest_rank() -> None
 def test_links_of_one_and_of_several_nodes_are_probed(
     ranks: int, per_node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lower(self: Probe, runs: Sequence[Callable[[], float | None]]) -> list[float]:
+    def samples(self: Probe, runs: Sequence[Callable[[], float | None]]) -> list[FloatArray]:
         """The exchanges run, their seconds are given: in turn those of a link at 1 GB/s and of one at 500 MB/s."""
         for run in runs:
             run()
         level = self.__dict__["level"] = self.__dict__.get("level", 0) + 1
-        return [level * 1e-9 * n_bytes for n_bytes in PROBE_BYTES for _ in ("even", "popular")]
+        return [np.full((3, ranks), level * 1e-9 * n_bytes) for n_bytes in PROBE_BYTES]
 
     def body(c: ThreadCollective) -> tuple[float, float]:
-        intra, inter = probe_links(c, per_node, repeats=1)
-        return intra.bytes_per_s, inter.bytes_per_s
+        exchanges = {k: [x.tolist() for x in v] for k, v in probe_links(c, per_node, repeats=1).items()}
+        found = calibration_of(replace(observed(ranks), ranks_per_node=per_node, exchanges=exchanges), SHAPE)
+        return found.topology.intra.bytes_per_s, found.topology.inter.bytes_per_s
 
-    monkeypatch.setattr(Probe, "lower", lower)
+    monkeypatch.setattr(Probe, "samples", samples)
     found = on_threads(ranks, body)
     assert len(set(found)) == 1  # the same figures everywhere
     nobody = 1e12  # the rate where a rank is alone on its node
     expected = {(3, 3): (1e9, 1e9), (4, 2): (1e9, 5e8), (2, 1): (nobody, 1e9)}[ranks, per_node]
     assert found[0] == pytest.approx(expected)
+
+
+SHAPE = LayerShape.feed_forward(dim=8, hidden=16)
+
+
+def observed(ranks: int, *, noise: float = 0.0) -> Observed:
+    """Two steps of `static`, in which rank 0 has more to do, and two hundred even ones of two blocks."""
+    rng, steps, even = np.random.default_rng(0), 202, 200
+    rank_load = np.full((steps, 2, ranks), 400)
+    rank_load[:2, :, 0] *= 2
+
+    def vary(seconds: FloatArray) -> FloatArray:
+        return np.asarray(seconds * (1.0 + noise * rng.normal(size=seconds.shape)))
+
+    forward = 3.0 / 3.4 * (1e-5 * rank_load + 2 * 2e-4)
+    windows = {"start": np.full((steps, ranks), 0.01), "update": np.full((steps, ranks), 0.2)}
+    for i in (0, 1):
+        windows |= {f"FEC({i})": vary(forward[:, i]), f"BEC({i})": vary(2.4 * forward[:, i])}
+        windows |= {f"FNEC({i})": vary(np.full((steps, ranks), 0.03 + 0.01 * i))}
+        windows |= {f"BNEC({i})": vary(np.full((steps, ranks), 0.04))}
+    even_s = [vary(np.full((40, ranks), 0.002 + n / 1e8)).tolist() for n in PROBE_BYTES]
+    return Observed(
+        ranks_per_node=ranks,
+        exchanges={"intra": even_s},
+        counts_s=[[[0.003] * ranks] * 4, [[0.005] * ranks, [0.018] * ranks, [0.018] * ranks]],
+        overlap_cost=0.1,
+        duplex_cost=0.2,
+        link_overlap_cost=0.4,
+        windows={name: x.tolist() for name, x in windows.items()},
+        rank_load=rank_load.tolist(),
+        even=even,
+        experts=2,
+    )
+
+
+def test_a_calibration_has_what_was_put_in() -> None:
+    found = calibration_of(observed(4), SHAPE)
+    topology = found.topology
+    assert topology.flops_per_s == pytest.approx((SHAPE.forward_flops_per_token / 1e-5,) * 4, rel=1e-3)
+    assert topology.expert_overhead_s == pytest.approx(2e-4, rel=1e-2)
+    assert topology.backward_ratio == pytest.approx(2.4)
+    assert (topology.compute_noise, topology.exchange_noise) == (pytest.approx(0.0), pytest.approx(0.0))
+    assert (topology.overlap_cost, topology.duplex_cost, topology.link_overlap_cost) == (0.1, 0.2, 0.4)
+    assert (topology.intra.latency_s, topology.intra.bytes_per_s) == (pytest.approx(0.002), pytest.approx(1e8))
+    assert (found.windows.fnec_s, found.windows.bnec_s) == (pytest.approx(0.03), pytest.approx(0.04))
+    # the last block's FNEC is longer by 0.01: with the head and the loss
+    assert (found.start_s, found.end_s, found.update_s) == (0.01, 0.0, pytest.approx(0.21))
+    assert (found.counts_s, found.counts_behind_s) == (0.003, pytest.approx(0.015))
+    noisy = calibration_of(observed(4, noise=0.06), SHAPE).topology
+    assert noisy.compute_noise == pytest.approx(0.06, rel=0.1)
+    assert noisy.exchange_noise == pytest.approx(0.06, rel=0.15)
+    # the link's line is that of the last of four, which comes 6 % later
+    assert noisy.intra.bytes_per_s == pytest.approx(1e8 / (1 + 0.06 * last_of_alike(4)), rel=0.03)
+
+
+def test_recorded_steps_are_played_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The steps that were simulated when they ran come out alike from the file, and an error of 10 % as one."""
+    seen = observed(2)
+    calibration, placement = calibration_of(seen, SHAPE), Placement.with_replicas((0, 0, 1, 1), 2, [(0, 1)])
+    windows = replace(calibration.windows, experts=False)
+    context = PlanContext(topology=calibration.topology, shape=SHAPE, home=(0, 0, 1, 1), windows=windows)
+    layers = layers_of([context, replace(context, windows=calibration.windows)])
+    counts = np.array([[[300, 20, 50, 30], [300, 20, 50, 30]]] * 2)
+    done = {"counts": counts.tolist(), "forms": [dataclasses.asdict(Form())] * 2}
+    alone, with_copy = ({**done, "replicas": x} for x in ([[], []], [[], [list(r) for r in placement.replicas()]]))
+    schedule = block_wise(2)
+    runs = []
+    for name, step in (("static", alone), ("prophet", with_copy)):
+        (now,) = simulated(name, calibration, layers, schedule, [step])
+        run = {"policy": name, "schedule": [str(a) for a in schedule], "steps": [step], "step_s": [now["step"] / 1.1]}
+        runs.append(run)
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps({"observed": dataclasses.asdict(seen), "layers": layers, "runs": runs}))
+    rows = biases(json.loads(file.read_text()))
+    assert [r["policy"] for r in rows] == ["static", "prophet"]
+    assert [r["bias"] for r in rows] == pytest.approx([0.1, 0.1])
+    assert rows[1]["simulated_s"]["step"] < rows[0]["simulated_s"]["step"]
+    assert replay.main([str(file)]) == 0
+    assert "common offset +0.100, spread 0.000" in capsys.readouterr().out
+    file.write_text("{}")
+    assert replay.main([str(file)]) == 2
+    assert "record.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--repeats", "0"], ["--timeout-s", "0"], ["--profile", "five-hosts"]])
