@@ -586,23 +586,23 @@ class ElasticPipeline:
         """Go on in another group (None: all processes); collective over its members, between steps.
 
         `number` maps this rank's old group's ranks to the new one's and must hold every rank that runs a stage; None
-        where this process comes back, and takes the others' map and counters. `leave.membership.Membership` calls this.
+        where this process comes back, and takes the others' map and counters. There are as many replicas as before,
+        each of ranks in a row. `release.membership.Membership` calls this.
         """
-        if self.groups.replicas > 1:
-            raise SpecError("a pipeline with replicas cannot change its group: resume from a checkpoint instead")
+        before, now = self.groups.grid, self.stage_map
+        self.groups.enter(group)
+        self.groups.arrange(before.replicas)
         known: Stages | None = None
         # a process that comes back, with number None, knows no map
         if number is not None:
-            now = self.stage_map
-            # a rank that leaves takes what it holds along
-            lost = sorted(set(now.used_ranks) - set(number))
-            if lost:
-                raise SpecError(f"ranks {lost} still run stages and cannot leave: rebuild without them first")
             # the same layers on the same processes, which have other numbers in the new group
-            known = replace(self.stages, stage_map=StageMap(now.boundaries, tuple(number[r] for r in now.ranks)))
-        self.groups.enter(group)
+            ranks = before.renumbered(self.groups.grid, number, now.used_ranks)
+            known = replace(self.stages, stage_map=StageMap(now.boundaries, tuple(ranks[r] for r in now.ranks)))
         world = self.groups.world
         agreed, progress = agree_on_model(lambda: self._description(known, self.progress), world)
+        self.groups.divide()
+        # its means over replicas use the new columns
+        self._passes.switch()
 
         def build() -> Optimizers:
             self._passes.now = self.builder.build(agreed, self.stages.durations)

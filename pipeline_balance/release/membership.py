@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from pipeline_balance.pipeline.run.replicas import Grid
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
@@ -75,13 +76,19 @@ class Membership:
         """Go from the present generation to one of `members`, between steps; called by all present members.
 
         Members that run a stage must stay: `rebuild` without them first. Newcomers must be waiting (`wait_for_call`).
+        Replicas stay as many: with P members for each, the first P are replica 0's, and so on.
         Returns whether this process is still a member; if not, its process group is gone.
         """
         before = self.generation
         after = self._checked(before.number + 1, members)
-        used = {before.members[r] for r in pipeline.stage_map.used_ranks}
+        grid = pipeline.groups.grid
+        used = {before.members[p] for rank in pipeline.stage_map.used_ranks for p in grid.column(rank)}
         if not used <= set(after.members):
             raise SpecError(f"members {sorted(used - set(after.members))} still run stages and cannot leave")
+        pipeline.experts.check_static("change its group")
+        # from old ranks to new ones, for the stage map
+        number = {r: after.members.index(m) for r, m in enumerate(before.members) if m in after.members}
+        grid.renumbered(Grid.of(len(after.members), grid.replicas), number, pipeline.stage_map.used_ranks)
         # All present members are between steps when the first of them gets past this.
         dist.barrier()
         if before.rank_of(self.member) == 0:
@@ -93,8 +100,6 @@ class Membership:
             self.generation = after
             return False
         self._enter(after)
-        # from old ranks to new ones, for the stage map
-        number = {r: after.members.index(m) for r, m in enumerate(before.members) if m in after.members}
         pipeline.change_group(None, number)
         return True
 
@@ -176,7 +181,8 @@ def released(
         Whether this process is still a member.
     """
     before = membership.generation
-    stay = tuple(before.members[r] for r in pipeline.stage_map.used_ranks)
+    used = pipeline.stage_map.used_ranks
+    stay = tuple(before.members[row[rank]] for row in pipeline.groups.grid.rows for rank in used)
     gone = tuple(m for m in before.members if m not in stay)
     if not gone:
         return True

@@ -164,6 +164,50 @@ def test_what_is_saved_after_ranks_were_renumbered_is_whole() -> None:
     assert losses == pytest.approx(plain_losses(8)[0][2:], rel=TOLERANCE)
 
 
+TWO, ONE = StageMap.contiguous((0, 3, LAYERS)), StageMap((0, LAYERS), (1,))
+
+
+def _replicas(rank: int, size: int, path: str, zero: int, changes: bool) -> dict[int, float]:
+    """Two replicas of two ranks give up one rank each, and take it back."""
+    _leave_first_group()
+    membership = Membership(dist.FileStore(path, -1), 10 + rank, timeout_s=40.0)
+    membership.start(range(10, 14))
+    run = pipeline(TWO, replicas=2, zero=zero)
+    losses: dict[int, float] = {}
+    step = 0
+    while step < 9:
+        if changes and step == 3 and run.ranks == 2:
+            run.rebuild(ONE)
+            with pytest.raises(SpecError, match="3 processes cannot be divided into 2 replicas"):
+                membership.switch(run, [11, 12, 13])
+            # each would be in the other's replica, whose part of the data and of the optimizer state is another
+            with pytest.raises(SpecError, match="same place of all replicas"):
+                membership.switch(run, [13, 11])
+            if not released(membership, run):
+                assert membership.wait_for_call()
+                run.change_group(None, None)
+                step = 6
+                run.rebuild(TWO)
+        if changes and step == 6 and run.ranks == 1:
+            assert (run.collective.size, run.replica) == (2, rank // 2)
+            # the first of each replica comes back, with another place in it
+            assert membership.switch(run, [11, 10, 13, 12])
+            run.rebuild(TWO)
+        losses[step] = run.step(*batch(step), max_norm=0.05)
+        step += 1
+    membership.end()
+    return losses
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_replicas_give_ranks_back_and_take_them_again(tmp_path: Path, zero: int) -> None:
+    changed = run_gloo(_replicas, 4, str(tmp_path / "changed"), zero, True)
+    still = run_gloo(_replicas, 4, str(tmp_path / "still"), zero, False)[0]
+    assert [sorted(losses) for losses in changed] == [[0, 1, 2, 6, 7, 8], [*range(9)]] * 2
+    for losses in changed:
+        assert losses == {step: still[step] for step in losses}
+
+
 def test_members_are_checked() -> None:
     membership = Membership(dist.HashStore(), 3)
     with pytest.raises(SpecError, match="not among"):

@@ -93,6 +93,33 @@ class Grid:
         number = self.pipeline_rank_of(process)
         return next((rows[0][number] for rows in self.every for row in rows if process in row), process)
 
+    def renumbered(self, after: Grid, number: Mapping[int, int], used: Iterable[int]) -> dict[int, int]:
+        """Return which pipeline rank those in use become in another grid of as many replicas.
+
+        Args:
+            after: The grid to go to.
+            number: From this grid's processes that stay to their numbers there.
+            used: The pipeline ranks that run stages.
+
+        Raises:
+            SpecError: A process of theirs leaves, or they do not stand in the same place in all replicas.
+        """
+        lost = sorted(p for rank in used for p in self.column(rank) if p not in number)
+        if lost:
+            # a process that leaves takes what it holds along
+            raise SpecError(f"ranks {lost} still run stages and cannot leave: rebuild without them first")
+        found = {}
+        for rank in used:
+            places = [divmod(number[p], after.pipeline_ranks) for p in self.column(rank)]
+            found[rank] = places[0][1]
+            if places != [(r, found[rank]) for r in range(self.replicas)]:
+                now = [number[p] for p in self.column(rank)]
+                raise SpecError(
+                    f"ranks {list(self.column(rank))} run the same stages in all replicas, and would be {now}: "
+                    "put them in the same place of all replicas; with P ranks for each, rank r is r mod P of r // P"
+                )
+        return found
+
     def replica(self, number: int) -> tuple[int, ...]:
         """Return the processes of a replica, by pipeline rank [P]; none of number R."""
         return self.rows[number] if number < self.replicas else ()

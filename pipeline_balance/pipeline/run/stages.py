@@ -188,10 +188,9 @@ class PipelineGroups:
 
     def leave(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `enter` goes on in another one."""
-        if self._side is not None:
-            self._side.close()
-            self._side = None
-        self.world.close()
+        self._side = None
+        for collective in self._included:
+            collective.close()
 
     def side(self) -> Collective:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
