@@ -1,7 +1,7 @@
 """What a schedule takes with attention exchange: start and end of every pass, waits for help, and what it costs.
 
-Shape legend: P ranks, S stages, N slices. In a position a rank runs a layer up to its attention, sends what others
-compute of it, computes its own part, then theirs, and waits for what comes back. All are in seconds.
+Shape legend: P ranks, S stages, N slices. In a position a rank sends early keys and values, runs a layer up to its
+attention, sends queries, computes its own part, then others', and waits for what comes back. All are in seconds.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ class ExchangeCosts:
     kv_share: float = 1.0
     boundary_s: float = 0.0
 
-    def there_s(self, one: Help, *, forward: bool) -> float:
-        """Until a helper has what it needs."""
+    def ahead_s(self, one: Help, *, forward: bool) -> float:
+        """Until a helper has keys and values, from when the donor begins the layer."""
+        return (self.forward if forward else self.backward).slice_s * self.kv_share * len(one.sent)
+
+    def there_s(self, *, forward: bool) -> float:
+        """Until a helper has the rest, from when the donor comes to its attention."""
         # queries; backward also the output and its gradient
-        of, slices = (self.forward, 1) if forward else (self.backward, 3)
-        return of.slice_s * (slices + self.kv_share * len(one.sent))
+        return self.forward.slice_s if forward else 3 * self.backward.slice_s
 
     def back_s(self, one: Help, *, forward: bool) -> float:
         """Until the donor has what the helper has found."""
@@ -200,6 +203,7 @@ class _Run:
         """One layer of every rank; `at` is when ranks come to it, and then when they leave it."""
         costs = self._costs
         of = costs.forward if forward else costs.backward
+        begun = list(at)
         asked = [began + (of.rest_s if here else 0.0) for began, here in zip(at, runs, strict=True)]
         given = [0] * len(at)
         for one in helps:
@@ -213,7 +217,9 @@ class _Run:
         # what is there first is computed first
         for one in sorted(helps, key=lambda help: (asked[help.donor], help.donor)):
             took = of.call_s + of.piece_s * len(one.pieces)
-            done[one.helper] = max(done[one.helper], asked[one.donor] + costs.there_s(one, forward=forward)) + took
+            keys_s = begun[one.donor] + costs.ahead_s(one, forward=forward)
+            queries_s = max(asked[one.donor], keys_s) + costs.there_s(forward=forward)
+            done[one.helper] = max(done[one.helper], queries_s) + took
             self.busy[one.helper] += took
             back[one.donor] = max(back[one.donor], done[one.helper] + costs.back_s(one, forward=forward))
         at[:] = [max(a, b) for a, b in zip(done, back, strict=True)]

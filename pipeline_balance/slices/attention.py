@@ -231,7 +231,7 @@ class _Attend(torch.autograd.Function):
                     # a layer that is computed again for its backward finds what it computed before
                     return known.out.detach()
         chunk = store.append(layer, unit, key, value, pending=place.pending)
-        out, lse = _merged(query, place, turn_of(store))
+        out, lse = _merged(query, place, turn_of(store, layer))
         if place.pending:
             chunk.out, chunk.lse = out.detach(), lse
             # the backward reads `out`, which the layer must not change in place
@@ -256,8 +256,8 @@ class _Attend(torch.autograd.Function):
         line = store.line(layer, unit.microbatch)
         # what later slices have added for this slice's keys and values
         later = line.summed(own)
-        if turn := turn_of(store):
-            turn.ask([own.lse, query, own.out, grad_out], lambda piece: line.room.tokens(*line.place_of(piece)))
+        if turn := turn_of(store, layer):
+            turn.ask([own.lse, query, own.out, grad_out])
         # Gradients of the query, the key and the value
         totals: list[Tensor] = []
         for block in place.blocks(query, turn.given if turn else ()):
@@ -313,10 +313,9 @@ def _merged(query: Tensor, place: _Place, turn: Turn | None) -> tuple[Tensor, Te
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     out = lse = query.new_empty(0)
-    line = place.store.line(place.layer, place.unit.microbatch)
-    room = line.room
+    room = place.store.line(place.layer, place.unit.microbatch).room
     if turn:
-        turn.ask([query], lambda piece: room.tokens(*line.place_of(piece)))
+        turn.ask([query])
     for block in place.blocks(query, turn.given if turn else ()):
         keys, values = block.of_columns(room.tokens(*block.place))
         part, part_lse = _forward(

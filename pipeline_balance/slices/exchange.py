@@ -2,8 +2,8 @@
 
 Forward, queries, keys and values go there, outputs and log-sum-exps come back. Backward, the merged output, its
 log-sum-exp and its gradient go as well; gradients of queries, keys and values come back. Which parts is planned by
-`pipeline_balance.schedules.exchange`, in the same way on all ranks, so nothing has to be asked for. Between two ranks
-messages have the order of slots and positions.
+`pipeline_balance.schedules.exchange`, in the same way on all ranks, so nothing has to be asked for. Keys and values of
+earlier slices leave one layer ahead of the queries. Between two ranks messages have the order of slots and positions.
 
 Shape legend: B sequences, Hq and Hkv heads, T tokens of a slice, S tokens of some pieces, D head dim. A piece is half
 a chunk.
@@ -11,7 +11,7 @@ a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,6 +110,9 @@ class Exchanger:
         self.row = list(given.ranks).index(given.collective.rank)
         self._slot_of = {action: slot for slot, action in enumerate(given.schedule.actions[self.row])}
         self._slot = self._position = 0
+        self._next: Turn | None = None
+        # the number that each attention of a stage gives its chunks, as its first slice has shown
+        self._layers: dict[tuple[int, int], int] = {}
         self.moved_bytes = [0, 0]
         # by direction, stage and microbatch of the donor, position and piece
         self.kept: dict[tuple[bool, int, int, int, int], _Kept] = {}
@@ -119,24 +122,51 @@ class Exchanger:
         """Within this context attention is that of this action; at its end this rank helps where it has no layer."""
         self._slot, self._position = self._slot_of[action], 0
         self._store.exchange = self
+        self.begin_next()
         try:
             yield
             mine = self.plan.layers[action.stage] if action.kind != "H" else 0
             if self._position != mine:
                 raise SliceError(f"{action} ran {self._position} attentions, the exchange was planned for {mine}")
             while self._position < self.plan.positions(self._slot):
-                turn = self.turn()
+                turn = self.turn(None)
                 turn.work()
                 turn.close()
         finally:
-            self._store.exchange = None
+            self._store.exchange = self._next = None
 
-    def turn(self) -> Turn:
-        """This rank's part of the next position."""
+    def begin_next(self) -> None:
+        """Begin to send and receive keys and values of the next position, which are there already."""
+        if self._position < self.plan.positions(self._slot):
+            self._next = Turn(self, self._slot, self._position)
+            self._next.ahead()
+
+    def turn(self, layer: int | None) -> Turn:
+        """This rank's part of the next position; `layer` is the number of its own attention there."""
+        turn, self._next = self._next, None
+        if turn is None:
+            raise SliceError(f"slot {self._slot} has an attention more than the exchange was planned for")
+        if layer is not None:
+            turn.name(layer)
         self._position += 1
-        turn = Turn(self, self._slot, self._position - 1)
         turn.listen()
         return turn
+
+    def name(self, stage: int, number: int, layer: int) -> None:
+        """Note by which number a stage's attention keeps its chunks."""
+        self._layers[stage, number] = layer
+
+    def tokens_of(self, stage: int, number: int, unit: Unit, piece: int) -> Sequence[Tensor]:
+        """Keys and values of a piece of this rank [B, Hkv, S, D].
+
+        Args:
+            stage: Whose attention it is.
+            number: Of the attention among those of its stage.
+            unit: The slice that attends to the piece.
+            piece: Its number.
+        """
+        line = self._store.line(self._layers[stage, number], unit.microbatch)
+        return line.room.tokens(*line.place_of(piece))
 
     def exchanged(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], slot: int) -> Pending:
         """Begin messages to and from rows of the schedule.
@@ -175,6 +205,8 @@ class Turn:
         self._mine = [one for one in helps if one.donor == exchanger.row]
         self._theirs = [one for one in helps if one.helper == exchanger.row]
         self.given = frozenset(piece for one in self._mine for piece in one.pieces)
+        # by donor, keys and values that come ahead
+        self._came: dict[int, tuple[Help, Pending, Tensor]] = {}
         # what helpers have found, and what donors ask for
         self._found: list[tuple[Help, Pending, Tensor]] = []
         self._asked_for: list[tuple[Help, Pending, Tensor]] = []
@@ -182,14 +214,19 @@ class Turn:
 
     # --- what travels ------------------------------------------------------------------------------------------
 
+    def _sent(self, one: Help) -> list[Like]:
+        """What a helper gets ahead: keys and values."""
+        heads = self._heads(one)
+        keys: Like = ((self._rows(one), heads.keys, self._length(one, one.sent), heads.width), heads.dtype)
+        return [keys, keys]
+
     def _asked(self, one: Help) -> list[Like]:
-        """What a helper gets: backward the log-sum-exp first, then queries and what is like them, then keys, values."""
+        """What a helper gets then: queries, or log-sum-exp, queries, output and its gradient."""
         heads, rows, tokens = self._heads(one), self._rows(one), self._tokens(one)
         query: Like = ((rows, heads.queries, tokens, heads.width), heads.dtype)
-        keys: Like = ((rows, heads.keys, self._length(one, one.sent), heads.width), heads.dtype)
         if self._slot.forward:
-            return [query, keys, keys]
-        return [((rows, heads.queries, tokens), heads.wide), query, query, query, keys, keys]
+            return [query]
+        return [((rows, heads.queries, tokens), heads.wide), query, query, query]
 
     def _answered(self, one: Help) -> list[Like]:
         """What a donor gets: log-sum-exp and output, or gradients of keys, values and queries."""
@@ -208,10 +245,20 @@ class Turn:
         assert found is not None
         return found
 
-    def _heads(self, one: Help) -> Heads:
-        every = self._of.heads[self._pass(one)[0]]
+    def _attention(self, stage: int) -> int:
+        """Which of a stage's attentions this position is."""
         # a backward runs the last layer first
-        return every[self._position if self._slot.forward else len(every) - 1 - self._position]
+        return self._position if self._slot.forward else len(self._of.heads[stage]) - 1 - self._position
+
+    def _heads(self, one: Help) -> Heads:
+        stage = self._pass(one)[0]
+        return self._of.heads[stage][self._attention(stage)]
+
+    def name(self, layer: int) -> None:
+        """Note the number by which this rank's own attention keeps its chunks."""
+        mine = self._slot.passes[self._of.row]
+        assert mine is not None
+        self._of.name(mine[0], self._attention(mine[0]), layer)
 
     def _rows(self, one: Help) -> int:
         return self._of.rows[self._pass(one)[1]]
@@ -233,26 +280,43 @@ class Turn:
 
     # --- as a donor --------------------------------------------------------------------------------------------
 
-    def ask(self, tensors: Sequence[Tensor], tokens_of: Callable[[int], Sequence[Tensor]]) -> None:
-        """Send what helpers need, and begin to receive what they find.
+    def ahead(self) -> None:
+        """Begin to send keys and values to helpers, and to receive those of donors: they wait for no queries."""
+        for one in self._mine:
+            (stage, _), unit = self._pass(one), self._unit(one)
+            pieces = [self._of.tokens_of(stage, self._attention(stage), unit, piece) for piece in one.sent]
+            if pieces:
+                self._send(one, [torch.cat(some, dim=2) for some in zip(*pieces, strict=True)], self._sent(one))
+        for one in self._theirs:
+            if one.sent:
+                self._came[one.donor] = self._receive(one, one.donor, self._sent(one))
+
+    def ask(self, tensors: Sequence[Tensor]) -> None:
+        """Send what helpers need now, and begin to receive what they find.
 
         Args:
             tensors: Queries; backward the log-sum-exp [B, Hq, T], queries, output and its gradient.
-            tokens_of: Keys and values of a piece [B, Hkv, S, D].
         """
         for one in self._mine:
-            pieces = [tokens_of(piece) for piece in one.sent]
-            likes = self._asked(one)
-            pairs = [torch.cat(some, dim=2) for some in zip(*pieces, strict=True)] if pieces else []
-            sends = [t.to(dtype) for t, (_, dtype) in zip((*tensors, *pairs), likes, strict=False)]
-            message = kernel.packed(sends)
-            expected = kernel.bytes_of(likes)
-            if message.numel() != expected:
-                raise SliceError(f"an attention sends {message.numel()} bytes, {expected} were planned")
-            answer = torch.empty(kernel.bytes_of(self._answered(one)), dtype=torch.uint8)
-            self._going.append(self._of.exchanged([(one.helper, message)], [], self._number))
-            self._found.append((one, self._of.exchanged([], [(one.helper, answer)], self._number), answer))
-            self._of.moved_bytes[0 if self._slot.forward else 1] += message.numel() + answer.numel()
+            self._send(one, tensors, self._asked(one))
+            self._found.append(self._receive(one, one.helper, self._answered(one)))
+            self._of.moved_bytes[0 if self._slot.forward else 1] += kernel.bytes_of(self._answered(one))
+        if self._mine:
+            self._of.begin_next()
+
+    def _send(self, one: Help, tensors: Sequence[Tensor], likes: Sequence[Like]) -> None:
+        """Begin to send to a helper."""
+        message = kernel.packed([t.to(dtype) for t, (_, dtype) in zip(tensors, likes, strict=True)])
+        expected = kernel.bytes_of(likes)
+        if message.numel() != expected:
+            raise SliceError(f"an attention sends {message.numel()} bytes, {expected} were planned")
+        self._going.append(self._of.exchanged([(one.helper, message)], [], self._number))
+        self._of.moved_bytes[0 if self._slot.forward else 1] += expected
+
+    def _receive(self, one: Help, row: int, likes: Sequence[Like]) -> tuple[Help, Pending, Tensor]:
+        """Begin to receive from a row."""
+        message = torch.empty(kernel.bytes_of(likes), dtype=torch.uint8)
+        return one, self._of.exchanged([], [(row, message)], self._number), message
 
     def answers(self) -> Iterator[tuple[Help, list[Tensor]]]:
         """What helpers have found, as it comes, in the order of `_answered`."""
@@ -264,19 +328,28 @@ class Turn:
 
     def listen(self) -> None:
         """Begin to receive what donors ask for."""
-        for one in self._theirs:
-            message = torch.empty(kernel.bytes_of(self._asked(one)), dtype=torch.uint8)
-            self._asked_for.append((one, self._of.exchanged([], [(one.donor, message)], self._number), message))
+        self._asked_for = [self._receive(one, one.donor, self._asked(one)) for one in self._theirs]
+        # between two ranks messages have one order: a helper's answers come before its next keys, a donor's queries too
+        if not self._theirs and not self._mine:
+            self._of.begin_next()
 
     def work(self) -> None:
         """Compute what donors ask for, and send it back."""
         for one, pending, message in self._asked_for:
+            if one.sent:
+                _, coming, sent = self._came[one.donor]
+                coming.wait()
+                keys, values = kernel.unpacked(sent, self._sent(one))
+            else:
+                keys, values = (torch.empty(shape, dtype=dtype) for shape, dtype in self._sent(one))
             pending.wait()
-            *tensors, keys, values = kernel.unpacked(message, self._asked(one))
+            tensors = kernel.unpacked(message, self._asked(one))
             found = (self._forward if self._slot.forward else self._backward)(one, tensors, keys, values)
             likes = self._answered(one)
             sends = [t.to(dtype) for t, (_, dtype) in zip(found, likes, strict=True)]
             self._going.append(self._of.exchanged([(one.donor, kernel.packed(sends))], [], self._number))
+        if self._theirs:
+            self._of.begin_next()
 
     def close(self) -> None:
         """Wait until everything sent has left."""
@@ -393,8 +466,8 @@ def visible(unit: Unit) -> Sequence[int]:
     return found
 
 
-def turn_of(store: ChunkStore) -> Turn | None:
+def turn_of(store: ChunkStore, layer: int) -> Turn | None:
     """This rank's part of the exchange in the attention that runs now; None where nothing is exchanged."""
     exchanger: Any = store.exchange
-    found: Turn | None = exchanger.turn() if exchanger is not None else None
+    found: Turn | None = exchanger.turn(layer) if exchanger is not None else None
     return found

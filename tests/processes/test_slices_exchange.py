@@ -84,6 +84,8 @@ FOUR = [
     # two ranks without a layer can only help
     Case("llama", "silent", slices=4, cuts=(0, 1, 3, UNITS - 1, UNITS)),
     Case("mixtral", "packed", slices=4, keep=1 << 20, router_aux_loss_coef=3.0),
+    # three layers, one, two and none: ranks give in one position and help in the next
+    Case("llama", "plain", slices=8, keep=1 << 14, cuts=(0, 4, 5, 7, 8), num_hidden_layers=6),
 ]
 
 
