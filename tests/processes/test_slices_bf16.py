@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,8 +25,8 @@ def _model(dtype: torch.dtype) -> torch.nn.Module:
     return made
 
 
-def _in_slices(rank: int, size: int) -> tuple[float, dict[str, Tensor], set[torch.dtype]]:
-    pipe = pipe_of(model := _model(torch.bfloat16), SLICES, make_optimizer=no_update)
+def _in_slices(rank: int, size: int, how: dict[str, Any]) -> tuple[float, dict[str, Tensor], set[torch.dtype]]:
+    pipe = pipe_of(model := _model(torch.bfloat16), SLICES, make_optimizer=no_update, **how)
     seen: set[torch.dtype] = set()
     executor = pipe.stages.executor
     assert executor is not None
@@ -42,12 +43,16 @@ def _in_slices(rank: int, size: int) -> tuple[float, dict[str, Tensor], set[torc
     return loss, {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None and not p.is_meta}, seen
 
 
+EXCHANGE: dict[str, Any] = {"order": "aligned", "balance": "exchange"}
+
+
 @pytest.mark.slow
-def test_slices_in_bf16_are_as_near_to_float32_as_the_whole() -> None:
+@pytest.mark.parametrize("how", [{}, EXCHANGE, {**EXCHANGE, "keep_bytes": 1 << 20}])
+def test_slices_in_bf16_are_as_near_to_float32_as_the_whole(how: dict[str, Any]) -> None:
     exact, want, _ = alone(_model(torch.float32), ["plain"], make=no_update, tokens=TOKENS)
     whole, found, _ = alone(copy.deepcopy(_model(torch.bfloat16)), ["plain"], make=no_update, tokens=TOKENS)
     by_whole = {n: apart({n: g.float()}, want) for n, g in found.items()}
-    results = run_gloo(_in_slices, 2)
+    results = run_gloo(_in_slices, 2, how)
     assert {n for _, grads, _ in results for n in grads} == want.keys()
     for loss, grads, types in results:
         assert types == {torch.float32}

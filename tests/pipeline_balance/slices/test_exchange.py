@@ -1,0 +1,70 @@
+"""Parts of the exchange on one rank: messages, pieces of documents, kept memory."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from pipeline_balance.slices import kernel
+from pipeline_balance.slices.exchange import KeptMemory, piece_bytes, visible
+from pipeline_balance.slices.kernel import Heads
+from pipeline_balance.slices.store import Unit
+from prophet.errors import SpecError
+
+
+def test_a_message_is_unpacked_as_it_was_packed() -> None:
+    torch.manual_seed(0)
+    sent = [
+        torch.randn(2, 3, 5),
+        torch.randn(2, 5, 3, 4).transpose(1, 2).bfloat16(),
+        torch.randn(2, 0, 4).bfloat16(),
+        torch.randn(3).bfloat16(),
+    ]
+    likes = [(tuple(t.shape), t.dtype) for t in sent]
+    message = kernel.packed(sent)
+    assert message.numel() == kernel.bytes_of(likes) == 30 * 4 + 123 * 2
+    for one, other in zip(sent, kernel.unpacked(message, likes), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("starts", [(0, 4, 8, 12), (0, 5, 10, 15), (0, 1, 2, 3)])
+def test_visible_pieces_are_those_with_a_token_of_the_slice_s_documents(starts: tuple[int, ...]) -> None:
+    tokens, counts = starts[-1], 0
+    for a, b in product(range(tokens), repeat=2):
+        # two rows with other documents
+        documents = torch.stack([(torch.arange(tokens) >= a).long(), (torch.arange(tokens) >= b).long()])
+        for number in range(3):
+            unit = Unit(0, number, 3, documents, starts)
+            mine = documents[:, starts[number] : starts[number + 1]]
+            want = []
+            for piece in range(2 * number):
+                start, stop = kernel.half_of((starts[piece // 2], starts[piece // 2 + 1]), piece)
+                theirs = documents[:, start:stop]
+                if (mine[:, :, None] == theirs[:, None, :]).any():
+                    want.append(piece)
+            assert list(visible(unit)) == want
+            counts += len(want)
+    assert counts > 0
+    assert list(visible(Unit(0, 2, 3, None, starts))) == [0, 1, 2, 3]
+
+
+def test_kept_memory_is_used_again() -> None:
+    heads = Heads(4, 2, 8, torch.float32, 1.0)
+    # keys and values of three of five tokens
+    assert piece_bytes(heads, rows=2, tokens=5) == 2 * 2 * 2 * 3 * 8 * 4
+    memory = KeptMemory(1000)
+    assert memory.cut(300) == 3
+    like = ((2, 2, 3), torch.float32)
+    taken = [memory.take([like, like]) for _ in range(3)]
+    for number, (_, tensors) in enumerate(taken):
+        for t in tensors:
+            t.fill_(number)
+    assert [float(tensors[0].mean()) for _, tensors in taken] == [0.0, 1.0, 2.0]
+    memory.give([taken[1][0]])
+    assert memory.take([like])[0] == taken[1][0]
+    # a pass begins with all of it
+    assert memory.cut(500) == 1
+    with pytest.raises(SpecError, match=f"keep_bytes={1 << 60}: there is not so much memory"):
+        KeptMemory(1 << 60)
