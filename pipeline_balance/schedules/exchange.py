@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import combinations, count, pairwise
+from itertools import accumulate, combinations, count, pairwise
 from math import floor
 
 from pipeline_balance.schedules.actions import Schedule, ScheduleError
@@ -233,10 +233,10 @@ def levelled(
         call: What a further call of the kernel costs a helper, in pieces.
     """
     total = [a + b for a, b in zip(movable, fixed, strict=True)]
-    # the lowest number that all ranks together can keep to
-    level = -(-sum(total) // len(total))
-    while sum(max(level - own, 0) for own in fixed) < sum(movable):
-        level += 1
+    # The lowest number that ranks keep to unless what stays with them is more already: as in vessels of unequal floors,
+    # some of the lowest ones take all that can move.
+    floors = accumulate(sorted(fixed))
+    level = min(-(-(sum(movable) + floor) // ranks) for ranks, floor in enumerate(floors, start=1))
     if call > 0:
         return next(found for at in count(level) if (found := _below(total, movable, at, call)) is not None)
     low = [rank for rank, own in enumerate(fixed) if own < level]

@@ -124,8 +124,8 @@ def test_ranks_differ_by_one_piece_at_most(shape: tuple[int, int, int, int]) -> 
         assert max(found) - min(found) <= 1, (slot, found)
 
 
-@pytest.mark.parametrize("layers", [(3, 1, 2, 0), (1, 1, 1, 2), (0, 4, 4, 0), (2, 2, 2, 2)])
-@pytest.mark.parametrize("diagonal", [1, 2])
+@pytest.mark.parametrize("layers", [(3, 1, 2, 0), (1, 1, 1, 2), (0, 4, 4, 0), (3, 3, 3, 2), (2, 2, 2, 2)])
+@pytest.mark.parametrize("diagonal", [1, 2, 5])
 def test_unequal_stages_are_even_in_every_position(layers: tuple[int, ...], diagonal: int) -> None:
     exchange = plan(aligned(4, 1, 8, 2), layers, diagonal=diagonal)
     check(exchange)
