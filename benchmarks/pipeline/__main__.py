@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from benchmarks.cluster.kernel_objects import Quotas
 from benchmarks.cluster.profiles import ProfileError, uniform
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.common import chosen, environment, write_json
-from benchmarks.pipeline import beside, moves, partitions
+from benchmarks.measure import rotated
+from benchmarks.pipeline import beside, moves, partitions, swing
 from benchmarks.pipeline.alone import record, simulate_policy
 from benchmarks.pipeline.cases import Case, cases
 from benchmarks.pipeline.picture import REPACKING, draw
 from benchmarks.pipeline.policies import DEFAULT_POLICIES, POLICIES, PolicyError, check_policies
-from benchmarks.pipeline.rows import summarise, table
+from benchmarks.pipeline.rows import summarise, table, verdict, verdict_text
 from benchmarks.pipeline.worker import CORPUS_BYTES
+from benchmarks.tables import words
 from pipeline_balance.spec import LayerCost
 
 
@@ -33,8 +37,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", type=Path, help="file for the rows")
     p.add_argument("--hosts", type=int, default=4, help="one stage of one replica each")
     p.add_argument("--replicas", type=int, default=1, help="copies of the pipeline, which share the hosts")
-    p.add_argument("--steps", type=int, default=20, help="counted steps of every policy")
-    p.add_argument("--warm-up", type=int, default=5, help="steps before those, on equal numbers of layers")
+    p.add_argument("--layers", type=int, default=24, help="of the model, embedding and head included")
+    p.add_argument("--zero", type=int, default=0, choices=(0, 1), help="1: one replica updates each tensor")
+    p.add_argument("--share-experts", action="store_true", help="the replicas of a stage share experts")
+    p.add_argument("--steps", type=int, default=60, help="counted steps of every policy: the model's life")
+    p.add_argument("--warm-up", type=int, default=6, help="steps before those, on equal numbers of layers")
+    p.add_argument("--repetitions", type=int, default=3, help="lives of every case, each with another seed")
     p.add_argument("--slowdown", type=float, default=2.5, help="how much slower a host is than the machine")
     p.add_argument("--link-mbit-per-s", type=float, default=1000.0)
     p.add_argument("--budget-bytes", type=int, default=64 << 20, help="buffers of a move on one rank")
@@ -46,12 +54,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--picture", type=Path, help="file for the picture of policy partition-repack's stages and ranks")
     p.add_argument("--moves", action="store_true", help="only move state between the hosts; needs root")
+    p.add_argument("--swing", action="store_true", help="only what a move adds, within its step and after it")
     p.add_argument("--former", type=Path, help="only move layers, in turns with the code of that checkout")
     return p
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
-    every = cases(args.steps)
+    every = cases(args.steps, layers=args.layers)
     if args.cases == "all":
         return list(every.values())
     names = [n for n in args.cases.split(",") if n]
@@ -61,11 +70,22 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
     return [every[n] for n in names]
 
 
-def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one case, measured."""
-    job = chosen(args, "replicas", "steps", "warm_up", "slowdown", "budget_bytes", "timeout_s")
-    job |= {"case": case.name, "policies": list(policies)}
-    results = bed.run("benchmarks.pipeline.worker:run_case", job, timeout_s=args.limit_s)
+def run_hosts(
+    bed: Testbed, case: Case, policies: Sequence[str], args: argparse.Namespace, repetition: int = 0
+) -> list[dict[str, Any]]:
+    """What every host has found in one life of a case."""
+    names = ("replicas", "layers", "zero", "share_experts", "steps", "warm_up", "slowdown", "budget_bytes", "timeout_s")
+    job = {**chosen(args, *names), "case": case.name, "repetition": repetition}
+    # another policy comes first in every repetition
+    job["policies"] = rotated(policies, repetition)
+    return bed.run("benchmarks.pipeline.worker:run_case", job, timeout_s=args.limit_s)
+
+
+def on_hosts(
+    bed: Testbed, case: Case, policies: Sequence[str], args: argparse.Namespace, repetition: int
+) -> list[dict[str, Any]]:
+    """Rows of one life of a case, measured."""
+    results = run_hosts(bed, case, policies, args, repetition)
     first = results[0]
     rows = summarise(
         case,
@@ -81,6 +101,7 @@ def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.N
     for row in rows:
         row["transfer_s"], row["between_s"] = first["transfer_s"], first["between_s"]
         row["reasons"] = first["policies"][row["policy"]]["reasons"]
+        row["seed"], row["history"] = first["seed"], first["history"]
     return rows
 
 
@@ -99,13 +120,19 @@ def preferred(name: str, hosts: int, args: argparse.Namespace) -> Iterator[Testb
         yield bed
 
 
-def by_simulator(case: Case, policies: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one case from one process's layer times; nothing is moved and nobody waits for a link."""
+def by_simulator(
+    case: Case, policies: Sequence[str], args: argparse.Namespace, repetition: int
+) -> list[dict[str, Any]]:
+    """Rows of one life of a case from one process's layer times; nothing is moved and nobody waits for a link."""
     from prophet.demo.text import load_corpus
 
     bytes_per_s = args.link_mbit_per_s * 1e6 / 8
     transfer_s = case.activation_bytes / bytes_per_s
-    recording = record(case, load_corpus(max_bytes=CORPUS_BYTES), args.warm_up + args.steps, slowdown=args.slowdown)
+    case = replace(case, seed=case.seed + repetition)
+    corpus = load_corpus(max_bytes=CORPUS_BYTES)
+    recording = record(case, corpus, args.steps, warm_up=args.warm_up, slowdown=args.slowdown)
+    # layers were timed on a few microbatches; a longer pipeline needs more of them to be filled
+    case = replace(case, microbatches=max(case.microbatches, 2 * args.hosts))
     links = {"transfer_s": transfer_s, "bytes_per_s": bytes_per_s}
     figures = {
         p: simulate_policy(p, case, recording, ranks=args.hosts, warm_up=args.warm_up, **links) for p in policies
@@ -128,12 +155,23 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     todo = chosen_cases(args)
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
+    verdicts: list[dict[str, Any]] = []
+
+    def lives(case: Case, live: Callable[[int], list[dict[str, Any]]]) -> None:
+        found = []
+        for repetition in range(args.repetitions):
+            found.append([{**row, "repetition": repetition} for row in live(repetition)])
+            print(table(found[-1]), flush=True)
+        rows.extend(row for some in found for row in some)
+        verdicts.append(verdict(case, found))
+        print(verdict_text(verdicts[-1]), flush=True)
+
     reason = "asked for with --simulate" if args.simulate else ""
     if not reason:
         try:
             with preferred("pipeline", args.hosts, args) as bed:
                 for case in todo:
-                    rows += shown(on_hosts(bed, case, policies, args))
+                    lives(case, partial(on_hosts, bed, case, policies, args))
         except TestbedUnavailable as error:
             if args.replicas > 1:
                 raise  # the simulator has none
@@ -141,15 +179,29 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     if reason:
         print(f"simulator only ({reason}): layer times of one process, no moves, no links", flush=True)
         for case in todo:
-            rows += shown(by_simulator(case, policies, args))
+            lives(case, partial(by_simulator, case, policies, args))
     return {
         "measured": not reason,
         "simulator_only_because": reason or None,
-        **chosen(args, "hosts", "replicas", "slowdown", "link_mbit_per_s", "steps", "warm_up"),
+        **chosen(args, "hosts", "replicas", "zero", "share_experts", "layers"),
+        **chosen(args, "slowdown", "link_mbit_per_s", "steps", "warm_up"),
         "environment": environment(),
         "wall_s": time.monotonic() - began,
         "rows": rows,
+        "verdicts": verdicts,
     }
+
+
+def only_swing(args: argparse.Namespace) -> dict[str, Any]:
+    """What a move adds to its step, in each of the chosen cases and repetitions."""
+    rows = []
+    with preferred("swing", args.hosts, args) as bed:
+        for case in chosen_cases(args):
+            for repetition in range(args.repetitions):
+                found = [r["policies"] for r in run_hosts(bed, case, swing.POLICIES, args, repetition)]
+                rows.append({"case": case.name, "repetition": repetition, **swing.row_of(found)})
+                print(words({k: v for k, v in rows[-1].items() if k != "added_s_by_step"}), flush=True)
+    return {**chosen(args, "hosts", "layers", "slowdown", "steps"), "environment": environment(), "rows": rows}
 
 
 def only_moves(args: argparse.Namespace) -> dict[str, Any]:
@@ -162,13 +214,9 @@ def only_moves(args: argparse.Namespace) -> dict[str, Any]:
 _ALONE: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "partition": lambda args: partitions.compare(),
     "moves": only_moves,
+    "swing": only_swing,
     "former": lambda args: beside.compare(args.former, timeout_s=args.timeout_s),
 }
-
-
-def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    print(table(rows), flush=True)
-    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,11 +224,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.slowdown < 1:
             raise PolicyError("--slowdown must be at least 1")
-        for name in ("hosts", "steps", "warm_up"):
+        for name in ("hosts", "steps", "warm_up", "repetitions"):
             if getattr(args, name) < 1:
                 raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")
         if args.replicas < 1 or args.hosts % args.replicas:
             raise PolicyError(f"--replicas must divide --hosts, got {args.replicas} and {args.hosts}")
+        if args.layers < max(3, args.hosts // args.replicas):
+            raise PolicyError(f"--layers must be at least 3 and fill every host, got {args.layers}")
+        if args.share_experts and args.replicas == 1:
+            raise PolicyError("--share-experts needs --replicas of 2 or more")
         if args.replicas > 1 and args.simulate:
             raise PolicyError("--simulate has no replicas: leave one of the two out")
         if args.picture and REPACKING not in args.policies.split(","):

@@ -43,16 +43,20 @@ class Recording:
     frozen: list[int]
 
 
-def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> Recording:
-    """Train `case` alone for `steps` steps; times are processor seconds, `slowdown` times as long."""
+def record(case: Case, corpus: Corpus, steps: int, *, warm_up: int = 0, slowdown: float = 1.0) -> Recording:
+    """Train `case` alone for `warm_up` steps and the `steps` of its life.
+
+    Times are processor seconds, `slowdown` times as long.
+    """
     meter = Meter(work_clock=lambda: time.thread_time() * slowdown)
     layers = dict(enumerate(case.modules()))
     optimizer = case.optimizer([(f"{i}.{n}", p) for i, m in layers.items() for n, p in m.named_parameters()])
-    dynamism, alone = Dynamism(case), ThreadWorld(1).collective(0)
+    dynamism, alone = Dynamism(case, steps, warm_up), ThreadWorld(1).collective(0)
+    units = list(layers.values())
     costs, losses, prefixes, optimizer_s = [], [], [], []
-    frozen = 0
-    for step in range(steps):
-        dynamism.change(layers, layers, step, frozen, alone)
+    for step in range(warm_up + steps):
+        prefixes.append(dynamism.freezer.frozen)
+        dynamism.before(units, layers, step, alone)
         meter.reset()
         optimizer.zero_grad()
         inputs, target = case.batch(corpus, step)
@@ -73,8 +77,7 @@ def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> 
         state = {id(p): entries for p, entries in optimizer.state.items()}
         costs.append(list(local_costs(layers, {0: range(case.layers)}, meter, state).values()))
         losses.append(sum(parts) / len(parts))
-        prefixes.append(frozen)
-        frozen = dynamism.decide_frozen(layers, losses[-1], alone)
+        dynamism.after(units, layers, step, losses[-1], alone)
     return Recording(
         costs=costs,
         losses=losses,
@@ -127,9 +130,8 @@ def simulate_policy(
             made = learner.decide(smoothed(recording.costs[: step + 1], config.measure_steps), current)
             learner.learn(made)
             looks += 1
-            took = time.perf_counter() - began
-            decide_s += took
-            seconds += took
+            # beside the backward pass, so no step gets longer by it
+            decide_s += time.perf_counter() - began
             if made.move:
                 rebalances += 1
                 sent += moved_bytes(costs, current, made.best)

@@ -23,11 +23,12 @@ from pipeline_balance.schedules.links import Transfers
 from pipeline_balance.schedules.simulate import Durations, simulate
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
 
-STATIC = ("uniform", "parameters", "optimal-at-start")
+STATIC_OPTIMAL = "optimal-at-start"
+STATIC = ("uniform", "parameters", STATIC_OPTIMAL)
 DYNAMIC = ("partition", "diffusion", "partition-repack")
 ORACLE = "oracle"
 POLICIES = (*STATIC, *DYNAMIC, ORACLE)
-DEFAULT_POLICIES = tuple(p for p in POLICIES if p != "partition-repack")
+DEFAULT_POLICIES = (STATIC_OPTIMAL, "partition", "diffusion", ORACLE)
 
 
 class PolicyError(ValueError):
@@ -55,8 +56,8 @@ def controller_config(
         horizon_steps=10 if every_steps == 1 else None,
         # while there is nothing to gain, deciding every time would only cost
         max_every_steps=32 if every_steps == 1 else 2 * every_steps,
-        # where every step ends with a decision, it is worked out beside the backward pass
-        prepare_in_backward=every_steps == 1,
+        # worked out beside the backward pass, as is most of a move
+        prepare_in_backward=True,
     )
 
 

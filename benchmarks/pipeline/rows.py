@@ -13,16 +13,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pipeline.cases import Case
-from benchmarks.pipeline.policies import simulated_step_s, smoothed
+from benchmarks.pipeline.policies import ORACLE, STATIC_OPTIMAL, simulated_step_s, smoothed
 from benchmarks.tables import cell, columns
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, StageMap, rank_loads_s
+
+LEAST_GAIN = 0.03
+"""What an oracle must gain over the static optimum, so that there is something to gain."""
+NOT_SLOWER = 0.99
 
 COLUMNS = (
     "case",
     "policy",
     "step_s_median",
-    "tokens_per_s",
-    "gain_over_uniform",
+    "time_to_end_s",
+    "of_static_optimal",
     "of_oracle",
     "bubble_ratio",
     "max_mean",
@@ -68,9 +72,8 @@ def summarise(
     speed = {r["policy"]: r["tokens_per_s"] for r in rows}
     for row in rows:
         for column, against in (
-            ("gain_over_uniform", "uniform"),
-            ("of_static_optimal", "optimal-at-start"),
-            ("of_oracle", "oracle"),
+            ("of_static_optimal", STATIC_OPTIMAL),
+            ("of_oracle", ORACLE),
         ):
             row[column] = row["tokens_per_s"] / speed[against] if against in speed else None
     return rows
@@ -117,6 +120,7 @@ def _row(
         "ranks": ranks,
         "steps": len(maps),
         "step_s_median": float(np.median(step_s)),
+        "time_to_end_s": total_s,
         "tokens_per_s": case.tokens_per_step * len(maps) / total_s,
         "bubble_ratio": float(1 - sum(work_s) / float((plain_s * np.asarray(used)).sum())),
         "max_mean": statistics.mean(i.max_mean for i in imbalances),
@@ -141,6 +145,51 @@ def _row(
     row["simulated_error"] = float(np.median(simulated) / np.median(plain_s) - 1) if measured else None
     row["simulated_error_by_step"] = float(np.mean(np.abs(np.asarray(simulated) / plain_s - 1))) if measured else None
     return row
+
+
+def verdict(case: Case, repetitions: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """What the rows of all repetitions say of a case: median, least and most of every ratio, and the targets.
+
+    Ratios are of the time to the end, all that balancing takes included. A case in which the oracle gains less than
+    `LEAST_GAIN` has nothing to gain, and balancing must not be slower, which is all that is asked of it.
+    """
+    found: dict[str, Any] = {"case": case.name, "repetitions": len(repetitions)}
+    for name in ("of_static_optimal", "of_oracle"):
+        for policy in dict.fromkeys(row["policy"] for rows in repetitions for row in rows):
+            if policy == {"of_static_optimal": STATIC_OPTIMAL, "of_oracle": ORACLE}[name]:
+                continue
+            ratios = [r[name] for rows in repetitions for r in rows if r["policy"] == policy and r[name] is not None]
+            if ratios:
+                found[f"{policy} {name}"] = [statistics.median(ratios), min(ratios), max(ratios)]
+    gained = found.get(f"{ORACLE} of_static_optimal", [None])[0]
+    if gained is None:
+        return found
+    found["nothing_to_gain"] = gained < 1 + LEAST_GAIN
+    found["missed"] = missed = []
+    for policy, of_oracle in (("partition", 0.97), ("diffusion", 0.95)):
+        over_static = found.get(f"{policy} of_static_optimal", [None])[0]
+        if over_static is None:
+            continue
+        least = NOT_SLOWER if found["nothing_to_gain"] else min(case.gain, 1 + 0.9 * (gained - 1))
+        if policy == "partition" and over_static < least:
+            missed.append(f"{policy} {over_static:.3f} of the static optimum, needs {least:.3f}")
+        reached = found[f"{policy} of_oracle"][0]
+        if reached < of_oracle and not found["nothing_to_gain"]:
+            missed.append(f"{policy} {reached:.3f} of the oracle, needs {of_oracle}")
+    return found
+
+
+def verdict_text(found: Mapping[str, Any]) -> str:
+    """A verdict as lines: every ratio with its spread, then what it comes to."""
+    lines = [
+        f"{found['case']}: {name} {v[0]:.3f} ({v[1]:.3f} to {v[2]:.3f}, {found['repetitions']} repetitions)"
+        for name, v in found.items()
+        if isinstance(v, list) and name != "missed"
+    ]
+    if "missed" in found:
+        outcome = "; ".join(found["missed"]) or "all targets met"
+        lines.append(f"{found['case']}: " + ("nothing to gain; " if found["nothing_to_gain"] else "") + outcome)
+    return "\n".join(lines)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,9 +1,10 @@
 """What runs on every emulated host: one case, all its policies, step by step in turn.
 
-Shape legend: L layers, P ranks, M microbatches. Every policy has a copy of the model; all see the same tokens, and at
-every step each trains once, in another order each time, so that a drift of the machine favours none. One more copy,
-the recorder, stays on equal numbers of layers and is measured at every step: what the static policies are cut by at the
-start, what the oracle is told before each step, and what the simulator is given. Hosts are paced (see `pacing`).
+Shape legend: L layers, P ranks, M microbatches. Every policy has a copy of the model, whose rules change it by what
+that copy has trained; all see the same tokens, and at every step each trains once, in another order each time, so that
+a drift of the machine favours none. One more copy, the recorder, stays on equal numbers of layers and is measured at
+every step: what the static policies are cut by at the start, what the oracle is told before each step, and what the
+simulator is given. Hosts are paced (see `pacing`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +23,13 @@ import torch.distributed as dist
 
 from benchmarks.cluster.host import Host
 from benchmarks.measure import rotated
-from benchmarks.pacing import PacedOperators, wake_promptly
+from benchmarks.pacing import wake_promptly
 from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
 from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
 from benchmarks.pipeline.policies import DYNAMIC, ORACLE, best_map, controller_config, smoothed, start_map
-from pipeline_balance.control.controller import Controller, ControllerConfig, Decision, Overhead
+from benchmarks.pipeline.swing import STILL, SWINGING, Swing, maps_of
+from pipeline_balance.control.controller import Controller, Overhead
 from pipeline_balance.dynamics.gpt import loss as loss_fn
 from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.trainer import ElasticPipeline
@@ -34,8 +37,15 @@ from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.demo.text import Corpus, load_corpus
 from prophet.machine.memory import keep_memory
+from prophet.ranks.process_group import expert_groups
 
 CORPUS_BYTES = 1 << 20
+# on what a move sends beside a backward pass
+LIMIT_S = 60.0
+
+
+class RuleMismatch(RuntimeError):
+    """The rules of two copies of a model did not do the same, so their times cannot be compared."""
 
 
 def run_case(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,10 +53,23 @@ def run_case(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     wake_promptly()
     keep_memory()
     with host.process_group(timeout_s=args["timeout_s"]):
-        case = cases(int(args["steps"]))[args["case"]]
-        pace, budget_bytes = Pace(float(args["slowdown"])), int(args["budget_bytes"])
-        bench = Bench(case, host, pace=pace, budget_bytes=budget_bytes, replicas=int(args["replicas"]))
-        result = bench.run(list(args["policies"]), steps=int(args["steps"]), warm_up=int(args["warm_up"]))
+        steps, replicas = int(args["steps"]), int(args["replicas"])
+        experts = expert_groups(host.hosts // replicas)[1] if args["share_experts"] else None
+        case = cases(steps, layers=int(args["layers"]), experts=experts)[args["case"]]
+        # a repetition is the same life with other weights and other text
+        case = replace(case, seed=case.seed + int(args["repetition"]))
+        if set(args["policies"]) & set(SWINGING):
+            # layers stay as they are: steps with moves and without are to differ in nothing else
+            case = replace(case, age=None, pruning=None, freezing=None)
+        bench = Bench(
+            case,
+            host,
+            pace=Pace(float(args["slowdown"])),
+            budget_bytes=int(args["budget_bytes"]),
+            replicas=replicas,
+            zero=int(args["zero"]),
+        )
+        result = bench.run(list(args["policies"]), steps=steps, warm_up=int(args["warm_up"]))
         gc.unfreeze()
         gc.collect()
         return result
@@ -59,37 +82,39 @@ class Runner:
     policy: str
     pipeline: ElasticPipeline
     dynamism: Dynamism
-    controller: Controller | None = None
+    controller: Controller | Swing | None = None
     step_s: list[float] = field(default_factory=list)
     balance_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     maps: list[StageMap] = field(default_factory=list)
     measured_steps: int = 0
+    loss: float = 0.0
 
     def overhead(self) -> Overhead:
         """What balancing has cost it so far."""
-        if self.controller is not None:
+        if isinstance(self.controller, Controller):
             return self.controller.overhead()
         return Overhead(total_s=sum(self.step_s), measure_s=0.0, decide_s=0.0, move_s=0.0, moves=0, moved_bytes=0)
 
 
-class PacedController(Controller):
-    """A controller on a slower host: its tensors' work takes the host's time, planning is a processor's work."""
-
-    def __init__(self, pipeline: ElasticPipeline, pace: Pace, *, config: ControllerConfig) -> None:
-        super().__init__(pipeline, config=config)
-        self.pace = pace
-
-    def rebalance(self) -> Decision:
-        with PacedOperators(self.pace.slowdown):
-            return super().rebalance()
+def check_alike(runners: Sequence[Runner]) -> None:
+    """Raise `RuleMismatch` unless the rules of all copies have done the same at the same steps."""
+    first = runners[0]
+    for runner in runners[1:]:
+        if runner.dynamism.history != first.dynamism.history:
+            raise RuleMismatch(
+                f"the copy of {runner.policy} went through {runner.dynamism.history}, "
+                f"that of {first.policy} through {first.dynamism.history}"
+            )
 
 
 class Bench:
     """One host's side of one case; `replicas` share the hosts, `ranks` of them each."""
 
-    def __init__(self, case: Case, host: Host, *, pace: Pace, budget_bytes: int, replicas: int = 1) -> None:
-        self.case, self.host = case, host
+    def __init__(
+        self, case: Case, host: Host, *, pace: Pace, budget_bytes: int, replicas: int = 1, zero: int = 0
+    ) -> None:
+        self.case, self.host, self.zero = case, host, zero
         self.pace, self.budget_bytes = pace, budget_bytes
         self.corpus: Corpus = load_corpus(max_bytes=CORPUS_BYTES)
         self.replicas, self.ranks = replicas, host.hosts // replicas
@@ -104,6 +129,7 @@ class Bench:
             make_optimizer=self._optimizer,
             microbatches=case.microbatches,
             replicas=self.replicas,
+            zero=self.zero,
             seed=case.seed,
             budget_bytes=self.budget_bytes,
             meter=PacedMeter(self.pace),
@@ -142,14 +168,13 @@ class Bench:
 
     def run(self, policies: Sequence[str], *, steps: int, warm_up: int) -> dict[str, Any]:
         case = self.case
-        recorder = Runner("recorder", self._pipeline(), Dynamism(case))
-        runners = [Runner(p, self._pipeline(), Dynamism(case)) for p in policies]
+        recorder, *runners = (
+            Runner(p, self._pipeline(), Dynamism(case, steps, warm_up)) for p in ("recorder", *policies)
+        )
         recorder.pipeline.meter.enabled = True
         history: list[list[LayerCost]] = []
-        losses: list[float] = []
         optimizer_s: list[float] = []
         between_s: list[float] = []
-        frozen = 0
         for step in range(warm_up + steps):
             if step == warm_up:
                 self._calibrate(between_s[1:] or between_s)
@@ -158,22 +183,17 @@ class Bench:
                 gc.collect()
                 gc.freeze()
             inputs, target = case.batch(self.corpus, step, recorder.pipeline.replica, self.replicas)
-            self._change(recorder, step, frozen)
-            costs, loss = self._record(recorder, inputs, target, optimizer_s)
-            history.append(costs)
+            with self._changing(recorder, step):
+                history.append(self._record(recorder, inputs, target, optimizer_s))
             between_s.append(recorder.pipeline.times().between_s)
-            losses.append(loss)
-            counted = step >= warm_up
             for runner in rotated(runners, step):
-                self._change(runner, step, frozen)
-                if counted and runner.policy == ORACLE:
-                    self._follow(runner, smoothed(history))
-                self._step(runner, inputs, target, counted)
-            pipeline = recorder.pipeline
-            layers = dict(enumerate(pipeline.model.units))
-            frozen = recorder.dynamism.decide_frozen(layers, loss, pipeline.collective)
+                with self._changing(runner, step):
+                    if step >= warm_up and runner.policy == ORACLE:
+                        self._follow(runner, smoothed(history))
+                    self._step(runner, inputs, target, step >= warm_up)
             if self.host.rank == 0 and step % 8 == 0:
-                self.host.say(f"step {step}: loss {loss:.3f}, frozen {frozen}")
+                self.host.say(f"step {step}: loss {recorder.loss:.3f}, changes {len(recorder.dynamism.history)}")
+        check_alike([recorder, *runners])
         every = torch.tensor(optimizer_s, dtype=torch.float64) / self.replicas
         dist.all_reduce(every)
         return {
@@ -184,6 +204,8 @@ class Bench:
             "bytes_per_s": self.bytes_per_s,
             "between_s": self.between_s,
             "metering_s": self._metering_s(),
+            "history": recorder.dynamism.history,
+            "seed": case.seed,
         }
 
     def _calibrate(self, between_s: Sequence[float]) -> None:
@@ -197,8 +219,13 @@ class Bench:
         """Every policy goes to its own map, by what the warm-up has shown; not counted."""
         for runner in runners:
             pipeline = runner.pipeline
-            start = start_map(runner.policy, costs, self.ranks, self.case.microbatches, self.transfer_s)
+            if runner.policy in (*STILL, *SWINGING):
+                start = maps_of(self.case.layers, self.ranks)[int(runner.policy == STILL[1])]
+            else:
+                start = start_map(runner.policy, costs, self.ranks, self.case.microbatches, self.transfer_s)
             done = pipeline.rebuild(start, durations=self._durations(costs, start))
+            if runner.policy in SWINGING:
+                runner.controller = Swing(pipeline, within=runner.policy == SWINGING[1], timeout_s=LIMIT_S)
             if runner.policy not in DYNAMIC:
                 continue
             slowest = torch.tensor([done.seconds], dtype=torch.float64)
@@ -210,16 +237,19 @@ class Bench:
                 bytes_per_s=self.bytes_per_s,
                 fixed_s=float(slowest),
             )
-            runner.controller = PacedController(pipeline, self.pace, config=config)
+            runner.controller = Controller(pipeline, config=config)
 
     def _durations(self, costs: Sequence[LayerCost], stage_map: StageMap) -> Durations:
         return Durations.of_stages(costs, stage_map, transfer_s=self.transfer_s)
 
-    def _change(self, runner: Runner, step: int, frozen: int) -> None:
-        """The model's own dynamism; no policy's cost."""
-        pipeline = runner.pipeline
-        layers = dict(enumerate(pipeline.model.units))
-        runner.dynamism.change(layers, pipeline.layers, step, frozen, pipeline.collective)
+    @contextmanager
+    def _changing(self, runner: Runner, step: int) -> Iterator[None]:
+        """The copy's own rules, before a step and after it, by what it has trained; no policy's cost."""
+        pipeline, dynamism = runner.pipeline, runner.dynamism
+        # replicas are pruned alike, each by itself; gradients may lie in any of them
+        dynamism.before(pipeline.model.units, pipeline.layers, step, pipeline.groups.collective)
+        yield
+        dynamism.after(pipeline.model.units, pipeline.layers, step, runner.loss, pipeline.collective)
 
     def _follow(self, runner: Runner, costs: list[LayerCost]) -> None:
         """The oracle's move, which costs it nothing."""
@@ -230,15 +260,13 @@ class Bench:
 
     def _record(
         self, recorder: Runner, inputs: torch.Tensor, target: torch.Tensor, optimizer_s: list[float]
-    ) -> tuple[list[LayerCost], float]:
+    ) -> list[LayerCost]:
         pipeline = recorder.pipeline
         pipeline.meter.reset()
         dist.barrier()
-        started = time.perf_counter()
-        loss = pipeline.step(inputs, target)
+        recorder.loss = pipeline.step(inputs, target)
         optimizer_s.append(self._optimizer_s(pipeline))
-        recorder.step_s.append(time.perf_counter() - started)
-        return pipeline.measure(), loss
+        return pipeline.measure()
 
     def _optimizer_s(self, pipeline: ElasticPipeline) -> float:
         """What the optimizer's last step took on this host."""
@@ -251,7 +279,7 @@ class Bench:
         stage_map = runner.pipeline.stage_map
         dist.barrier()
         began = time.perf_counter()
-        loss = (runner.controller or runner.pipeline).step(inputs, target)
+        runner.loss = (runner.controller or runner.pipeline).step(inputs, target)
         ended = time.perf_counter()
         if not counted:
             return
@@ -259,12 +287,14 @@ class Bench:
         before_s, after_s = (o.measure_s + o.decide_s + o.move_s for o in (before, runner.overhead()))
         runner.step_s.append(ended - began)
         runner.balance_s.append(after_s - before_s)
-        runner.losses.append(loss)
+        runner.losses.append(runner.loss)
         runner.maps.append(stage_map)
 
     def _result(self, runner: Runner) -> dict[str, Any]:
         overhead = runner.overhead()
-        decisions = runner.controller.decisions if runner.controller else []
+        decisions = runner.controller.decisions if isinstance(runner.controller, Controller) else []
+        moves = runner.controller.moves if isinstance(runner.controller, Swing) else []
+        even = StageMap.even(self.case.layers, self.ranks)
         return {
             "step_s": runner.step_s,
             "balance_s": runner.balance_s,
@@ -276,6 +306,9 @@ class Bench:
             "moved_bytes": overhead.moved_bytes,
             "measured_steps": runner.measured_steps,
             "looks": len(decisions),
+            "even": [m == even for m in runner.maps],
+            "early_bytes": sum(m.early_bytes for m in moves),
+            "bytes": sum(m.sent_bytes + m.received_bytes for m in moves),
         }
 
     def _metering_s(self) -> float:

@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.dynamics.gpt import Block
 from pipeline_balance.pipeline.model.added_loss import add_loss
 from prophet.errors import SpecError
 
@@ -24,9 +23,9 @@ class MixtureOfDepths(nn.Module):
     In training and evaluation the router chooses; with `causal` set, the predictor does, token by token.
 
     Args:
-        block: The block that works on chosen tokens.
+        block: The block that works on chosen tokens, [B, K, D] to the same.
         dim: D.
-        capacity: The share of tokens chosen, of each sequence (at least one token).
+        capacity: The share of tokens chosen, of each sequence (at least one token). It may change while training.
         predictor_weight: How much the predictor's loss counts.
 
     Attributes:
@@ -34,7 +33,7 @@ class MixtureOfDepths(nn.Module):
         routed: The share of tokens worked on in the last forward.
     """
 
-    def __init__(self, block: Block, dim: int, capacity: float, *, predictor_weight: float = 0.01) -> None:
+    def __init__(self, block: nn.Module, dim: int, capacity: float, *, predictor_weight: float = 0.01) -> None:
         super().__init__()
         if not 0.0 < capacity <= 1.0:
             raise SpecError(f"capacity must be above 0 and at most 1, got {capacity!r}")

@@ -3,7 +3,7 @@
 Shape legend: B sequences, T tokens of each, D model dim, A tokens still alive, V vocabulary. `EarlyExit` is CALM's
 hidden-state criterion (Schuster et al., 2022; DynMo, Section 2.5): a token leaves once a block changed its direction by
 less than a threshold. `ConfidentExit` is the confidence of ADP-C (Liu et al., Anytime Dense Prediction with Confidence
-Adaptivity, ICLR 2022, Section 3; arXiv 2104.00749): an exit of its own, trained with the model, predicts at every
+Adaptivity, ICLR 2022, Section 3; arXiv 2104.00749): an exit, trained with the model, predicts at every
 place, and a place whose most probable class exceeds a threshold is left out of what follows. ADP-C's places are pixels,
 here they are tokens, so its encoder-decoder exits and its interpolation between neighbours have no counterpart.
 
@@ -78,7 +78,7 @@ class EarlyExit(nn.Module):
 
 
 class ConfidentExit(EarlyExit):
-    """A block that works on living tokens only, with an exit of its own unless it is among the `first`.
+    """A block that works on living tokens only, with an exit unless it is among the `first`.
 
     The second channel holds the tokens' numbers. The exit learns, with the model, to predict the next one.
 
