@@ -209,11 +209,12 @@ def calibration_of(seen: Observed, shape: LayerShape) -> Calibration:
     links, noise = {}, [0.0]
     for level, by_size in seen.exchanges.items():
         samples = [np.array(x) for x in by_size]
-        # when the last rank is done, in the middle of the samples: how long it takes to wake the peers is part of it
-        points = [(n, float(np.median(x.max(axis=1)))) for n, x in zip(PROBE_BYTES, samples, strict=True)]
+        # the mean rank's, in the middle of the samples: how long it takes to wake the peers is part of it
+        points = [(n, float(np.median(x.mean(axis=1)))) for n, x in zip(PROBE_BYTES, samples, strict=True)]
         links[level] = fit_link(points)
         noise.append(noise_of(np.concatenate(samples)))
-    alone_s, behind_s = (float(np.median(np.max(x, axis=1))) for x in seen.counts_s)
+    # the lower quartile: counts are short, and other work only ever adds time
+    alone_s, behind_s = (float(np.quantile(np.max(x, axis=1), 0.25)) for x in seen.counts_s)
     nobody = Link(bytes_per_s=1e12)
     topology = Topology(
         ranks=ranks,

@@ -305,9 +305,8 @@ def _measure(
         port_bytes_per_s=port,
         trans_rate=topology.trans_rate / faster,
         agg_rate=topology.agg_rate / faster,
-        # Too few samples to tell
+        # Too few samples to tell, as of exchanges (`_undisturbed`)
         compute_noise=0.0,
-        exchange_noise=0.0,
     )
     slowest = min(topology.flops_per_s)
     if slowest > (1.0 - _NOISE) * max(topology.flops_per_s):
@@ -359,7 +358,9 @@ def _undisturbed(measured: Measured) -> Measured:
     lower = np.minimum.accumulate([p.seconds / (1.0 + p.spread) for p in reversed(points)])[::-1]
     sizes, longest = np.array([p.size for p in points]), float(lower[-1])
     lower = np.minimum(lower, longest * (1.0 + sizes / sizes[-1]) / 2.0)
-    return replace(measured, fitted=tuple(replace(p, seconds=float(s)) for p, s in zip(points, lower, strict=True)))
+    return replace(
+        measured, noise=0.0, fitted=tuple(replace(p, seconds=float(s)) for p, s in zip(points, lower, strict=True))
+    )
 
 
 def _upto(rows: int) -> Ranges:

@@ -20,7 +20,7 @@ from prophet.machine.measure import (
     measure_overlap,
 )
 from prophet.ranks.collective import Collective
-from prophet.spec import Activation, LayerShape, Link, Topology
+from prophet.spec import Activation, LayerShape, Link, Topology, last_of_alike
 
 # Seconds per unit where a probe takes no measurable time
 _LEAST = 1e-15
@@ -134,8 +134,11 @@ def calibration_of(
     """
     # Least relative errors, so that small sizes count as much as large ones
     fits = {o: Fit(o, m.unit, fit_line(m.fitted), m.fitted, m.held_out) for o, m in measured.items()}
+    # The line is that of the last rank, the link that of the mean one
+    noise = max((m.noise for o, m in measured.items() if o in ("a2a_intra", "a2a_inter")), default=0.0)
+    later = 1.0 + noise * last_of_alike(ranks)
     links = {
-        level: Link(bytes_per_s=1.0 / max(fit.line.unit_s, _LEAST), latency_s=fit.line.fixed_s)
+        level: Link(bytes_per_s=later / max(fit.line.unit_s, _LEAST), latency_s=fit.line.fixed_s / later)
         for level in ("intra", "inter", "alone")
         if (fit := fits.get(f"a2a_{level}"))
     }
@@ -173,7 +176,7 @@ def calibration_of(
         overlap_cost=overlap_cost,
         backward_ratio=float(np.median(ratios)) if ratios else 2.0,
         compute_noise=float(np.mean([measured[o].noise for o in _EXPERTS])),
-        exchange_noise=max((measured[f"a2a_{n}"].noise for n in ("intra", "inter") if n in links), default=0.0),
+        exchange_noise=noise,
         duplex_cost=duplex_cost,
         link_overlap_cost=link_overlap_cost,
         name=name,
@@ -235,7 +238,9 @@ def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
     third = (topology.call_overhead_s, per_token, topology.expert_overhead_s)
     forward, backward = (Line(*(x * way * 3.0 / (1.0 + ratio) for x in third)) for way in (1.0, ratio))
     links = (topology.intra, topology.even_inter, topology.inter)
-    intra, inter, alone = (Line(link.latency_s, 1.0 / link.bytes_per_s) for link in links)
+    # As measured: when the last rank is done
+    later = 1.0 + topology.exchange_noise * last_of_alike(topology.ranks)
+    intra, inter, alone = (Line(later * link.latency_s, later / link.bytes_per_s) for link in links)
     slower = inter if topology.nodes > 1 else intra
     return {
         "a2a_intra": intra,
@@ -243,8 +248,8 @@ def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
         "a2a_alone": alone,
         "expert_forward": forward,
         "expert_backward": backward,
-        "trans": Line(slower.fixed_s, slower.unit_s / topology.trans_rate),
-        "agg": Line(slower.fixed_s, slower.unit_s / topology.agg_rate),
+        "trans": Line(slower.fixed_s / later, slower.unit_s / later / topology.trans_rate),
+        "agg": Line(slower.fixed_s / later, slower.unit_s / later / topology.agg_rate),
     }
 
 

@@ -33,7 +33,6 @@ from prophet.spec import (
     Split,
     Topology,
     expected_last,
-    last_of_alike,
     transfer_pairs,
 )
 
@@ -381,8 +380,8 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
     that they send: their links serve all peers at the same time. A node's port serves all its ranks at the same time,
     so whoever sends or receives through one is done when it is.
 
-    These are means. Links have the rates of the last rank where all send alike, and both ways; so they are faster where
-    one rank alone is busy, or one direction, by what `exchange_noise` and `duplex_cost` say.
+    These are means. Links have the rates of exchanges both ways, and are faster where one direction is busy, by what
+    `duplex_cost` says.
     """
     node = topology.node_ids()
     same_node = node[:, None] == node[None, :]
@@ -404,7 +403,7 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
     done = np.maximum(done, np.where(sent > 0, out_s, 0.0))
     done = np.maximum(done, np.where(received > 0, in_s, 0.0))
     done = np.maximum(done, np.where(moved > 0, out_s[:, None], 0.0).max(axis=0))
-    return done / (1.0 + topology.exchange_noise * last_of_alike(topology.ranks))
+    return done
 
 
 def transfer_by_chunk(

@@ -248,8 +248,7 @@ class Topology:
             those of a third of both.
         compute_noise: By which share of its mean a rank's compute varies from window to window while other ranks' does
             not: the standard deviation.
-        exchange_noise: The same of the seconds until a rank is done with an all-to-all. The rate of `Link` is that of
-            the last of all ranks, where all send alike.
+        exchange_noise: The same of the seconds until a rank is done with an all-to-all; those of `Link` are the mean.
         duplex_cost: By which share of the shorter direction's seconds a port takes longer that sends and receives at
             the same time. The rate of `Link` is that of both directions at once.
         link_overlap_cost: From 0 to 1, the share of the time that an all-to-all and a transfer run together by which

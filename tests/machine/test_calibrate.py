@@ -24,7 +24,7 @@ from prophet.machine.measure import (
 )
 from prophet.planner.model.cost import step_cost
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
-from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology
+from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology, last_of_alike
 
 SMALL = Ranges(rows=(4, 64), tokens=(8, 32), groups=(1, 2), halves=(1, 3), points=3)
 
@@ -124,9 +124,14 @@ def test_both_passes_are_fitted_apart_and_noise_is_kept() -> None:
     assert found.backward_ratio == pytest.approx(2.3)
     assert (found.compute_noise, found.exchange_noise) == (pytest.approx(0.03), 0.08)
     assert (found.duplex_cost, found.link_overlap_cost) == (0.2, 1.0)
+    # its line is that of the last of four
+    later = 1 + 0.08 * last_of_alike(4)
+    assert found.intra.bytes_per_s == pytest.approx(later * 1e9, rel=1e-3)
     # planners go by a third of both, as before
     assert found.flops_per_s[0] == pytest.approx(shape.forward_flops_per_token / 1.1e-6, rel=1e-3)
     lines = model_lines(found, shape)
+    assert lines["a2a_intra"].unit_s == pytest.approx(1e-9, rel=1e-3)
+    assert lines["trans"].unit_s == pytest.approx(1e-9 / later, rel=1e-3)
     assert lines["expert_forward"].unit_s == pytest.approx(1e-6, rel=1e-3)
     assert lines["expert_backward"].unit_s == pytest.approx(2.3e-6, rel=1e-3)
 
