@@ -100,7 +100,7 @@ class FormChooser:
 
     def _groups(self, placement: Placement, topology: Topology) -> Mapping[int, Groups]:
         if self._transfers == "node-once":
-            # of all, whether or not they gain by it; without levels there is nothing to choose
+            # of all, whether or not they gain by it; without levels it is the two-phase form
             return {
                 expert: by_node(receivers, topology) if topology.has_levels else (tuple(receivers),)
                 for expert, receivers in placement.receivers().items()

@@ -82,11 +82,13 @@ def test_the_timed_split_is_its_naive_twin_bit_by_bit(case: Case, effort: float)
     assert np.array_equal(tokens, wanted)
 
 
-@pytest.mark.parametrize("overlap_cost", [0.0, 0.6])
+@pytest.mark.parametrize(("overlap_cost", "port_share"), [(0.0, 0.0), (0.6, 0.0), (0.0, 1.0), (0.6, 1.0)])
 @pytest.mark.parametrize("agg_bytes", [1e5, 3e5, 3e6])
 @pytest.mark.parametrize("trans_bytes", [1e5, 3e5, 3e6])
-def test_products_that_hide_transfers_weigh_less(trans_bytes: float, agg_bytes: float, overlap_cost: float) -> None:
-    """Transfers longer than their windows, of both forms: longer products hide more of them, which prices count."""
+def test_products_that_hide_transfers_weigh_less(
+    trans_bytes: float, agg_bytes: float, overlap_cost: float, port_share: float
+) -> None:
+    """Transfers longer than their windows, of all forms: longer products hide more of them, which prices count."""
     any_context = get_preset("h100-ib:Qwen3-30B-A3B").context(8, 16, routed_per_rank=1, slots_per_rank=8)
     for seed in range(3):
         given_ = skewed(8, 16, seed)
@@ -94,7 +96,7 @@ def test_products_that_hide_transfers_weigh_less(trans_bytes: float, agg_bytes: 
         figures[1:5] = 1e9, 1e-6, 1e9, 1e-6
         sum_bytes = (1 + seed % 2) * agg_bytes
         figures[5:10] = trans_bytes, agg_bytes, sum_bytes, 1e-5, 1e-5
-        figures[11] = overlap_cost
+        figures[11], figures[13] = overlap_cost, port_share
         arrays = {"node": given_["node_R"], "seconds_per_token": given_["seconds_per_token_R"], "figures": figures}
         machine = dataclasses.replace(Machine.of(any_context), speed=np.ones(8), **arrays)
         exact, tokens = np.empty((2, 8, 16, 8), np.int64)

@@ -226,19 +226,31 @@ def test_the_layer_benchmark_checks_and_times_on_a_device(monkeypatch: pytest.Mo
         Case(transfers="two-phase", density=1.0, slots=8, microbatches=2, steps=2, seed=3),
         Case(transfers="two-phase", refetch=True, density=0.8, slots=8, blocks=3, steps=2, seed=4),
         Case(transfers="direct", uses=2, density=1.0, slots=8, steps=2, seed=5),
+        Case(
+            transfers="node-once",
+            ranks=3,
+            ranks_per_node=2,
+            shapes=((2,), (3,), (4,)),
+            refetch=True,
+            density=1.0,
+            slots=8,
+            microbatches=2,
+            steps=2,
+            seed=6,
+        ),
     ],
-    ids=["direct", "two-phase, two microbatches", "fetched again", "layers used twice"],
+    ids=["direct", "two-phase, two microbatches", "fetched again", "layers used twice", "node-once"],
 )
 def test_transfers_in_their_own_stream_are_in_time_for_training(
     case: Case, side: Literal["late"] | int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "triton_available", lambda: False)
     case = replace(case, device=NAME)
-    world = DeviceWorld(2, timeout_s=20.0, side=side)
+    world = DeviceWorld(case.ranks, timeout_s=20.0, side=side)
     found = world.run(lambda group: train(case, group))
     compare(expected(case), found)
     packed = {queue for _, queue in world.last if queue.startswith("stream ")}
-    assert len(packed) == 2, "each rank has one stream for transfers"
+    assert len(packed) == case.ranks, "each rank has one stream for transfers"
 
 
 def test_gradients_may_be_added_once_what_is_on_its_way_is_packed() -> None:

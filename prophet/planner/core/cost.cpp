@@ -115,8 +115,8 @@ Exposed exposed_direct(const TransferSeconds& transfer, const PhaseWindows& wind
     return {exposed_s + overlap_cost * covered_s, direct_s > window_s ? windows.growth() : 0.0};
 }
 
-// The same in two phases, of either form. Each has its own window: the second sends on what the first has brought, so it cannot start
-// early where the first one's window has room.
+// The same in two phases, of either form. Each has its own window: the second sends on what the first has brought, so it
+// cannot start early where the first one's window has room.
 Exposed exposed_in_phases(const Phases& phases, const PhaseWindows& windows, double overlap_cost) {
     const double first_s = phases.first_s, second_s = phases.second_s;
     const Window &under_first = windows.first, &under_second = windows.second;
@@ -154,8 +154,8 @@ ExposedSeconds exposed_seconds(const Busiest& busiest, double forward_s, const F
     return {of_trans.seconds, of_agg.seconds, (of_trans.hidden + of_agg.hidden) * (1.0 - taken)};
 }
 
-// Whether an expert gains by groups that are the replicas of every node, which `in_node` has: where those take less time
-// between nodes than one group of all. Twin of `crosses_once` in `prophet/spec/routes.py`.
+// Whether an expert gains by groups that are the replicas of every node, which `in_node` has: where those take less
+// time between nodes than one group of all. Twin of `crosses_once` in `prophet/spec/routes.py`.
 bool crosses_once(const Flow& flow, Int home) {
     const double port_share = flow.problem->figures.port_share, alone = std::max(1.0, port_share);
     const Int nodes = flow.problem->nodes(), here = flow.in_node[flow.node_R[home]];
@@ -220,7 +220,7 @@ bool Flow::has(Int j, Int rank) const {
     return false;
 }
 
-Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Workspace& room) {
+Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Workspace& room, bool once) {
     Int ranks = problem.ranks(), arcs = chosen_J.size + spare_arcs;
     const Figures& figures = problem.figures;
     Flow flow{};
@@ -234,7 +234,7 @@ Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Works
     flow.far_out = ports ? room.floats(ranks) : flow.price[OUT_FAR];
     flow.far_in = ports ? room.floats(ranks) : flow.price[IN_FAR];
     const bool levels = problem.nodes() > 1 && problem.nodes() < ranks;
-    const Int kinds = levels ? Int{COPIES_WITH_ONCE} : Int{COPIES};
+    const Int kinds = once && levels ? Int{COPIES_WITH_ONCE} : Int{COPIES};
     for (FloatGrid* grid : {&flow.port_sent, &flow.port_received}) {
         if (ports) *grid = room.floats(kinds, problem.nodes());
     }
@@ -330,7 +330,7 @@ void count_copies(Flow& flow, Int home, ConstInts ranks, double sign) {
         n++;
         in_node[node_R[d]]++;
     }
-    // The home scatters a copy, a part for each replica, and in the gather every replica sends its part to all others and
+    // The home scatters a copy, a part for each replica. In the gather every replica sends its part to all others and
     // receives theirs.
     double part = sign / static_cast<double>(n);
     for (Int d : ranks) {
@@ -477,7 +477,7 @@ double exposed_with(const Flow& flow, Int j, Int rank, double forward_s) {
         if (others > 0 && crosses) raise_port(gather, to, parts, parts);
     };
     const Int near = flow.in_node[to];
-    join(SCATTER_NEAR, copies, near != copies);
+    join(SCATTER_NEAR, copies, level > 0 || near != copies);
     if (with.once) {
         flow.in_node[to]++;
         const bool once = crosses_once(flow, home);

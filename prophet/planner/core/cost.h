@@ -26,9 +26,9 @@ inline constexpr double FORWARD_AND_BACKWARD = 3.0;
 
 inline constexpr Int NOWHERE = -1;
 
-// Copies that a rank moves for Trans, or for Agg, which mirrors it: direct, scatter, gather, each within and between nodes.
-// In two phases all replicas of an expert are a group, whose parts are scattered and gathered; in the node-once form those
-// of every node are, where an expert gains by it. It is counted where there are levels: `COPIES_WITH_ONCE`.
+// Copies that a rank moves for Trans, or for Agg, which mirrors it: direct, scatter, gather, each within and between
+// nodes. In two phases all replicas of an expert are a group, whose parts are scattered and gathered. In the node-once
+// form those of every node are, where an expert gains by it; it is counted where nodes have several ranks.
 enum Copies : Int {
     DIRECT_NEAR,
     DIRECT_FAR,
@@ -116,8 +116,8 @@ struct Flow {
 };
 
 // A flow without replicas, with room for `spare_arcs`. What is busy counts all tokens at home; those of the arcs are
-// still to be written, by `fill_homes`.
-Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Workspace& room);
+// still to be written, by `fill_homes`. Without `once` transfers take the other forms.
+Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Workspace& room, bool once = true);
 void fill_homes(Flow& flow);
 
 // A rank computes one expert more, or less where `sign` is negative.

@@ -14,7 +14,10 @@ Growth::Growth(const Problem& problem, const Placement& from, ConstInts chosen_J
     : first_rank(0), last_rank(problem.ranks()), free_R(room.ints(problem.ranks())) {
     Int ranks = problem.ranks(), most = 0;
     for (Int slots : from.free_R) most += slots;
-    flow = make_flow(problem, chosen_J, std::min(from.replicas + most, problem.experts() * ranks), room);
+    // Where one rank does not fill its node's port, it alone carries an expert that crosses once. The first few copies
+    // then take little time and the next one much, so that growth would stop there.
+    const bool once = problem.figures.port_share >= 1.0;
+    flow = make_flow(problem, chosen_J, std::min(from.replicas + most, problem.experts() * ranks), room, once);
     fill_homes(flow);
     others_sent = room.floats(flow.sent.rows, ranks);
     others_received = room.floats(flow.sent.rows, ranks);
