@@ -40,8 +40,8 @@ def crosses_once(home: int, receivers: Sequence[int], topology: Topology) -> boo
         receivers: The ranks of its replicas.
         topology: The machine.
     """
-    # With one node, or one rank per node, one group of all is by node already, or no group has a second rank to exchange
-    # parts with
+    # With one node a group of all is by node already, and with one rank per node no rank has another to exchange parts
+    # with
     if not topology.has_levels:
         return False
     groups = {topology.node_of(group[0]): len(group) for group in by_node(receivers, topology)}
