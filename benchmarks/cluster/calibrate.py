@@ -24,7 +24,6 @@ from prophet.ranks.operation import Operation
 from prophet.spec import BoolArray, FloatArray, IntArray, LayerShape, Link, Topology, Windows
 
 PROBE_BYTES = (1 << 18, 1 << 19, 1 << 20)  # sent by each rank in all: as layers do, and more than a bucket's burst
-POPULAR = 3.0  # how many times as much as another rank a popular one is sent
 SAME_RATE = 0.2  # rates closer than this are not told apart
 COUNTS = 128  # integers that are exchanged before a block, about
 # windows whose noise counts; the rest of a step is longer, and there is less of it

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cluster.calibrate import POPULAR, PROBE_BYTES, probe_pairs
+from benchmarks.cluster.calibrate import PROBE_BYTES, probe_pairs
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.profiles import ProfileError, load_profile
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
@@ -27,6 +27,7 @@ from prophet.machine.measure import Probe, discard
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 
+POPULAR = 3.0  # how many times as much as another rank a popular one is sent
 WAYS = {"gloo's own": False, "receives first": True}
 
 
