@@ -115,9 +115,9 @@ def _turned(over: float, depth: float) -> float:
 
 
 def _leave(module: nn.Module, depth: float, over: float, *, never: float, last: float) -> None:
-    """Tokens leave by a threshold that falls from `never` to `last`."""
+    """Tokens leave by a threshold that falls from `never` to `last`, by the same factor in every step."""
     if isinstance(module, EarlyExit):
-        module.threshold = never + (last - never) * over
+        module.threshold = never * (last / never) ** over
 
 
 def _sharpen(module: nn.Module, depth: float, over: float, *, bits: int) -> None:
