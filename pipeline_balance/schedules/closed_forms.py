@@ -154,3 +154,19 @@ def sliced_idle_over_work_attention(ranks: int, microbatches: int, slices: int) 
         slices: N.
     """
     return (ranks - 1) / (slices + 1) * (2 - (microbatches - 1) * ranks / (microbatches * slices))
+
+
+def exchange_last_rank_idle_over_work(ranks: int, microbatches: int, slices: int) -> float:
+    """(P - 1) P / ((N + 1) N M): the last rank's wait over its work, where slice n costs n + 1.
+
+    SlimPipe gives it for the bubble. It is the last rank's wait before its first forward and after its last backward
+    alone, while the first P - 1 slices run unaided, if all else is even. Exchange that is even among the ranks with a
+    pass has (P - 1) / (N M V), as slices of equal cost have (`sliced_idle_over_work`). If idle ranks help, too, and
+    parts may be of any size, nothing is left.
+
+    Args:
+        ranks: P.
+        microbatches: M.
+        slices: N.
+    """
+    return (ranks - 1) * ranks / ((slices + 1) * slices * microbatches)

@@ -153,7 +153,13 @@ class Exchanger:
         return turn
 
     def name(self, stage: int, number: int, layer: int) -> None:
-        """Note by which number a stage's attention keeps its chunks."""
+        """Note by which number a stage's attention keeps its chunks.
+
+        Args:
+            stage: Whose attention it is.
+            number: Of the attention among those of its stage.
+            layer: The number that it gives.
+        """
         self._layers[stage, number] = layer
 
     def tokens_of(self, stage: int, number: int, unit: Unit, piece: int) -> Sequence[Tensor]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.layers import Microbatch, TrainingPass
@@ -91,7 +92,8 @@ class Sliced:
 
     def _check_exchange(self) -> None:
         """Raise `SpecError`, on all ranks, where a batch cannot be trained with exchange."""
-        if self.exchanging is None:
+        # evaluation exchanges nothing
+        if self.exchanging is None or not torch.is_grad_enabled():
             return
         units: tuple[nn.Module, ...] = self.units  # type: ignore[attr-defined]
         first = next((unit for unit in range(len(units)) if self.attentions(unit)), None)

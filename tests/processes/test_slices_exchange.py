@@ -259,6 +259,7 @@ def _refused(rank: int, size: int) -> list[str]:
     for p in frozen.module[0].parameters():  # type: ignore[index]
         p.requires_grad_(False)
     next(frozen.module[1].parameters()).requires_grad_(False)  # type: ignore[index]
+    assert frozen.evaluate(inputs, labels) > 0
     said = [
         _error(lambda: frozen.step(inputs, labels)),
         _error(lambda: _own(options(1 << 60)).step(inputs, labels)),

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from pipeline_balance.schedules.closed_forms import sliced_idle_over_work
+from pipeline_balance.schedules.closed_forms import exchange_last_rank_idle_over_work, sliced_idle_over_work
 from pipeline_balance.schedules.exchange import Exchange, plan
 from pipeline_balance.schedules.exchange_times import (
     ExchangeCosts,
@@ -149,3 +149,14 @@ def test_the_table_of_the_page() -> None:
     for keep, forward, backward in ((0, 1.07, 2.13), (32, 0.61, 1.22)):
         moved = [max(x) / (4 * 64) for x in plan(schedule, keep=keep).slices_moved()]
         assert moved == pytest.approx([forward, backward], abs=5e-3)
+
+
+def test_the_papers_form_is_the_last_ranks_wait() -> None:
+    for p, n, m in product((2, 4, 8), (8, 16), (1, 4)):
+        # slices cost n + 1 forward and twice that backward; the first P - 1 run before the last rank has any
+        wait = 3 * sum(s + 1 for s in range(p - 1))
+        work = 3 * m * sum(s + 1 for s in range(n))
+        assert exchange_last_rank_idle_over_work(p, m, n) == pytest.approx(wait / work)
+    # it is not what exchange leaves: half a piece here and there, and idle ranks that help
+    _, found = run((4, 1, 16, 4), diagonal=2)
+    assert found.idle_over_work < exchange_last_rank_idle_over_work(4, 4, 16)

@@ -100,7 +100,8 @@ def test_options_that_cannot_be_are_refused() -> None:
     for wrong, words in (
         ({"slices": 0}, "slices must be"),
         ({"slices": 4, "order": "other"}, "minimal, aligned"),
-        ({"slices": 4, "balance": "exchange"}, "none, uneven"),
+        ({"slices": 4, "balance": "other"}, "none, uneven, exchange"),
+        ({"slices": 4, "balance": "exchange"}, 'needs order="aligned"'),
         ({"slices": 4, "balance": "uneven", "crossover_tokens": -1}, "number of tokens, got -1"),
         ({"slices": 4, "crossover_tokens": 8}, 'needs balance="uneven"'),
         ({"slices": 4, "recompute": "most"}, "none, selective, full"),
