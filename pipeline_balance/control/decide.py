@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline_balance.maps.compare import ComparedMap, bottleneck_s, predicted_makespan_s
+from pipeline_balance.maps.compare import ComparedMap, bottleneck_s, least_step_s, predicted_makespan_s
 from pipeline_balance.maps.diffusion import Load, diffuse
 from pipeline_balance.maps.partition import (
     explain_memory,
@@ -256,14 +256,13 @@ class _Comparison:
         return [(self.makespan_s(m), m) for m in fitting if not self._cannot_gain(m)]
 
     def _cannot_gain(self, stage_map: StageMap) -> bool:
-        """Whether the pace of the pipeline stays as slow: then there is nothing to simulate, which costs most here."""
+        """Whether no step on the map can be short enough: then there is nothing to simulate, which costs most here."""
         if self.config.repack_slowdown is not None or not self.now_fits:
             return False
-        # a step takes at least as long as its slowest rank works, and its slowest run of stages and links
-        before_s, after_s = (
-            bottleneck_s(self.costs, m, self.limits, self.transfer_s) for m in (self.current, stage_map)
-        )
-        return after_s > (1.0 - self.config.min_gain / 2) * before_s
+        # with the step in force and not with its bound, which slow links or few microbatches leave far below it
+        known: dict[str, Any] = {"microbatches": self.microbatches, "transfer_s": self.transfer_s}
+        least_s = least_step_s(self.costs, stage_map, self.limits, **known)
+        return least_s > (1.0 - self.config.min_gain) * self.now_s
 
     def first_s(self, options: Sequence[tuple[float, StageMap]], first_ranks: int) -> float:
         """Predicted seconds of a step on as many ranks as the run began with; those that left are like the first."""

@@ -14,7 +14,16 @@ import numpy as np
 from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.links import Transfers, between_stages, pace_s
 from pipeline_balance.schedules.simulate import Durations, simulate
-from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, moved_bytes, rank_loads_s
+from pipeline_balance.spec import (
+    LayerCost,
+    PartitionError,
+    RankLimits,
+    StageMap,
+    fits,
+    in_flight,
+    moved_bytes,
+    rank_loads_s,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +88,39 @@ def bottleneck_s(
         return max(loads)
     links = between_stages(transfer_s, stage_map.ranks).tolist()
     return pace_s([loads[rank] for rank in stage_map.ranks], links)
+
+
+def least_step_s(
+    costs: Sequence[LayerCost],
+    stage_map: StageMap,
+    limits: Sequence[RankLimits],
+    *,
+    microbatches: int,
+    transfer_s: Transfers = 0.0,
+) -> float:
+    """Seconds that no step is shorter than, whatever the order in which ranks take what is ready.
+
+    Args:
+        costs: Of every layer [L].
+        stage_map: Which rank runs which layers.
+        limits: Memory and speed of every rank [P].
+        microbatches: M.
+        transfer_s: Seconds of a message between stages, or between any two ranks [P, P].
+    """
+    loads = rank_loads_s(costs, stage_map, limits)
+    if not _one_stage_each(stage_map):
+        return microbatches * max(loads)
+    links = between_stages(transfer_s, stage_map.ranks).tolist()
+    left = sum(loads) + 2 * sum(links)
+    least = before = 0.0
+    for stage, (rank, link) in enumerate(zip(stage_map.ranks, [*links, 0.0], strict=True)):
+        # as many microbatches as the stage may hold are behind it at once, each of them there and back
+        rounds = -(-microbatches // in_flight(stage, stage_map.stages, microbatches))
+        # the first one has come up to here, and the last one goes all the way back
+        least = max(least, before + max(microbatches * loads[rank], rounds * left))
+        before += loads[rank] + 2 * link
+        left -= loads[rank] + 2 * link
+    return least
 
 
 def best_map(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pipeline_balance.control.decide import ControllerConfig, MoveCost, decide
 from pipeline_balance.control.learn import Learner
-from pipeline_balance.maps.compare import bottleneck_s, predicted_makespan_s
+from pipeline_balance.maps.compare import bottleneck_s, least_step_s, predicted_makespan_s
 from pipeline_balance.maps.diffusion import diffuse
 from pipeline_balance.maps.partition import partition_by_time
 from pipeline_balance.schedules.classic import one_f_one_b
@@ -84,6 +85,37 @@ def test_a_map_for_a_slow_link_is_the_best_of_all(a: int, b: int, microbatches: 
     assert not decide(
         LAYERS, LIMITS, EVEN, microbatches=microbatches, horizon_steps=50, config=FREE, transfer_s=_slow(a, b, 0.1)
     ).move
+
+
+def test_a_move_that_pays_is_found_where_a_link_sets_the_pace() -> None:
+    """With few microbatches a step depends on more than its pace, which no map changes here."""
+    links = np.array([[0.0, 3.0, 0.2, 0.0], [3.0, 0.0, 0.05, 3.0], [0.2, 0.05, 0.0, 0.05], [0.0, 3.0, 0.05, 0.0]])
+    costs = [LayerCost(forward_s=0.3, backward_input_s=0.3, backward_weight_s=0.3)] * 7
+    uneven = StageMap.contiguous((0, 1, 2, 3, 7))
+    found = decide(costs, LIMITS, uneven, microbatches=4, horizon_steps=100, config=FREE, transfer_s=links)
+    assert found.move
+    assert found.gain_s > 0.1 * found.current_makespan_s
+
+
+def test_no_step_is_shorter_than_the_least() -> None:
+    rng, close = np.random.default_rng(0), 0
+    for _ in range(150):
+        stages, microbatches = int(rng.integers(1, 6)), int(rng.integers(1, 18))
+        layers = stages + int(rng.integers(0, 5))
+        costs = [
+            LayerCost(forward_s=f, backward_input_s=i, backward_weight_s=w)
+            for f, i, w in rng.random((layers, 3)).tolist()
+        ]
+        limits = [RankLimits(memory_bytes=1 << 60, speed=s) for s in rng.choice([0.5, 1.0, 2.0], stages).tolist()]
+        cuts = np.sort(rng.choice(np.arange(1, layers), stages - 1, replace=False)).tolist()
+        stage_map = StageMap((0, *cuts, layers), tuple(rng.permutation(stages).tolist()))
+        links = np.triu(rng.choice([0.0, 0.2, 1.0, 3.0], (stages, stages)), 1)
+        known: dict[str, Any] = {"microbatches": microbatches, "transfer_s": links + links.T}
+        least, step = (f(costs, stage_map, limits, **known) for f in (least_step_s, predicted_makespan_s))
+        assert least <= step * (1 + 1e-9)
+        close += step < 1.05 * least
+    # and not far below it, or it would rule nothing out
+    assert close > 75
 
 
 def test_diffusion_takes_layers_from_both_ends_of_a_slow_link() -> None:
