@@ -353,15 +353,20 @@ class ProcessGroupCollective(Collective):
 
     def _gather_messages_at_once(self, x: Tensor, group: dist.ProcessGroup, op: Operation) -> Tensor:
         """Gather short messages between hosts, where each may wait behind a transfer."""
-        # Messages say themselves which operation they are of
-        works, arrived = sent_at_once(x, group, _MESSAGE)
         if self._gathers is None:
             self._gathers = Waiter("gloo waits for gathers")
-        done = self._gathers.submit(lambda: at_once(works))
+
+        def gather() -> Callable[[], Tensor]:
+            # Messages say themselves which operation they are of
+            works, arrived = sent_at_once(x, group, _MESSAGE)
+            at_once(works)
+            return arrived
+
+        # Begun in that thread, too: Ctrl-C comes in the main one alone, and would leave some ranks without the message
+        done = self._gathers.submit(gather)
 
         def read() -> Tensor:
-            joined(done, self._message_turn(op), self._look_s)
-            return arrived()
+            return joined(done, self._message_turn(op), self._look_s)()
 
         self.frames.unread = lambda: self.guard(read, op)
         return read()

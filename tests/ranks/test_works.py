@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -152,6 +153,29 @@ def test_short_messages_between_hosts_go_from_each_to_all(receive_first: bool) -
     """Around the ring a message would wait R - 1 times behind a transfer."""
     ring = [False, False, False, True] if receive_first else [True] * 4
     assert run_gloo(_messages, 3, receive_first) == [ring] * 3
+
+
+def _begun(rank: int, size: int) -> bool:
+    """Gather a message while Ctrl-C would come at its second send."""
+    collective = ProcessGroupCollective(timeout_s=20.0, receive_first=True)
+    inner, sends = dist.isend, []
+
+    def isend(*given: Any, **more: Any) -> Any:
+        sends.append(1)
+        # Python raises it in the main thread alone
+        if len(sends) == 2 and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return inner(*given, **more)
+
+    x = torch.arange(128) + rank
+    with mock.patch.object(dist, "isend", isend):
+        found = collective.gather_messages(x, op=Operation("message of a test"))
+    return len(sends) == 2 and torch.equal(found, torch.stack([torch.arange(128) + r for r in range(size)]))
+
+
+def test_ctrl_c_does_not_come_between_the_sends_of_a_message() -> None:
+    """Some ranks would have the message, and others wait for it while this rank goes on."""
+    assert run_gloo(_begun, 3) == [True] * 3
 
 
 def _apart(rank: int, size: int) -> list[str]:
