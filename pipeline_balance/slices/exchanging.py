@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from pipeline_balance.slices.exchange import Exchanger, KeptMemory, piece_bytes,
 from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.store import ChunkStore, Unit
+from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 
 _log = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ class Exchanging:
     def __init__(self, options: SliceOptions) -> None:
         self._given, self._keep_bytes = options.exchange_costs, options.keep_bytes
         self._memory: KeptMemory | None = None
-        self._costs: dict[object, ExchangeCosts] = {}
+        # by communicator, so that those of others are measured anew, and then by who has a stage and for which slices
+        self._costs = WeakKeyDictionary[Collective, dict[object, ExchangeCosts]]()
         # of batches without documents, with what it was made for
         self._planned: tuple[Schedule, object, Exchange, Verdict] | None = None
         self.plan: Exchange | None = None
@@ -125,10 +128,11 @@ class Exchanging:
 
     def _measured(self, given: TrainingPass, heads: Heads, size: tuple[int, int]) -> ExchangeCosts:
         """What attention and transfers cost the slowest rank; measured once for such slices."""
-        key = heads, size, len(given.ranks)
-        if key not in self._costs:
-            self._costs[key] = measured_costs(given, heads, *size)
-        return self._costs[key]
+        # of the same ranks: those that others have measured are not known to all of these, and differ
+        known, key = self._costs.setdefault(given.collective, {}), (heads, size, tuple(given.ranks))
+        if key not in known:
+            known[key] = measured_costs(given, heads, *size)
+        return known[key]
 
 
 def measured_costs(given: TrainingPass, heads: Heads, rows: int, tokens: int) -> ExchangeCosts:

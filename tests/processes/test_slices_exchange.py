@@ -242,6 +242,27 @@ def test_measured_costs_are_those_of_all_ranks() -> None:
     assert losses == its == pytest.approx(own.one_process(2, 4, 1)[0], rel=EXACT)
 
 
+def _elsewhere(rank: int, size: int) -> tuple[list[float], str]:
+    ways = [(0, 1), (0, 2), (0, 1)]
+    pipe = _own(options(costs=None), stage_map=StageMap((0, 2, 4), ways[0]))
+    assert isinstance(pipe.model, Sliced)
+    losses = []
+    for update, ranks in enumerate(ways):
+        pipe.rebuild(StageMap((0, 2, 4), ranks))
+        losses.append(pipe.step(*own.batch(update, 0), max_norm=own.MAX_NORM))
+    assert pipe.model.exchanging is not None
+    return losses, str(pipe.model.exchanging.verdict)
+
+
+def test_ranks_that_get_a_stage_measure_with_those_that_had_one() -> None:
+    expected = pytest.approx(own.one_process(3, 4, 1)[0], rel=EXACT)
+    (losses, said), (_, other), _ = found = run_gloo(_elsewhere, 3)
+    assert all(its == losses for its, _ in found)
+    assert losses == expected
+    # of the latest step, which the first two ranks ran
+    assert said == other
+
+
 # --- what goes wrong -------------------------------------------------------------------------------------------
 
 
