@@ -287,6 +287,9 @@ def _refused(rank: int, size: int) -> list[str]:
         _error(lambda: _own(options(rank))),
         _error(lambda: _own(options()).step({n: t[:, :10] for n, t in inputs.items()}, labels[:, :10])),
     ]
+    # an evaluation exchanges nothing, and needs no memory for it
+    assert frozen.evaluate(inputs, labels) > 0
+    assert _own(options(1 << 60)).evaluate(inputs, labels) > 0
     frozen.module.requires_grad_(True)
     assert frozen.step(inputs, labels) > 0  # nothing was lost
     return said
