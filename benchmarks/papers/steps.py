@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
@@ -17,12 +16,12 @@ from prophet.machine.presets import Preset, get_preset
 from prophet.planner import Planner, get_planner
 from prophet.planner.model.cost import mean_bandwidth, step_cost
 from prophet.planner.model.withdraw import pays
-from prophet.scheduler.forms import FormChooser
+from prophet.scheduler.forms import FormChooser, Transfers
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.schedules import schedule_named
 from prophet.scheduler.simulate import SimulatedStep, StepDurations, predicted_durations, simulate
 from prophet.scheduler.windows import predicted_window_us
-from prophet.spec import FloatArray, IntArray, Placement, PlanContext, Split, Windows
+from prophet.spec import FloatArray, FormName, IntArray, Placement, PlanContext, Split, Windows
 from prophet.traces.npz import RoutingTrace
 
 ASSUMPTIONS: Mapping[str, Assumption] = {
@@ -78,13 +77,12 @@ class Plan:
         return np.array([split.rank_load() for split in self.splits])
 
 
-def transfers_of(policy: str) -> Literal["auto", "direct", "two-phase"]:
+def transfers_of(policy: str) -> Transfers | tuple[FormName, ...]:
     """The forms that a policy's transfers may take: the one place to choose them.
 
     Published policies are given the direct and the two-phase form only, whatever else the runtime learns.
     """
-    del policy
-    return "auto"
+    return "auto" if policy == "prophet" else ("direct", "two-phase")
 
 
 @dataclass(eq=False, slots=True)

@@ -80,11 +80,12 @@ class FormChooser:
     into force. The choice depends on values only that all ranks share.
 
     Args:
-        transfers: Which forms are allowed.
+        transfers: Which forms are allowed; several of them as a tuple.
     """
 
-    def __init__(self, transfers: Transfers = "auto") -> None:
-        self._transfers = transfers
+    def __init__(self, transfers: Transfers | tuple[FormName, ...] = "auto") -> None:
+        some = FORM_NAMES if transfers == "auto" else transfers
+        self._forms: tuple[FormName, ...] = some if isinstance(some, tuple) else (some,)
         self._known: tuple[Placement, Known] | None = None
 
     def prepare(self, placement: Placement, context: PlanContext) -> Known:
@@ -99,7 +100,9 @@ class FormChooser:
         return known[1]
 
     def _groups(self, placement: Placement, topology: Topology) -> Mapping[int, Groups]:
-        if self._transfers == "node-once":
+        if "node-once" not in self._forms:
+            return {}
+        if len(self._forms) == 1:
             # of all, whether or not they gain by it; without levels it is the two-phase form
             return {
                 expert: by_node(receivers, topology) if topology.has_levels else (tuple(receivers),)
@@ -109,8 +112,7 @@ class FormChooser:
 
     def _allowed(self, seconds: TransferSeconds) -> TransferSeconds:
         # a form that takes for ever is never chosen: no second rule is needed
-        allowed = FORM_NAMES if self._transfers == "auto" else (self._transfers,)
-        phases = (seconds.phases(form) if form in allowed else (math.inf, math.inf) for form in FORM_NAMES)
+        phases = (seconds.phases(form) if form in self._forms else (math.inf, math.inf) for form in FORM_NAMES)
         (direct, _), (first, second), (once_first, once_second) = phases
         return TransferSeconds(direct, first, second, once_first, once_second)
 
@@ -141,7 +143,7 @@ class FormChooser:
         """
         # nothing travels: no times are needed to choose
         if placement.is_static:
-            two_phase = self._transfers in ("two-phase", "node-once")
+            two_phase = "direct" not in self._forms
             return Form(trans_cut, agg_cut, two_phase, two_phase, fetch_cut)
         (groups, there, back), taken = self.prepare(placement, context), context.topology.overlap_cost
         over_trans, over_agg = phase_cover(trans_cut, trans_cover_s), phase_cover(agg_cut, agg_cover_s)

@@ -186,6 +186,20 @@ def test_the_cheaper_form_is_taken() -> None:
     assert (form.trans_cut, form.agg_cut) == ((0, 100, 1024), (0, 1024))
 
 
+def test_published_policies_keep_to_the_forms_they_are_given() -> None:
+    """Two nodes of four that share a slow port: an expert on all ranks is cheapest when it crosses once."""
+    wide = Link(bytes_per_s=8e6)
+    topology = Topology(ranks=8, ranks_per_node=4, intra=wide, inter=wide, port_bytes_per_s=1e6,
+                        flops_per_s=(1e9,) * 8, free_bytes=(1 << 30,) * 8)  # fmt: skip
+    context = PlanContext(topology=topology, shape=LayerShape.feed_forward(dim=8, hidden=8), home=tuple(range(8)))
+    everywhere = Placement.with_replicas(context.home, 8, [(0, r) for r in range(1, 8)])
+    once = FormChooser().form(everywhere, context)
+    assert set(once.trans_groups) == set(once.agg_groups) == {0}
+    published = FormChooser(("direct", "two-phase")).form(everywhere, context)
+    assert published == FormChooser("two-phase").form(everywhere, context)
+    assert not published.trans_groups
+
+
 def test_a_form_that_is_cheaper_but_hides_less_is_not_taken() -> None:
     seconds = TransferSeconds(direct=10.0, first=3.0, second=3.0)
 
