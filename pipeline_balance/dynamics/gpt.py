@@ -63,7 +63,11 @@ class Embed(nn.Module):
         extra = x.new_ones(*ids.shape, self.channels)
         # all tokens are alive at first
         if self.channels > 1:
-            # exact: float32 holds whole numbers up to 2^24
+            # whole numbers up to it are exact: in float32 up to 2^24, in bfloat16 up to 256
+            largest = round(2 / torch.finfo(x.dtype).eps)
+            if self.token.num_embeddings > largest + 1:
+                held = f"{x.dtype} is exact for {largest + 1} tokens"
+                raise SpecError(f"the state holds numbers of {self.token.num_embeddings} tokens, {held}: use autocast")
             extra[..., 1] = ids
         return torch.cat([x, extra], dim=-1) if self.channels else x
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.dynamics.depths import MixtureOfDepths
 from pipeline_balance.dynamics.early_exit import ConfidentExit, EarlyExit
-from pipeline_balance.dynamics.gpt import Attention, Block, GPTShape, builder, loss, modules
+from pipeline_balance.dynamics.gpt import Attention, Block, Embed, GPTShape, builder, loss, modules
 from pipeline_balance.dynamics.pruning import prune_globally
 from pipeline_balance.dynamics.sparse_attention import HashAttention
 from pipeline_balance.pipeline.model.added_loss import added_losses
@@ -146,6 +146,18 @@ def test_tokens_leave_where_an_exit_is_sure_and_it_learns_from_living_ones() -> 
     (layer(state).sum() * 0).backward()
     assert all(p.grad is not None and not bool(p.grad.any()) for p in layer.exit.parameters())
     assert ConfidentExit(block(), DIM, vocabulary, first=True).exit is None
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 257), (torch.float16, 2049)])
+def test_numbers_of_tokens_travel_exactly_or_not_at_all(dtype: torch.dtype, most: int) -> None:
+    def state(vocabulary: int) -> Tensor:
+        shape = GPTShape(vocabulary=vocabulary, dim=DIM, heads=HEADS, blocks=1, context=2, channels=2)
+        out: Tensor = Embed(shape).to(dtype)(torch.tensor([[vocabulary - 2, vocabulary - 1]]))
+        return out[0, :, -1]
+
+    assert state(most).tolist() == [most - 2, most - 1]
+    with pytest.raises(SpecError, match=f"exact for {most} tokens"):
+        state(most + 1)
 
 
 def test_buckets_sharpen_from_dense_attention_on() -> None:
