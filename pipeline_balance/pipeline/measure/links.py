@@ -219,7 +219,8 @@ def link_samples(
         if one is None or key not in one.waited or key not in one.asked or not math.isfinite(when):
             continue
         began, ended = one.waited[key]
-        taken = max(ended - max(when, one.asked[key]), 0.0)
+        # below zero where clocks are further apart than that: the other direction makes up for it
+        taken = ended - max(when, one.asked[key])
         # one that its receiver did not wait for was there at some time before
         found.append((taken, ended - began >= taken / 2))
     return found
@@ -245,7 +246,7 @@ def _between_ranks(by_replica: Sequence[FloatArray], stage_map: StageMap, ranks:
         a, b = stage_map.ranks[boundary - 1], stage_map.ranks[boundary]
         # a mean over the directions, see above; a replica may have measured one of them only
         both = [x[~np.isnan(x)] for x in (table[stage_map.boundaries[boundary], :2] for table in by_replica)]
-        found = [float(x.mean()) for x in both if x.size]
+        found = [max(float(x.mean()), 0.0) for x in both if x.size]
         if a != b and found:
             # several boundaries of two ranks share a link
             known = transfer_s[a, b]

@@ -46,7 +46,7 @@ def _received(clock: _Clock, *, asked: float, wanted: float, there: float) -> No
         (0.0, 0.0, 5.5, (0.5, True)),  # the sender was late: it has sent at 5
         (5.25, 5.25, 5.75, (0.5, True)),  # the receiver was late
         (0.0, 7.0, 7.0, (2.0, False)),  # it was there before anybody waited
-        (0.0, 0.0, 4.9, (0.0, True)),  # the ranks' clocks are a little apart
+        (0.0, 0.0, 4.9, (-0.1, True)),  # the ranks' clocks are a little apart
     ],
 )
 def test_a_message_is_on_its_way_once_it_was_sent_and_asked_for(
@@ -106,7 +106,8 @@ def _noted(forward_s: float, gradient_s: float | None, skew_s: float) -> list[No
 
 
 @pytest.mark.parametrize(
-    ("gradient_s", "skew_s", "expected"), [(0.5, 0.25, 0.5), (0.5, 0.0, 0.5), (None, 0.0, 0.5), (1.5, 0.0, 1.0)]
+    ("gradient_s", "skew_s", "expected"),
+    [(0.5, 0.25, 0.5), (0.5, 0.75, 0.5), (0.5, 0.0, 0.5), (None, 0.0, 0.5), (None, 0.75, 0.0), (1.5, 0.0, 1.0)],
 )
 def test_the_mean_over_directions_has_no_part_of_the_clocks(
     gradient_s: float | None, skew_s: float, expected: float
