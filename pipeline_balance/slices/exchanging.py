@@ -50,6 +50,8 @@ class Exchanging:
         self._costs = WeakKeyDictionary[Collective, dict[object, ExchangeCosts]]()
         # of batches without documents, with what it was made for
         self._planned: tuple[Schedule, object, Exchange, Verdict] | None = None
+        # of which it was said that exchange is off: packed documents make another plan of every batch
+        self._warned: Schedule | None = None
         self.plan: Exchange | None = None
         self.costs: ExchangeCosts | None = None
         self.verdict: Verdict | None = None
@@ -93,6 +95,9 @@ class Exchanging:
         found, said = self._plan(given.schedule, heads, units, keep, self.costs)
         self.plan, self.verdict = found, said
         if not said.pays:
+            if self._warned is not given.schedule:
+                _log.warning("%s", said)
+            self._warned = given.schedule
             return None
         return Exchanger(store, given, found, heads, units, rows, self._memory if keep else None)
 
@@ -121,8 +126,6 @@ class Exchanging:
         )
         said = verdict(found, schedule, costs)
         if whole:
-            if not said.pays:
-                _log.warning("%s", said)
             self._planned = schedule, key, found, said
         return found, said
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="the models are transformers'")
 
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.schedules.exchange_times import ExchangeCosts
+from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds
 from pipeline_balance.slices.exchange import Exchanger, Turn
+from pipeline_balance.slices.exchanging import Exchanging
+from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced
+from pipeline_balance.slices.store import ChunkStore, Unit
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, StageFailed
 from tests.helpers import sliced_layers as own
@@ -261,6 +265,19 @@ def test_ranks_that_get_a_stage_measure_with_those_that_had_one() -> None:
     assert losses == expected
     # of the latest step, which the first two ranks ran
     assert said == other
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_log_says_once_that_exchange_is_off(packed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    dear = LayerSeconds(piece_s=1.0, diagonal_s=1.0, slice_s=100.0)
+    slicing = options(costs=ExchangeCosts(forward=dear, backward=dear))
+    given: Any = SimpleNamespace(schedule=slicing.schedule((0, 1), 2))
+    documents = (torch.arange(12) >= 5).long()[None] if packed else None
+    units = [Unit(m, n, 4, documents, (0, 3, 6, 9, 12)) for m in range(2) for n in range(4)]
+    exchanging, heads = Exchanging(slicing), [[Heads(4, 2, 4, torch.float64, 0.5)]] * 2
+    for _ in range(2):
+        assert exchanging.begin(ChunkStore(), given, heads, units, [1] * 8) is None
+    assert [record.getMessage() for record in caplog.records] == [str(exchanging.verdict)]
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------
