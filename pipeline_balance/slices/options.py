@@ -41,7 +41,7 @@ class SliceOptions:
         keep_bytes: For "exchange": most bytes of others' keys, values and their gradients that a rank keeps for later
             slices of a microbatch, so that they need not be sent again.
         exchange_costs: For "exchange": what attention and transfers cost, which says whether it pays. None measures
-            them on all ranks at the first batch.
+            them on all ranks at the first batch of a length, and after a move to other ranks.
 
     Raises:
         SpecError: For values that do not exist, or do not fit together.
