@@ -287,7 +287,7 @@ class _Policy:
             rows = np.full_like(now, now.max()) if self.name == PADDED else now
             split = planner.split(rows, placement, here)
             if planner.withdraws and not placement.is_static:
-                trans, agg = FormChooser(transfers_of(self.name)).prepare(placement, here)
+                _, trans, agg = FormChooser(transfers_of(self.name)).prepare(placement, here)
                 if not pays(now, split, here, trans, agg):
                     placement = here.homes_only()
                     split = Split.to_homes(now, placement)

@@ -51,6 +51,15 @@ def test_gradcheck(score: Score, normalize: bool, biased: bool, impl: Literal["t
     assert torch.autograd.gradcheck(weights, (scores(6, 5),))
 
 
+@pytest.mark.parametrize("impl", ["torch", "naive"])
+def test_no_graph_is_left_after_backward(impl: Literal["torch", "naive"]) -> None:
+    """Under hooks a saved output refers to its own node: where backward never comes, both stay for ever."""
+    logits = torch.randn(5, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        route(logits, 2, impl=impl).weights.square().sum().backward()
+    assert logits._use_count() == 1
+
+
 def test_scores_too_small_to_sum_give_finite_weights() -> None:
     logits = torch.full((2, 4), -200.0, requires_grad=True)
     found = route(logits, 2, score="sigmoid")

@@ -48,10 +48,11 @@ def route(
         scale: Factor on the weights.
         bias: Shifts the choice and never the weights, [E]; None without.
     """
-    scores = _scores(logits, score)
+    # the choice has no gradient, which comes through the chosen scores: under hooks of saved tensors, a softmax whose
+    # backward never runs would hold itself and all before it for ever
+    scores = _scores(logits.detach(), score)
     preference = scores if bias is None else scores + bias
-    # the choice has no gradient: it comes through the chosen scores
-    ids = preference.detach().topk(top_k, dim=-1).indices
+    ids = preference.topk(top_k, dim=-1).indices
     weights = weights_of(logits, ids, score=score, normalize=normalize, scale=scale)
     return Routed(ids, weights, torch.bincount(ids.reshape(-1), minlength=logits.shape[1]))
 
