@@ -16,8 +16,16 @@ import numpy as np
 import torch
 
 from prophet.experts.bank import Bank
+from prophet.machine.calibrate import shared_port
 from prophet.machine.fit import Point, fit_line, least_relative, noise_of
-from prophet.machine.measure import Probe, discard, measure_duplex, measure_link_overlap, measure_overlap
+from prophet.machine.measure import (
+    Probe,
+    discard,
+    measure_duplex,
+    measure_link_overlap,
+    measure_overlap,
+    peers_by_level,
+)
 from prophet.ranks.collective import Collective
 from prophet.ranks.messages import gather_numbers
 from prophet.ranks.operation import Operation
@@ -85,17 +93,17 @@ def probe_pairs(between: BoolArray, n_bytes: int, wanted: FloatArray) -> IntArra
 
 
 def probe_links(collective: Collective, ranks_per_node: int, *, repeats: int = 6) -> dict[str, list[FloatArray]]:
-    """Samples [n, R] of even all-to-alls within a node ("intra") and between nodes ("inter"), by size; collective.
+    """Samples [n, R] of even all-to-alls by level and size, see `peers_by_level`; collective.
 
     A level without peers is missing.
     """
     ranks, rank = collective.size, collective.rank
-    node = np.arange(ranks) // ranks_per_node
-    inside = (node[:, None] == node) & ~np.eye(ranks, dtype=np.bool_)
+    peers = [peers_by_level(ranks, ranks_per_node, r) for r in range(ranks)]
     probe = Probe(collective, torch.device("cpu"), repeats)
     op = Operation("probe of links")
     found = {}
-    for level, between in (("intra", inside), ("inter", node[:, None] != node)):
+    for level in peers[0]:
+        between = np.stack([of[level] for of in peers])
         if not between.any():
             continue
         runs = []
@@ -209,17 +217,22 @@ def calibration_of(seen: Observed, shape: LayerShape) -> Calibration:
     for level, by_size in seen.exchanges.items():
         samples = [np.array(x) for x in by_size]
         # the mean rank's, in the middle of the samples: how long it takes to wake the peers is part of it
-        points = [(n, float(np.median(x.mean(axis=1)))) for n, x in zip(PROBE_BYTES, samples, strict=True)]
+        taken = [x[:, :: seen.ranks_per_node] if level == "alone" else x for x in samples]
+        points = [(n, float(np.median(x.mean(axis=1)))) for n, x in zip(PROBE_BYTES, taken, strict=True)]
         links[level] = fit_link(points)
-        noise.append(noise_of(np.concatenate(samples)))
+        if level != "alone":
+            noise.append(noise_of(np.concatenate(samples)))
     # the lower quartile: counts are short, and other work only ever adds time
     alone_s, behind_s = (float(np.quantile(np.max(x, axis=1), 0.25)) for x in seen.counts_s)
     nobody = Link(bytes_per_s=1e12)
+    between = links.get("inter", links.get("intra", nobody))
+    inter, port = shared_port(between, links.get("alone"), min(seen.ranks_per_node, ranks))
     topology = Topology(
         ranks=ranks,
         ranks_per_node=seen.ranks_per_node,
         intra=links.get("intra", nobody),
-        inter=links.get("inter", links.get("intra", nobody)),
+        inter=inter,
+        port_bytes_per_s=port,
         flops_per_s=rates,
         free_bytes=(1 << 40,) * ranks,
         expert_overhead_s=overhead_s,

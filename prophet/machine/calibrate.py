@@ -155,11 +155,7 @@ def calibration_of(
     # Replicas go anywhere, so Trans and Agg are compared with the slower link.
     slower = links.get("inter") or intra
     trans_rate, agg_rate = (rate_of(fits[o].fitted, slower) if o in fits else 1.0 for o in ("trans", "agg"))
-    inter, port, alone = links.get("inter", intra), None, links.get("alone")
-    if alone is not None and alone.bytes_per_s > _SHARES * inter.bytes_per_s:
-        port = min(ranks_per_node, ranks) * inter.bytes_per_s
-        # The latency stays that of exchanges among all
-        inter = replace(inter, bytes_per_s=alone.bytes_per_s)
+    inter, port = shared_port(links.get("inter", intra), links.get("alone"), min(ranks_per_node, ranks))
     topology = Topology(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
@@ -182,6 +178,20 @@ def calibration_of(
         name=name,
     )
     return Calibration(topology, tuple(fits.values()), compare(fits.values(), model_lines(topology, shape)))
+
+
+def shared_port(inter: Link, alone: Link | None, ranks: int) -> tuple[Link, float | None]:
+    """Return the link of a rank that crosses alone, and the bytes per second of its node's port; None where none shows.
+
+    Args:
+        inter: The link between nodes, as each rank has it while all exchange.
+        alone: The same of one rank while the others of its node are silent; None if that was not measured.
+        ranks: Of a node.
+    """
+    if alone is None or alone.bytes_per_s <= _SHARES * inter.bytes_per_s:
+        return inter, None
+    # The latency stays that of exchanges among all
+    return replace(inter, bytes_per_s=alone.bytes_per_s), ranks * inter.bytes_per_s
 
 
 def check(

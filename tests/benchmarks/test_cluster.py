@@ -139,27 +139,33 @@ def test_probes_of_links_keep_to_their_level_and_fill_the_busiest_rank() -> None
     assert probe_pairs(between, 600, np.ones(4)).sum(axis=0).tolist() == [600] * 4
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(3, 3), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("ranks", "per_node", "alone"), [(3, 3, 3.0), (4, 2, 3.0), (4, 2, 0.5), (2, 1, 3.0)])
 def test_links_of_one_and_of_several_nodes_are_probed(
-    ranks: int, per_node: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, per_node: int, alone: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`alone` has seconds of a rank that crosses alone: 0.5 where it has the port that both of its node share."""
+
     def samples(self: Probe, runs: Sequence[Callable[[], float | None]]) -> list[FloatArray]:
         """The exchanges run, their seconds are given: in turn those of a link at 1 GB/s and of one at 500 MB/s."""
         for run in runs:
             run()
         level = self.__dict__["level"] = self.__dict__.get("level", 0) + 1
-        return [np.full((3, ranks), level * 1e-9 * n_bytes) for n_bytes in PROBE_BYTES]
+        return [np.full((3, ranks), (1.0, 2.0, alone)[level - 1] * 1e-9 * n_bytes) for n_bytes in PROBE_BYTES]
 
-    def body(c: ThreadCollective) -> tuple[float, float]:
+    def body(c: ThreadCollective) -> tuple[float, float, float]:
         exchanges = {k: [x.tolist() for x in v] for k, v in probe_links(c, per_node, repeats=1).items()}
         found = calibration_of(replace(observed(ranks), ranks_per_node=per_node, exchanges=exchanges), SHAPE)
-        return found.topology.intra.bytes_per_s, found.topology.inter.bytes_per_s
+        t = found.topology
+        return t.intra.bytes_per_s, t.inter.bytes_per_s, t.port_bytes_per_s or 0.0
 
     monkeypatch.setattr(Probe, "samples", samples)
     found = on_threads(ranks, body)
     assert len(set(found)) == 1  # the same figures everywhere
     nobody = 1e12  # the rate where a rank is alone on its node
-    expected = {(3, 3): (1e9, 1e9), (4, 2): (1e9, 5e8), (2, 1): (nobody, 1e9)}[ranks, per_node]
+    if alone < 1.0:
+        expected = 1e9, 2e9, 1e9
+    else:
+        expected = {(3, 3): (1e9, 1e9, 0.0), (4, 2): (1e9, 5e8, 0.0), (2, 1): (nobody, 1e9, 0.0)}[ranks, per_node]
     assert found[0] == pytest.approx(expected)
 
 
