@@ -384,7 +384,9 @@ class _SavedBytes:
             if storage not in self._seen:
                 self._seen.add(storage)
                 self.total += tensor.numel() * tensor.element_size()
-            return tensor
+            # an output that is saved itself would hold its node: where backward never comes, as of a norm that a model
+            # logs, the pass's whole graph would stay for ever
+            return tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 

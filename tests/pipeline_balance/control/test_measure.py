@@ -203,3 +203,23 @@ def test_a_layer_is_as_slow_as_its_slowest_replica() -> None:
 
     for costs in ThreadWorld(4).run(run):
         assert [c.forward_s for c in costs] == [3.0, 4.0]
+
+
+def test_what_a_layer_logs_and_never_uses_leaves_no_graph() -> None:
+    """A norm saves its own output: where it has no backward pass, counting its bytes must not keep all before it."""
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    logged = []
+
+    def forward() -> tuple[Tensor, ...]:
+        y = layer(x)
+        logged.append(y.norm().item())
+        return (y.exp(),)
+
+    for meter in (Meter(enabled=False), Meter()):
+        (out,) = meter.run_unit(0, layer, forward, [x])
+        out.sum().backward()
+        del out
+        assert layer.weight._use_count() == 1
+    # the layer's input and output, the norm, and the exponential
+    assert meter.activation_bytes[0] == 4 * (12 + 12 + 1 + 12)
+    assert logged[0] == logged[1]
