@@ -6,15 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeline_balance.pipeline.model.lost_losses import LostLosses
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, SpecError, TransitionError
 from prophet.ranks.operation import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
-from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, build_layer, pipeline, plain_losses
+from tests.helpers.pipeline_model import (
+    LAYERS,
+    TOLERANCE,
+    batch,
+    build_layer,
+    make_optimizer,
+    pipeline,
+    plain_losses,
+)
 
 
 def _maps(step: int, size: int) -> StageMap:
@@ -134,6 +144,45 @@ def _count(rank: int, size: int) -> list[list[str]]:
 def test_a_move_takes_three_agreements(size: int) -> None:
     expected = ["agreeing on a move", "agreeing on a transition", "deciding on a move"]
     assert run_gloo(_count, size) == [[expected, expected]] * size
+
+
+def _concerned(rank: int, size: int, tied: bool) -> dict[str, Any]:
+    """A move of layer 3 alone, from rank 0 to rank 1 of three; where layer 1 shares its weights, of both."""
+    layers = [build_layer(i) for i in range(LAYERS)]
+    if tied:
+        # as wide as layer 3, which has the weights first in the model's order
+        layers[1], layers[3] = build_layer(3), build_layer(3)
+        layers[3].up = layers[1].up
+    run = ElasticPipeline.from_modules(
+        layers,
+        nn.functional.cross_entropy,
+        StageMap.contiguous((0, 4, 6, LAYERS)),
+        make_optimizer=make_optimizer,
+        microbatches=2,
+        timeout_s=60.0,
+    )
+    watched = []
+    monkeypatch = pytest.MonkeyPatch()
+    after = LostLosses.after
+    monkeypatch.setattr(LostLosses, "after", lambda *given, **how: (watched.append(given), after(*given, **how))[1])
+    run.step(*batch(0))
+    seen, to = len(watched), StageMap.contiguous((0, 3, 6, LAYERS))
+    prepared = run.prepare(to, run.collective)
+    run.rebuild(to, prepared=prepared)
+    left = [name for name, p in run.module.named_parameters() if p.grad is not None]
+    run.step(*batch(1))
+    monkeypatch.undo()
+    return {"layers": sorted({s.layer for s in prepared.specs}), "left": left, "watched": [seen, len(watched) - seen]}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_that_stay_have_no_part_in_a_move(tied: bool) -> None:
+    results = run_gloo(_concerned, 3, tied)
+    assert [r["layers"] for r in results] == [[1, 3] if tied else [3], [], []]
+    # gradients that an update has used are dropped on all ranks, of layers that stay, too
+    assert all(r["left"] == [] for r in results)
+    # one pass shows which losses nobody adds, wherever its layers go then
+    assert [r["watched"] for r in results] == [[2 * 4, 0], [2 * 2, 0], [2 * 1, 0]]
 
 
 def _stale(rank: int, size: int) -> list[float]:

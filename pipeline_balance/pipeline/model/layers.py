@@ -120,6 +120,8 @@ class PipelineModel(ABC):
         slicing: How microbatches are cut into slices; None where they pass the stages whole.
         metered: Whether times and memory of its units are measured.
         leads: Whether this process reports the loss, of those that compute the same one.
+        watched: Whether the coming training pass is watched for losses that layers compute and nobody adds. A
+            transformers model adds its losses by its own forward.
     """
 
     root: nn.Module
@@ -127,6 +129,7 @@ class PipelineModel(ABC):
     slicing: Slicing | None = None
     metered: bool = True
     leads: bool = True
+    watched: bool = False
 
     def measures(self, parameter: nn.Parameter, replica: int) -> bool:
         """Whether this process measures what it has of a parameter's gradient; replicas have copies."""
@@ -265,6 +268,7 @@ class ModuleChain(PipelineModel):
         self.units = tuple(listed)
         self.loss_fn = loss_fn
         self._counted = counted if counted is not None else labels_of(loss_fn)
+        self.watched = True
         self.device = device if device is not None else torch.device("cpu")
         self.structures: tuple[TreeSpec, ...] = ()
         self._known: dict[Any, tuple[list[Activations], tuple[TreeSpec, ...]]] = {}

@@ -1,4 +1,4 @@
-"""Losses that layers compute and nobody adds: found in the first training pass of new stages, before any update.
+"""Losses that layers compute and nobody adds: found in the first training pass, before any update.
 
 A layer of one's own may return a loss beside its output, keep it as an attribute, or have a router whose loss its
 model's own forward would add. In a pipeline no such forward runs. What no gradient comes back to was not added.

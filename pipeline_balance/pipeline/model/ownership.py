@@ -144,7 +144,7 @@ class Ownership:
 
     def of(self, units: Collection[int]) -> list[str]:
         """Names of the parameters that any of `units` holds, in the model's order."""
-        return [n for n in self.parameters if not set(self.units_of[n]).isdisjoint(units)]
+        return [n for n in self._names(units)[0] if n in self.parameters]
 
     def tensors(self, units: Collection[int], names: Collection[str]) -> list[Tensor]:
         """Parameters and buffers of these `names` that any of `units` holds."""

@@ -140,11 +140,12 @@ class StateMover:
         """
         self.builder.check_map(stage_map)
         # a backward pass may be filling gradients in: the route holds if there are none when the move begins
-        held = self.collect(now, owners, gradients=False)
         to = owners.under(stage_map)
+        moving = self.moving(now.stage_map, stage_map, owners)
+        held = self.collect(now, owners, moving, gradients=False)
         brought = self._bring(held, now, (owners, to), stage_map, collective) if early else None
         if brought is not None and isinstance(held, Held):
-            held = rest_of(held).with_(self.expected(now, owners))
+            held = rest_of(held).with_(self.expected(now, owners, moving))
         space, _ = share(held, collective, self.in_one_route(owners))
         route_schedule = self.route_schedule(space, (now.stage_map, owners), (stage_map, to))
         route_schedule.precompute(self.budget_bytes, in_place=False)
@@ -218,32 +219,59 @@ class StateMover:
         except Exception as error:
             return in_a_line(error)
 
-    def collect(self, now: Stages, owners: Owners, *, gradients: bool) -> Held | str:
-        """Describe what this rank holds, or return the reason why it cannot be moved.
+    def moving(self, before: StageMap, after: StageMap, owners: Owners) -> frozenset[int]:
+        """Return the units whose state takes part in a move; all others keep theirs, untouched.
+
+        Args:
+            before: The map in force.
+            after: The map to go to.
+            owners: Who updates what: with zero=1 that may change for every unit.
+        """
+        if owners.zero:
+            return frozenset(range(before.layers))
+        found = {move.layer for move in before.moves_to(after)}
+        ties, more = [set(units) for units in self.owned.tied().values()], True
+        while more:
+            # what tied units share is on the ranks of all of them, so they move or stay together
+            joined = found.union(*(units for units in ties if units & found))
+            found, more = joined, joined != found
+        return frozenset(found)
+
+    def collect(self, now: Stages, owners: Owners, moving: Collection[int], *, gradients: bool) -> Held | str:
+        """Describe what this rank holds of the units that move, or return the reason why it cannot be moved.
 
         Args:
             now: The stages in force.
             owners: Who updates what under them.
+            moving: The units that move.
             gradients: Whether gradients count.
         """
         groups = self.groups
-        units = now.stage_map.layers_on(groups.rank)
+        units = [unit for unit in now.stage_map.layers_on(groups.rank) if unit in moving]
         held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
         return held.of_replica(owners, groups.rank, groups.replica) if owners.zero and isinstance(held, Held) else held
 
-    def expected(self, now: Stages, owners: Owners) -> Held:
+    def expected(self, now: Stages, owners: Owners, moving: Collection[int]) -> Held:
         """Describe the gradients that a step under way is going to leave on this rank.
 
         Args:
             now: The stages in force.
             owners: Who updates what under them.
+            moving: The units that move.
         """
         groups = self.groups
-        held = Held.of(expected_gradients(self.owned, now.stage_map.layers_on(groups.rank)))
+        units = [unit for unit in now.stage_map.layers_on(groups.rank) if unit in moving]
+        held = Held.of(expected_gradients(self.owned, units))
         return held.of_replica(owners, groups.rank, groups.replica) if owners.zero else held
 
     def change(
-        self, units: Collection[int], state: State, scalars: Mapping[str, Any], new_owner: Ownership | None = None
+        self,
+        units: Collection[int],
+        state: State,
+        scalars: Mapping[str, Any],
+        new_owner: Ownership | None = None,
+        *,
+        moving: Collection[int] | None = None,
     ) -> Change:
         """Make the assignments that give this rank the state of `units`, all checked.
 
@@ -252,13 +280,17 @@ class StateMover:
             state: Their tensors.
             scalars: Plain numbers that optimizers keep, by name.
             new_owner: Of another model with the same parameters that runs the units from then on.
+            moving: The units whose state has moved (None: all); nothing is done to others.
         """
         values = {piece.name: tensor for piece, tensor in state.items()}
         entries = state_entries(values, scalars)
         optimizer_of = self.optimizers.of()
         mine = set(self.owned.of(units))
-        change = Change(settings=settings(self.owned.parameters, values), owned=new_owner)
-        for name, parameter in self.owned.parameters.items():
+        concerned = self.owned.parameters
+        if moving is not None:
+            concerned = {name: concerned[name] for name in self.owned.of(moving)}
+        change = Change(settings=settings(concerned, values), owned=new_owner)
+        for name, parameter in concerned.items():
             optimizer = optimizer_of.get(id(parameter))
             if name in mine:
                 tensor = values[name]
@@ -275,6 +307,8 @@ class StateMover:
                 if optimizer is not None:
                     change.states.append((optimizer, parameter, None))
         for name, buffer in self.owned.buffers.items():
+            if moving is not None and set(buffer.units).isdisjoint(moving):
+                continue
             if not set(buffer.units).isdisjoint(units):
                 change.buffers.append((buffer, values[name]))
             elif not buffer.tensor.is_meta:
@@ -334,6 +368,7 @@ class StageMove(Move):
         self._owners = self.passes.owners
         self.remembered: dict[str, Any] = {}
         self._ready, self._differ = 0, False
+        self._moving: frozenset[int] = frozenset()
 
     def vote(self) -> Vote:
         mover, before, owners = self.mover, self.passes.now.stage_map, self.passes.owners
@@ -348,7 +383,8 @@ class StageMove(Move):
         experts, rank = self.passes.experts, mover.groups.rank
         if experts.under_way and self._regroups(range(mover.groups.grid.pipeline_ranks)):
             raise SpecError("gradients of balanced experts come home at the end of an update: move after update=True")
-        self._held = held = mover.collect(self.passes.now, owners, gradients=not self.passes.used)
+        self._moving = mover.moving(before, self.stage_map, owners)
+        self._held = held = mover.collect(self.passes.now, owners, self._moving, gradients=not self.passes.used)
         ready, ahead = self._holds(held), self.prepared.early
         # where the route is ready, the tensors need no description, which is most of a vote
         vote = Vote.of(
@@ -443,10 +479,12 @@ class StageMove(Move):
             name, replica = without_replica(key)
             mine = replica in (None, groups.replica) and owners.updates(base_name(name), groups.rank, groups.replica)
             numbers |= {name: value} if mine else {}
-        change = mover.change(self.stage_map.layers_on(groups.rank), state, numbers)
+        change = mover.change(self.stage_map.layers_on(groups.rank), state, numbers, moving=self._moving)
         # gradients that have moved are other tensors, whose marks must be set anew
         kept = [passes.gradients.keep] if self._midway else []
-        return [change.make, lambda: passes.go_on(stages, owners), *kept]
+        # of layers that stay, too: those that moved have come without them
+        dropped = [passes.gradients.drop] if passes.used else []
+        return [change.make, lambda: passes.go_on(stages, owners), *kept, *dropped]
 
     @property
     def early(self) -> Early | None:

@@ -23,7 +23,6 @@ from pipeline_balance.pipeline.model.halves import SecondHalf, first_half
 from pipeline_balance.pipeline.model.layers import (
     Activations,
     Microbatch,
-    ModuleChain,
     PipelineModel,
     TrainingPass,
 )
@@ -127,8 +126,7 @@ class Executor:
         last = [a.stage for a in training if isinstance(a, Action) and a.kind in "BW"]
         # how many actions of a stage end a microbatch's backward
         self._actions = {s: last.count(s) for s in stages}
-        # until a training pass was watched; a transformers model adds its losses by its own forward
-        self._lost = LostLosses() if isinstance(model, ModuleChain) else None
+        self._lost = LostLosses() if model.watched else None
         self._begin()
 
     def _begin(self) -> None:
@@ -161,8 +159,9 @@ class Executor:
             while self._outgoing:
                 self._sent()
             if run.training:
-                # one pass shows which losses nobody adds; watching costs a hook for every output
-                self._lost = None
+                # One pass shows which losses nobody adds, also on the ranks that layers may come from. Watching costs a
+                # hook for every output.
+                self._lost, self.model.watched = None, False
         finally:
             if self.reuse and run.training:
                 # after an error messages may still come into buffers
