@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +13,8 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.lost_losses import LostLosses
 from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.pipeline.run import executor
+from pipeline_balance.pipeline.run.generators import seeded
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, SpecError, TransitionError
 from prophet.ranks.operation import Operation
@@ -53,6 +58,26 @@ def _train(rank: int, size: int, steps: int, split: bool) -> dict[str, Any]:
     # arrays, because tensors would be shared through the sending process, which is about to end
     state = {f"{i}.{n}": t.numpy() for i, layer in run.layers.items() for n, t in layer.state_dict().items()}
     return {"losses": losses, "moved_bytes": moved_bytes, "rebuilds": rebuilds, "used": used, "state": state}
+
+
+def _seeding_takes_long(rank: int, size: int) -> list[float]:
+    @contextmanager
+    def slowly(seed: int, device: torch.device) -> Iterator[None]:
+        time.sleep(5e-3)
+        with seeded(seed, device):
+            yield
+
+    executor.seeded = slowly
+    run = pipeline()
+    for step in range(2):
+        run.step(*batch(step))
+    return [cost.forward_s for cost in run.measure()]
+
+
+def test_what_seeding_takes_is_in_a_layers_time() -> None:
+    # what no layer's time has, no stage map and no simulated step knows of
+    (found,) = run_gloo(_seeding_takes_long, 1)
+    assert min(found) >= 5e-3
 
 
 @pytest.mark.parametrize(("size", "steps", "split"), [(4, 40, False), (3, 20, True)])

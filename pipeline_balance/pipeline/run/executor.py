@@ -219,8 +219,12 @@ class Executor:
         out = given
         with added_losses(self._weight_of(m, run)) as added:
             for unit in units:
-                with seeded(unit_seed(self.seed, unit, run.update, part.number, part.slice), self.device):
-                    out = self._watched(s, m, unit, out, part, added) if run.training else self._unit(unit, out, part)
+                seed = unit_seed(self.seed, unit, run.update, part.number, part.slice)
+                out = (
+                    self._watched(s, m, unit, seed, out, part, added)
+                    if run.training
+                    else self._unit(unit, seed, out, part)
+                )
         if added.values and part.slice is not None:
             raise SpecError(
                 f"stage {s} has layers that add a loss of their own (add_loss), a mean over whole microbatches: "
@@ -239,21 +243,24 @@ class Executor:
             self._kept[s, m] = _Kept(given, out)
 
     def _watched(
-        self, s: int, m: int, unit: int, given: Activations, part: Microbatch, added: AddedLosses
+        self, s: int, m: int, unit: int, seed: int, given: Activations, part: Microbatch, added: AddedLosses
     ) -> Activations:
         """What a unit returns in training; the first time losses are looked for that nobody adds."""
         if self._lost is None:
-            return self._unit(unit, given, part)
+            return self._unit(unit, seed, given, part)
         module, so_far = self.model.units[unit], len(added.values)
         before = self._lost.before(module)
-        out = self._unit(unit, given, part)
+        out = self._unit(unit, seed, given, part)
         self._lost.after((s, m), unit, module, out, before, adds=len(added.values) > so_far)
         return out
 
-    def _unit(self, unit: int, given: Activations, part: Microbatch) -> Activations:
-        if not self.model.metered:
-            return self.model.run(unit, given, part)
-        return self.meter.run_unit(unit, self.model.units[unit], lambda: self.model.run(unit, given, part), given)
+    def _unit(self, unit: int, seed: int, given: Activations, part: Microbatch) -> Activations:
+        def call() -> Activations:
+            with seeded(seed, self.device):
+                return self.model.run(unit, given, part)
+
+        # what seeding takes is part of the layer's time: every microbatch pays it
+        return self.meter.run_unit(unit, self.model.units[unit], call, given) if self.model.metered else call()
 
     def _weight_of(self, m: int, run: Run) -> float:
         """What a mean over a microbatch counts."""
