@@ -35,7 +35,7 @@ from pipeline_balance.pipeline.move.files import Also, Checkpoint, load_state, s
 from pipeline_balance.pipeline.move.pipeline_state import PipelineState
 from pipeline_balance.pipeline.move.stage_map import StageMove, StateMover
 from pipeline_balance.pipeline.move.transaction import Prepared, Switched, run
-from pipeline_balance.pipeline.run.agreement import agree_on_model, agree_on_optimizers
+from pipeline_balance.pipeline.run.agreement import agree_on_model, agree_on_optimizers, alike, refuse_where
 from pipeline_balance.pipeline.run.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.run.failures import Failures, fails_together
 from pipeline_balance.pipeline.run.gradients.scaler import PipelineScaler
@@ -109,6 +109,8 @@ class ElasticPipeline:
         schedule: str | MakeSchedule | None = None,
     ) -> None:
         self.groups, self.in_job = PipelineGroups(group, timeout_s), rank_assignment is not None
+        # the number in force may become another, see `change_microbatches`
+        self.first_microbatches = microbatches
         at = device if device is not None else torch.device("cpu")
         # A controller measures the steps that it needs. On a device marks take host time, so others have none.
         self.meter = meter if meter is not None else Meter(clock=clock_on(at), enabled=at.type == "cpu")
@@ -140,7 +142,8 @@ class ElasticPipeline:
                 built.append(self.builder.build(first))
             return self._description(None if joins else built[0], Progress(first_ranks=self.ranks))
 
-        agreed, progress = agree_on_model(check, self.groups.world)
+        agreed, now, progress = agree_on_model(check, self.groups.world)
+        self._cut_into(now)
         # making communicators is collective, so it waits until all have the same replicas
         if rank_assignment is None:
             self.groups.divide()
@@ -536,6 +539,58 @@ class ElasticPipeline:
         self.experts.follow(before, stage_map.layers_on(self.rank), move.remembered, self.groups.world)
         return replace(move.counted(done), seconds=time.perf_counter() - began)
 
+    @property
+    def fixed_microbatches(self) -> str:
+        """Why the number of microbatches cannot change; empty where it can."""
+        if self.in_job:
+            return "a job reads its data by microbatch"
+        if self.model.slicing is not None:
+            return "microbatches are cut into slices"
+        # it was told how many backward passes a step has
+        return "experts are balanced, and their balancer counts passes" if self.experts.balanced else ""
+
+    @fails_together("changing microbatches before step")
+    def change_microbatches(self, microbatches: int) -> None:
+        """Cut later batches into another number of parts; collective over all ranks, between updates.
+
+        Loss and gradients stay the same but for rounding, unless a model treats a microbatch as a whole: dropout draws
+        by it, batch norm and the router's capacity count it, and router losses are its means. Stages stay, gradients
+        too; what was measured is forgotten.
+
+        Args:
+            microbatches: M, equal on all ranks.
+
+        Raises:
+            SpecError: On all ranks, with all as it was, where one refuses, or ranks differ.
+        """
+        made: list[tuple[PipelineConfig, Stages]] = []
+
+        def build() -> str:
+            if self.fixed_microbatches:
+                raise SpecError(f"the number of microbatches cannot change: {self.fixed_microbatches}")
+            if self.progress.parts:
+                raise SpecError("an update is under way: change the number of microbatches after step(update=True)")
+            config = replace(self.config, microbatches=microbatches)
+            # durations are other ones now, but in the same proportions, which are all that orders a schedule
+            stages = self.builder.build(self.stage_map, self.stages.durations, config=config)
+            made.append((config, stages))
+            return f"{microbatches} {stages.schedule}"
+
+        op = Operation("changing the number of microbatches")
+        refuse_where(alike(build, self.collective, op), "were given another number of microbatches, or schedule,")
+        ((config, stages),) = made
+        if stages.executor is not None and self.stages.executor is not None:
+            stages.executor.follow(self.stages.executor)
+        known = self.meter.activation_bytes
+        # until they are counted anew
+        known.update({i: -(-n * self.config.microbatches // microbatches) for i, n in known.items()})
+        self.builder.config = config
+        self._passes.go_on(stages, self.owners)
+
+    def _cut_into(self, microbatches: int) -> None:
+        if microbatches != self.config.microbatches:
+            self.builder.config = replace(self.config, microbatches=microbatches)
+
     def state(self) -> PipelineState:
         """Return the training state, to be taken elsewhere; see `pipeline_balance.elastic`."""
         return PipelineState(self.mover, self._passes)
@@ -599,7 +654,8 @@ class ElasticPipeline:
             ranks = before.renumbered(self.groups.grid, number, now.used_ranks)
             known = replace(self.stages, stage_map=StageMap(now.boundaries, tuple(ranks[r] for r in now.ranks)))
         world = self.groups.world
-        agreed, progress = agree_on_model(lambda: self._description(known, self.progress), world)
+        agreed, microbatches, progress = agree_on_model(lambda: self._description(known, self.progress), world)
+        self._cut_into(microbatches)
         self.groups.divide()
         # its means over replicas use the new columns
         self._passes.switch()
@@ -619,13 +675,15 @@ class ElasticPipeline:
     def _description(self, stages: Stages | None, progress: Progress) -> dict[str, Any]:
         """What ranks compare when they meet; without `stages`, this one takes those of the others."""
         # what must be equal for ranks to send what others wait for, and to draw the same numbers
-        settings = {name: getattr(self.config, name) for name in ("microbatches", "seed", "split_backward")}
+        settings = {name: getattr(self.config, name) for name in ("seed", "split_backward")}
+        settings["microbatches"] = self.first_microbatches
         known = stages.stage_map if stages is not None else None
         return {
             "model": self.owned.structure(),
             "settings": {**settings, "replicas": self.groups.replicas, "slices": str(self.model.slicing)},
             "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
             "schedule": stages.schedule if stages is not None else 0,
+            "microbatches": self.config.microbatches,
             "progress": progress.to_json(),
         }
 

@@ -331,16 +331,16 @@ def agree_on_batch(
 
 def agree_on_model(
     describe: Callable[[], Mapping[str, Any]], collective: Collective
-) -> tuple[StageMap, dict[str, Any]]:
+) -> tuple[StageMap, int, dict[str, Any]]:
     """Compare the ranks' models and find the stage map of those that know it; collective.
 
     Args:
         describe: Describes this rank's pipeline: its "model", the "settings", the "map" (None where it is not known)
-            with a digest of its "schedule", and the "progress".
+            with a digest of its "schedule", the number of "microbatches" in force, and the "progress".
         collective: Over all ranks.
 
     Returns:
-        The stage map, and the counters of the run, of the first rank that knows them.
+        The stage map, the number of microbatches and the counters of the run, of the first rank that knows them.
 
     Raises:
         SpecError: On all ranks where one cannot be described, or any of them differ.
@@ -356,11 +356,16 @@ def agree_on_model(
     knowing = [row for row in every if row["map"] is not None]
     if not knowing:
         raise SpecError("no rank of the group knows the stage map")
-    for name, what in (("map", "were given another stage map"), ("schedule", "follow another schedule")):
+    for name, what in (
+        ("map", "were given another stage map"),
+        ("schedule", "follow another schedule"),
+        ("microbatches", "cut batches into another number of microbatches"),
+    ):
         differ = [r for r, row in enumerate(every) if row["map"] is not None and row[name] != knowing[0][name]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than the first")
-    return StageMap(tuple(knowing[0]["map"][0]), tuple(knowing[0]["map"][1])), knowing[0]["progress"]
+    stage_map = StageMap(tuple(knowing[0]["map"][0]), tuple(knowing[0]["map"][1]))
+    return stage_map, knowing[0]["microbatches"], knowing[0]["progress"]
 
 
 def agree_on_optimizers(
