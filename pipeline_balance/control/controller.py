@@ -7,6 +7,7 @@ figures that are equal on all ranks.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import threading
 import time
@@ -21,7 +22,8 @@ import torch
 
 from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, Policy, decide
 from pipeline_balance.control.learn import Learner, MoveTime
-from pipeline_balance.control.report import BalanceReport, Move
+from pipeline_balance.control.microbatches import Stretch, Trial
+from pipeline_balance.control.report import BalanceReport, MicrobatchChoice, Move
 from pipeline_balance.control.stages import BalancedStages, PipelineStages
 from pipeline_balance.pipeline.measure.links import Noted
 from pipeline_balance.pipeline.measure.slice_costs import unit_costs
@@ -131,6 +133,9 @@ class Controller:
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
         self._moves: list[Switched] = []
         self._report: list[Move] = []
+        self._choices: list[MicrobatchChoice] = []
+        # of the batch that the last step was given; 0 where it came by microbatch
+        self._rows = 0
         # of this rank, since the last decision
         self._steps_s: list[float] = []
         self._thread = Waiter("prepares a move") if self.config.prepare_in_backward else None
@@ -156,6 +161,9 @@ class Controller:
         self._chosen = threading.Event()
         # made after the last step, carried out when the next one begins
         self._decided: _Ready | None = None
+        # two numbers of microbatches, and the number that the next step is to have (None: the one in force)
+        self._trial: Trial | None = None
+        self._wanted: int | None = None
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
         self._trainable = self.pipeline.owned.trainable()
@@ -164,9 +172,16 @@ class Controller:
         if self._thread is not None:
             # made here, where all ranks are: later only a thread asks for it
             self.pipeline.side_collective()
-            # without a reset between decisions, so that samples of the last measured steps are what is left
-            meter.max_samples = self.config.measure_steps * stages.microbatches
+        self._count()
         meter.enabled = self.learner.timer.measuring
+
+    def _count(self) -> None:
+        """Follow the number of microbatches, which a user may have changed by hand."""
+        microbatches = self.stages.microbatches
+        self.learner.microbatches = microbatches * self.slices
+        if self._thread is not None:
+            # without a reset between decisions, so that samples of the last measured steps are what is left
+            self.pipeline.meter.max_samples = self.config.measure_steps * microbatches
 
     def step(
         self,
@@ -195,6 +210,7 @@ class Controller:
         if len(self.limits) != self.stages.ranks:
             now = f"the group has {self.stages.ranks} ranks now, the controller was made for {len(self.limits)}"
             raise SpecError(f"{now}: attach again after the group has changed")
+        self._rows = _rows_of(inputs)
         return self.around(
             lambda: self.pipeline.step(inputs, labels, update=update, max_norm=max_norm, scaler=scaler), update=update
         )
@@ -206,15 +222,20 @@ class Controller:
                 with self._concluding():
                     self._carry_out(self._decided)
             timer = self.learner.timer
+            self._cut_as_wanted()
             trainable = self.pipeline.owned.trainable()
             # frozen or thawed layers: loads have changed for certain
             if trainable != self._trainable:
                 self._trainable = trainable
                 timer.loads_changed()
+                # half of a trial would be of other loads
+                self._give_up_trial()
+                self._cut_as_wanted()
             self.pipeline.meter.enabled = timer.measuring
             due = update and timer.due and (self._thread is None or timer.step >= self._timed_from)
             done = timer.step + int(update)
-            if due and self._thread is not None:
+            beside = self._thread is not None and self._trial is None
+            if due and beside:
                 # times of this step's forward are known by then, and the backward pass hides the work
                 self.pipeline.meter.on_backward = self._begin
                 self.pipeline.before_update(lambda: self._within(done))
@@ -231,7 +252,10 @@ class Controller:
             if due and timer.step != done:
                 timer.step = done
                 with self._concluding():
-                    self._decided = self._next_decision()
+                    if self._trial is not None:
+                        self._tried(self._trial)
+                    else:
+                        self._decided = self._next_decision()
             timer.step = done
         return loss
 
@@ -294,6 +318,8 @@ class Controller:
             move = self._move(ready) if moves else None
             self.learner.learn(ready.decision, move)
             self._note(ready.decision, move)
+            if move is not None:
+                self._microbatches_after(ready.decision)
             if self._thread is None:
                 self.pipeline.meter.reset()
             elif move is not None:
@@ -302,13 +328,9 @@ class Controller:
 
     def _note(self, decision: Decision, move: MoveTime | None) -> None:
         """Keep what a decision came to, and what the steps since the last one say of the move before them."""
-        step_s = statistics.median(self._steps_s) if self._steps_s else None
-        self._steps_s.clear()
-        to_log: list[Move] = []
-        if self._report and self._report[-1].after_s is None:
-            # the steps since then are those after the last move
-            self._report[-1] = replace(self._report[-1], after_s=step_s)
-            to_log.append(self._report[-1])
+        step_s = self._close_move()
+        if self.pipeline.collective.rank == 0:
+            _log.debug("step %d: %s", self.pipeline.progress.updates, decision.reason)
         if move is not None:
             made = Move(
                 step=self.pipeline.progress.updates,
@@ -320,11 +342,116 @@ class Controller:
                 early=move.early,
             )
             self._report.append(made)
-            to_log.append(made)
+            self._log(made)
+
+    def _close_move(self) -> float | None:
+        """Note what the steps until now say of the last move; their median, None where there was no step."""
+        step_s = statistics.median(self._steps_s) if self._steps_s else None
+        self._steps_s.clear()
+        if self._report and self._report[-1].after_s is None:
+            self._report[-1] = replace(self._report[-1], after_s=step_s)
+            self._log(self._report[-1])
+        return step_s
+
+    def _log(self, made: Move | MicrobatchChoice) -> None:
         if self.pipeline.collective.rank == 0:
-            _log.debug("step %d: %s", self.pipeline.progress.updates, decision.reason)
-            for one in to_log:
-                _log.info("%s", one)
+            _log.info("%s", made)
+
+    def choose_microbatches(self) -> None:
+        """Choose the number of microbatches again from the coming steps; between two steps, on all ranks.
+
+        `ControllerConfig.choose_microbatches` does so after a move to fewer ranks. Call it yourself where you have
+        moved layers by hand, or attached the controller after ranks have left.
+        """
+        self._give_up_trial()
+        now = self._wanted or self.stages.microbatches
+        most = self.pipeline.first_microbatches
+        self._trial = Trial(stage_map=self.stages.stage_map, limits=self.limits, now=now, most=most)
+        self.learner.timer.loads_changed()
+        self.pipeline.meter.reset()
+
+    def _microbatches_after(self, decision: Decision) -> None:
+        """Have the number of microbatches follow the number of ranks in use, once layers have moved."""
+        self._give_up_trial()
+        before, after = (len(m.used_ranks) for m in (decision.current, decision.best))
+        if self.config.choose_microbatches and after < before:
+            self.choose_microbatches()
+        elif self.config.choose_microbatches and after > before and not self.pipeline.fixed_microbatches:
+            # what fewer ranks needed says nothing of these
+            self._wanted = self.pipeline.first_microbatches
+
+    def _give_up_trial(self) -> None:
+        if self._trial is not None:
+            self._wanted = self._trial.now
+            self._trial = None
+
+    def _cut_as_wanted(self) -> None:
+        """Go to the number of microbatches that is wanted, between two updates; collective."""
+        wanted = self._wanted
+        if wanted is not None and not self.pipeline.progress.parts:
+            self._wanted = None
+            if wanted != self.stages.microbatches:
+                # a move's gain is that of the map alone
+                self._close_move()
+                with self._spending("move"):
+                    self.pipeline.change_microbatches(wanted)
+                # samples are of the coming steps alone
+                self._timed_from = self.learner.timer.step + 1
+        self._count()
+
+    def _tried(self, trial: Trial) -> None:
+        """Take in what the last steps have shown, and go on to the next number of microbatches; collective."""
+        timer = self.learner.timer
+        timer.decided(quiet=False)
+        if trial.stage_map != self.stages.stage_map or trial.microbatches != self.stages.microbatches:
+            # changed by hand
+            self._trial = None
+            return
+        with self._spending("measure"):
+            local, noted = self.pipeline.local_costs(), self.pipeline.meter.noted
+            costs = self._measure(local, noted, self.pipeline.collective)
+            between_s = self._between_s()
+            self.pipeline.meter.reset()
+        tried = Stretch(
+            microbatches=trial.microbatches, costs=costs, transfer_s=self.learner.transfer_s, between_s=between_s
+        )
+        trial.stretches.append(tried)
+        if len(trial.stretches) == 1 and (why := self._cannot_go_on(trial)):
+            self._trial = None
+            now, step = trial.now, self.pipeline.progress.updates
+            reason = f"{now} microbatches stay: {why}"
+            choice = MicrobatchChoice(step=step, before=now, after=now, reason=reason)
+        elif not trial.done:
+            timer.loads_changed()
+            self._wanted = trial.microbatches
+            return
+        else:
+            with self._spending("decide"):
+                choice = trial.choose(step=self.pipeline.progress.updates, min_gain=self.config.min_gain)
+            self._trial, self._wanted = None, choice.after
+        self._choices.append(choice)
+        self._log(choice)
+
+    def _cannot_go_on(self, trial: Trial) -> str:
+        """Find the other number to try; why there is none, or nothing; collective."""
+        fixed = self.pipeline.fixed_microbatches
+        mine = torch.tensor([0 if fixed else self._rows])
+        every = self.pipeline.collective.all_gather(mine, op=Operation("comparing the rows of batches")).flatten()
+        if not every.all():
+            return fixed or "batches come by microbatch"
+        # replicas may have batches of other sizes
+        if trial.go_on(math.gcd(*every.tolist())):
+            return ""
+        return "no other number divides the batch, keeps the ranks busy and fits their memory"
+
+    def _between_s(self) -> float:
+        """What the runtime takes between two actions, by the rank that waits least; collective."""
+        times = self.pipeline.times()
+        # a rank without a stage has no actions
+        mine = torch.tensor([times.between_s if times.steps else math.inf], dtype=torch.float64)
+        op = Operation("comparing what the runtime takes")
+        least = float(self.pipeline.collective.all_gather(mine, op=op).min())
+        return least if math.isfinite(least) else 0.0
 
     @property
     def report(self) -> BalanceReport:
@@ -333,7 +460,8 @@ class Controller:
         if moves and moves[-1].after_s is None and self._steps_s:
             moves[-1] = replace(moves[-1], after_s=statistics.median(self._steps_s))
         reason = self.decisions[-1].reason if self.decisions else "no decision yet"
-        return BalanceReport(steps=self.pipeline.progress.updates, moves=tuple(moves), reason=reason)
+        steps, choices = self.pipeline.progress.updates, tuple(self._choices)
+        return BalanceReport(steps=steps, moves=tuple(moves), reason=reason, microbatches=choices)
 
     def _decide_now(self) -> _Ready:
         with self._spending("measure"):
@@ -447,6 +575,13 @@ class Controller:
             moves=len(self._moves),
             moved_bytes=sum(m.sent_bytes for m in self._moves),
         )
+
+
+def _rows_of(inputs: Batch) -> int:
+    """Rows of a batch; 0 where it comes by microbatch."""
+    given = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
+    # an input with a single row goes to every microbatch
+    return max((t.shape[0] for t in given if isinstance(t, torch.Tensor) and t.dim()), default=0)
 
 
 def _nothing() -> None:

@@ -81,6 +81,9 @@ class ControllerConfig:
         min_gain: The least relative gain that counts as more than noise.
         repack_slowdown: Allows fewer ranks where a step then gets longer by at most this fraction of the best step on
             all ranks (None: never).
+        choose_microbatches: Whether the number of microbatches is chosen again once layers have moved to fewer ranks,
+            from some steps with another number. Never more than the pipeline was made with. Not for models that treat
+            a microbatch as a whole: see `ElasticPipeline.change_microbatches`.
         transfer_s: Seconds that an activation takes between two stages where no link has been measured.
         move_cost: What a move is taken to cost before one was measured.
         horizon_steps: For how many steps a gain is expected to last at most (None: four times `every_steps`), and
@@ -99,6 +102,7 @@ class ControllerConfig:
     policy: Policy = "partition"
     min_gain: float = 0.02
     repack_slowdown: float | None = None
+    choose_microbatches: bool = False
     transfer_s: float = 0.0
     move_cost: MoveCost = field(default_factory=MoveCost)
     horizon_steps: int | None = None
@@ -114,6 +118,8 @@ class ControllerConfig:
             )
         if self.horizon_steps is not None and self.horizon_steps < 1:
             raise SpecError(f"horizon_steps must be at least 1, got {self.horizon_steps}")
+        if self.choose_microbatches and self.repack_slowdown is None:
+            raise SpecError("choose_microbatches needs repack_slowdown, without which layers never move to fewer ranks")
         if self.min_gain < 0 or (self.repack_slowdown is not None and self.repack_slowdown < 0):
             raise SpecError("min_gain and repack_slowdown must not be negative")
 

@@ -49,21 +49,52 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MicrobatchChoice:
+    """The number of microbatches was chosen again.
+
+    Attributes:
+        step: Updates made before it.
+        before: The number in force until then.
+        after: The number from then on.
+        gain_s: What the best other number was predicted to save per step.
+        error_s: By how much that may be wrong.
+        step_s: The predicted step with `before`.
+        reason: The choice in one phrase, for people.
+    """
+
+    step: int
+    before: int
+    after: int
+    gain_s: float = 0.0
+    error_s: float = 0.0
+    step_s: float = 0.0
+    reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceReport:
-    """All moves so far; prints as a line for each.
+    """All moves so far, and numbers of microbatches that were chosen; prints as a line for each.
 
     Attributes:
         steps: Updates made so far.
         moves: The moves.
         reason: Of the last decision.
+        microbatches: The choices.
     """
 
     steps: int
     moves: tuple[Move, ...]
     reason: str
+    microbatches: tuple[MicrobatchChoice, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.moves)) or f"no layer has moved in {self.steps} steps: {self.reason}"
+        # a choice follows from the move of the same step
+        made: list[Move | MicrobatchChoice] = [*self.moves, *self.microbatches]
+        every = sorted(made, key=lambda one: one.step)
+        return "\n".join(map(str, every)) or f"no layer has moved in {self.steps} steps: {self.reason}"
 
 
 def _moves_text(moves: Sequence[LayerMove]) -> str:

@@ -54,6 +54,7 @@ def predicted_makespan_s(
     *,
     microbatches: int,
     transfer_s: Transfers = 0.0,
+    between_s: float = 0.0,
 ) -> float:
     """Simulated seconds of one training step, all microbatches forward and backward, under the flexible schedule.
 
@@ -63,9 +64,10 @@ def predicted_makespan_s(
         limits: Memory and speed of every rank [P].
         microbatches: M.
         transfer_s: Seconds of a message between stages, or between any two ranks [P, P].
+        between_s: What the runtime takes between two actions.
     """
     speeds = [r.speed for r in limits]
-    durations = Durations.of_stages(costs, stage_map, speeds=speeds, transfer_s=transfer_s)
+    durations = Durations.of_stages(costs, stage_map, speeds=speeds, transfer_s=transfer_s, between_s=between_s)
     # torch's runtime cannot drive a rank without a stage, so ranks in use are counted anew
     schedule = flexible(dense_ranks(stage_map).ranks, microbatches, durations=durations)
     return simulate(schedule, durations).makespan_s
