@@ -113,17 +113,18 @@ def simulated_step_s(
     transfer_s: Transfers,
     optimizer_s_per_byte: float,
     between_s: float = 0.0,
+    around_s: float = 0.0,
 ) -> float:
     """Seconds of one step: the pipeline, means over replicas, then every rank's optimizer.
 
     `optimizer_s_per_byte` is of a rank's trainable parameters; `between_s` is what the runtime takes from one action to
-    the next.
+    the next. `around_s` is what it takes besides: agreeing on the batch, sharing the loss, ending the update.
     """
     dense = dense_ranks(stage_map)
     durations = Durations.of_stages(costs, dense, transfer_s=transfer_s, between_s=between_s)
     schedule = flexible(dense.ranks, microbatches, durations=durations)
     done = simulate(schedule, durations)
-    return max(
+    return around_s + max(
         max(*(done.end_s[a] for a in row), done.reduced_s[rank])
         + optimizer_s_per_byte * sum(costs[i].gradient_bytes for i in dense.layers_on(rank))
         for rank, row in enumerate(schedule.actions)

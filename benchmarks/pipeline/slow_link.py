@@ -101,6 +101,7 @@ class _Bench:
         self.limits = RankLimits.uniform(self.ranks)
         self.optimizer_s: list[float] = []
         self.between_s: list[float] = []
+        self.around_s: list[float] = []
 
     def run(self) -> dict[str, Any]:
         recorder = self._pipeline()
@@ -123,11 +124,15 @@ class _Bench:
             batch = self.case.batch(self.corpus, step, recorder.replica, self.replicas)
             recorder.meter.reset()
             dist.barrier()
+            began = time.perf_counter()
             recorder.step(*batch)
+            took_s = time.perf_counter() - began
             optimizer = recorder.optimizer
             assert isinstance(optimizer, PacedAdam)
+            times = recorder.times()
             self.optimizer_s.append(optimizer.took_s)
-            self.between_s.append(recorder.times().between_s)
+            self.between_s.append(times.between_s)
+            self.around_s.append(took_s - times.step_s - optimizer.took_s)
             history.append(recorder.measure())
             links.append(recorder.measure_links().transfer_s)
             for copy in rotated(copies, step):
@@ -137,7 +142,9 @@ class _Bench:
             if self.host.rank == 0 and step % 4 == 0:
                 self.host.say(f"step {step}: links {np.round(1e3 * links[-1].ravel(), 1).tolist()} ms")
         gc.unfreeze()
-        shared = torch.tensor([statistics.median(self.between_s), statistics.median(self.optimizer_s)])
+        figures = (self.between_s, self.optimizer_s, self.around_s)
+        shared = torch.tensor([statistics.median(x) for x in figures])
+        # those that are done early wait there for the slowest one
         least = shared.clone()
         dist.all_reduce(least, dist.ReduceOp.MIN)
         dist.all_reduce(shared, dist.ReduceOp.SUM)
@@ -146,6 +153,8 @@ class _Bench:
             "costs": [[dataclasses.asdict(c) for c in row] for row in history[warm_up:]],
             "links": [x.tolist() for x in links[warm_up:]],
             "between_s": float(least[0]),
+            # with replicas the wait for means is in it, which the simulator knows
+            "around_s": float(least[2]) if self.replicas == 1 else 0.0,
             "optimizer_s_per_byte": float(shared[1]) / held,
             "policies": {c.policy: self._result(c) for c in copies},
         }
@@ -261,7 +270,7 @@ def rows_of(results: Sequence[Mapping[str, Any]], steps: int, microbatches: int)
     first = results[0]
     costs = [[LayerCost(**c) for c in row] for row in first["costs"]]
     known = {"microbatches": microbatches, "optimizer_s_per_byte": first["optimizer_s_per_byte"]}
-    known["between_s"] = first["between_s"]
+    known |= {"between_s": first["between_s"], "around_s": first["around_s"]}
     rows = []
     for policy in first["policies"]:
         step_s = np.max([r["policies"][policy]["step_s"] for r in results], axis=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 
 from benchmarks.pipeline.slow_link import EVERY, climbed, rows_of, shifted
 from pipeline_balance.maps.compare import predicted_makespan_s
@@ -45,6 +46,7 @@ def test_rows_tell_when_a_policy_has_moved_and_what_that_is_of_the_oracle() -> N
         "costs": [[dataclasses.asdict(c) for c in COSTS]] * 2 * steps,
         "links": [links] * 2 * steps,
         "between_s": 0.0,
+        "around_s": 0.0,
         "optimizer_s_per_byte": 0.0,
         "policies": {
             "optimal-at-start": policy(fast + slow, None),
@@ -63,3 +65,6 @@ def test_rows_tell_when_a_policy_has_moved_and_what_that_is_of_the_oracle() -> N
     assert [r["decisions_until_moved"] for r in (static, moved, oracle)] == [None, 1, 0]
     assert moved["of_oracle"] == 1.5 / 1.4
     assert static["simulated_before"] > 0
+    # what is around a step's actions lengthens the simulated step, here of 1 s
+    longer = rows_of([later, {**host, "around_s": 0.25}][::-1], steps, 8)[0]
+    assert longer["simulated_before"] - static["simulated_before"] == pytest.approx(0.25)
