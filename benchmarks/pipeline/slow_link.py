@@ -64,10 +64,17 @@ CORPUS_BYTES = 1 << 20
 PAUSE_S, LIMIT_S = 1.0, 60.0
 
 
-def case(blocks: int) -> Case:
+def case(blocks: int, microbatches: int) -> Case:
     """A GPT of equal blocks, whose layers do not change."""
     shape = GPTShape(vocabulary=VOCABULARY, dim=128, heads=4, blocks=blocks, context=248)
-    return Case(name="slow-link", shape=shape, tokens=248, make_block=lambda _: Block(128, 4), every_steps=EVERY)
+    return Case(
+        name="slow-link",
+        shape=shape,
+        tokens=248,
+        microbatches=microbatches,
+        make_block=lambda _: Block(128, 4),
+        every_steps=EVERY,
+    )
 
 
 @dataclasses.dataclass
@@ -87,14 +94,15 @@ def run(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     wake_promptly()
     keep_memory()
     with host.process_group(timeout_s=args["timeout_s"]):
-        return _Bench(host, args).run()
+        return Bench(host, args).run()
 
 
-class _Bench:
+class Bench:
     """One host's side."""
 
     def __init__(self, host: Host, args: Mapping[str, Any]) -> None:
-        self.host, self.args, self.case = host, args, case(int(args["blocks"]))
+        self.host, self.args = host, args
+        self.case = case(int(args["blocks"]), int(args["microbatches"]))
         self.pace, self.replicas = Pace(float(args["slowdown"])), int(args["replicas"])
         self.ranks = host.hosts // self.replicas
         self.corpus: Corpus = load_corpus(max_bytes=CORPUS_BYTES)

@@ -1,15 +1,18 @@
-"""The rows of the slow link, and its oracle; values only."""
+"""The rows of the slow link, its oracle, and a run on ranks without emulated hosts."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.pipeline.slow_link import EVERY, climbed, rows_of, shifted
+from benchmarks.cluster.host import Host
+from benchmarks.pipeline.slow_link import EVERY, ORACLE, STATIC, Bench, climbed, rows_of, shifted
 from pipeline_balance.maps.compare import predicted_makespan_s
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
+from tests.helpers.launch import run_gloo
 
 COSTS = [LayerCost(forward_s=0.01, backward_input_s=0.02, gradient_bytes=4)] * 24
 EVEN, AWAY = StageMap.contiguous((0, 6, 12, 18, 24)), StageMap.contiguous((0, 7, 14, 19, 24))
@@ -68,3 +71,19 @@ def test_rows_tell_when_a_policy_has_moved_and_what_that_is_of_the_oracle() -> N
     # what is around a step's actions lengthens the simulated step, here of 1 s
     longer = rows_of([later, {**host, "around_s": 0.25}][::-1], steps, 8)[0]
     assert longer["simulated_before"] - static["simulated_before"] == pytest.approx(0.25)
+
+
+def _bench(rank: int, size: int, microbatches: int) -> dict[str, Any]:
+    args = {"blocks": 2, "steps": 4, "warm_up": 2, "factor": 1, "slowdown": 1.0, "replicas": 1, "link_mbit_per_s": 100}
+    policies = [STATIC, ORACLE]
+    host = Host(rank, size, "127.0.0.1", "127.0.0.1", 0)
+    return Bench(host, {**args, "microbatches": microbatches, "policies": policies}).run()
+
+
+@pytest.mark.parametrize("microbatches", [3, 8])
+def test_a_batch_has_as_many_rows_as_there_are_microbatches(microbatches: int) -> None:
+    found = run_gloo(_bench, 2, microbatches)
+    assert found[0]["around_s"] == found[1]["around_s"] > 0
+    rows = rows_of(found, 4, microbatches)
+    assert [row["policy"] for row in rows] == [STATIC, ORACLE]
+    assert all(row["simulated_before"] > 0 for row in rows)
