@@ -579,8 +579,6 @@ class ElasticPipeline:
         op = Operation("changing the number of microbatches")
         refuse_where(alike(build, self.collective, op), "were given another number of microbatches, or schedule,")
         ((config, stages),) = made
-        if stages.executor is not None and self.stages.executor is not None:
-            stages.executor.follow(self.stages.executor)
         known = self.meter.activation_bytes
         # until they are counted anew
         known.update({i: -(-n * self.config.microbatches // microbatches) for i, n in known.items()})

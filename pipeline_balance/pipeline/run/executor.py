@@ -173,10 +173,6 @@ class Executor:
             self._begin()
             self.model.end_pass()
 
-    def follow(self, before: Executor) -> None:
-        """Go on after an executor of the same stages: what it has watched needs no watching."""
-        self._lost = before._lost
-
     def rest(self) -> None:
         """Let go of memory that is kept for the next pass."""
         self.received = BufferPool()
