@@ -130,6 +130,20 @@ def sliced_peak_tokens(rank: int, ranks: int, starts: Sequence[int], order: Orde
     return max(halves(slices + ahead), starts[-1] + halves(ahead))
 
 
+def window_chunks(slices: int, slice_tokens: int, window: int) -> int:
+    """Chunks that a slice reads in a layer with a window, its own with them: min(N, 1 + ceil((w - 1) / t)).
+
+    Without a backward to come, a layer keeps no more than these. In training keys and values stay until their slice's
+    backward; gradients of min(N - 1, these) chunks are there at once.
+
+    Args:
+        slices: N.
+        slice_tokens: t, of every slice.
+        window: w, the tokens that a token sees, up to itself.
+    """
+    return min(slices, 1 - (1 - window) // slice_tokens)
+
+
 def sliced_idle_over_work(ranks: int, stages_per_rank: int, microbatches: int, slices: int) -> float:
     """(P - 1) / (N M V) where all slices cost the same and transfers are free, in both orders.
 

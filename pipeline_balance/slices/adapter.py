@@ -27,7 +27,7 @@ from pipeline_balance.pipeline.model.layers import Activations, Microbatch
 from pipeline_balance.pipeline.model.router_losses import loss_of_sums
 from pipeline_balance.pipeline.model.skeleton import Readable
 from pipeline_balance.slices.alone import Trial, check_limits
-from pipeline_balance.slices.interface import Seen, attending, configs_of, seeing
+from pipeline_balance.slices.interface import Seen, Window, attending, configs_of, seeing
 from pipeline_balance.slices.kernel import Heads, tracing
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
@@ -102,15 +102,16 @@ class SlicedTransformers(Sliced, Recomputing):
         if "position_ids" in self._accepts and "position_ids" not in inputs:
             # a model that makes them itself would begin at 0 in every slice
             inputs["position_ids"] = torch.arange(tokens, device=labels.device)[None]
-        documents = self._whole(microbatch)[1].documents
+        recorded, seen = self._whole(microbatch)
         # label t belongs to the output at t - 1
         shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         mask = inputs.get("attention_mask")
         # attention over slices reads no padding mask: causality keeps padding on the right from being seen
         if mask is not None and mask.dim() == 2 and bool(((mask == 0) & (shifted != IGNORED_LABEL)).any()):
             raise SpecError("labels count behind padding, where attention_mask is 0: set them to -100")
-        parts = self.parts(microbatch, inputs, shifted, documents)
-        self._check_exchange()
+        parts = self.parts(microbatch, inputs, shifted, seen.documents)
+        windows = [i for i, call in enumerate(recorded.calls) if any(isinstance(leaf, Window) for leaf in call.leaves)]
+        self._check_exchange(tokens, windows)
         # all but the last unit, whose outputs are losses
         self._trial.run(range(len(self.layers) + 1), parts)
         return parts
@@ -165,7 +166,8 @@ class SlicedTransformers(Sliced, Recomputing):
         with seeing() as seen, tracing() as attentions:
             found = super()._output_of(layer, leaves, structure)
         if attentions:
-            self._attentions[self._kinds[layer], self._mode()] = tuple(attentions)
+            # layers of one kind may differ in their windows, which come with the arguments
+            self._attentions[self._kinds[layer], self._mode()] = tuple(replace(one, window=None) for one in attentions)
         if seen.calls:
             self._width[self._kinds[layer]] = seen.width
         if len(self._outputs) > known and not seen.calls:
@@ -283,6 +285,9 @@ class _OfAllSlices(torch.autograd.Function):
 
 def _part(mine: Any, whole: Any, part: SlicePart, layer: int) -> Any:
     """A layer's argument for one slice: of what it is called with at full length, where the two differ in shape."""
+    if isinstance(whole, Window):
+        # a slice alone may be shorter than the window
+        return whole
     if not isinstance(mine, Tensor) or not isinstance(whole, Tensor):
         if (
             isinstance(mine, Tensor)

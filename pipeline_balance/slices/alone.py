@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.model.expert_layers import expert_layers
 from pipeline_balance.pipeline.model.layers import Activations, Microbatch, PipelineModel
 from pipeline_balance.slices.parts import SlicePart, part_of
-from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, active
+from pipeline_balance.slices.store import Chunk, ChunkStore, active
 from prophet.errors import SpecError
 from prophet.trials import evaluating, trying
 
@@ -129,9 +129,9 @@ class _Noting(ChunkStore):
         super().__init__()
         self.layers = layers
 
-    def append(self, layer: int, unit: Unit, key: Tensor, value: Tensor, *, pending: bool) -> Chunk:
+    def append(self, layer: int, *given: Any, **options: Any) -> Chunk:
         self.layers.add(layer)
-        return super().append(layer, unit, key, value, pending=pending)
+        return super().append(layer, *given, **options)
 
 
 def _joined(first: SlicePart, second: SlicePart) -> SlicePart:

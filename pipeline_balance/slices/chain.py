@@ -66,6 +66,6 @@ class SlicedChain(Sliced, ModuleChain):
         parts = self.parts(microbatch, microbatch.inputs, microbatch.labels)
         # asks for shapes, with which attentions are known
         self.activations(parts[0])
-        self._check_exchange()
+        self._check_exchange(microbatch.labels.shape[1])
         self._trial.run(range(len(self.units)), parts)
         return parts

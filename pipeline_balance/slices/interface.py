@@ -31,13 +31,25 @@ class Seen:
 
     Attributes:
         documents: Those that its masks tell apart [B, T]; None: one per sequence.
+        masks: How many masks have told which tokens see which.
         calls: How many attentions were called.
         width: How many numbers of a key and of a value a query's token meets for each token before it, over its heads.
     """
 
     documents: Tensor | None = None
+    masks: int = 0
     calls: int = 0
     width: int = 0
+
+    def note(self, documents: Tensor | None) -> bool:
+        """Note which documents a mask tells apart; whether they are those of the masks before it."""
+        before, self.masks = self.documents, self.masks + 1
+        if self.masks == 1:
+            self.documents = documents
+            return True
+        if before is None or documents is None:
+            return before is documents
+        return torch.equal(before, documents)
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,10 @@ class Unfit:
     """
 
     why: str
+
+
+class Window(int):
+    """Stands for a mask with a sliding window: how many tokens a token sees, up to itself."""
 
 
 # a stack: shapes are traced while a forward is recorded
@@ -78,10 +94,13 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Unfit | None = None,
+    attention_mask: Tensor | Unfit | Window | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention over slices, as transformers' layers call it.
@@ -95,6 +114,9 @@ def attention(
         scaling: Of scores; None: D ** -0.5.
         dropout: Must be 0.
         is_causal: Must not be False.
+        sliding_window: Must be that of the mask, which counts, as in the attention functions that make one.
+        softcap: Of scores.
+        s_aux: The heads' sinks [Hq].
         **others: Must be neutral, or change nothing.
 
     Returns:
@@ -110,8 +132,15 @@ def attention(
     wrong = [name for name, value in others.items() if name not in _NEUTRAL and _is_set(value)]
     if _is_set(dropout):
         wrong.append(f"dropout={dropout:g}")
-    if attention_mask is not None and not isinstance(attention_mask, Unfit):
+    if attention_mask is not None and not isinstance(attention_mask, Unfit | Window):
         wrong.append("attention_mask")
+    window = attention_mask if isinstance(attention_mask, Window) else None
+    if sliding_window and not isinstance(attention_mask, Unfit):
+        # a mask for whole sequences hides what the window does, unless documents are shorter
+        packed = any(seen.documents is not None for seen in _seeing)
+        expected = bool(_seeing) and not packed and key.shape[2] > sliding_window
+        if window != sliding_window if window is not None else expected:
+            wrong.append(f"sliding_window={sliding_window}, unlike its mask")
     if getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]:
         wrong.append("cross-attention")
     if is_causal is False or getattr(module, "is_causal", True) is False:
@@ -125,7 +154,8 @@ def attention(
         raise SpecError(f"{kind} does not know which layer it is in (layer_idx), so its chunks cannot be found")
     if isinstance(attention_mask, Unfit):
         raise SpecError(f"{kind} of layer {layer} {attention_mask.why}")
-    return attend(query, key, value, layer=layer, scale=scaling).transpose(1, 2), None
+    out = attend(query, key, value, layer=layer, scale=scaling, window=window, sinks=s_aux, soft_cap=softcap or None)
+    return out.transpose(1, 2), None
 
 
 def _is_set(value: Any) -> bool:
@@ -139,7 +169,7 @@ def mask(
     attention_mask: Tensor | None = None,
     device: Any = "cpu",
     **others: Any,
-) -> Unfit | None:
+) -> Unfit | Window | None:
     """What transformers' models call for a mask: notes the documents for `seeing`, and makes none.
 
     Outside of `seeing` nothing is read: what slices see is a part of what their whole sequences saw.
@@ -152,7 +182,8 @@ def mask(
         **others: Has `q_length`, or `cache_position` in older versions.
 
     Returns:
-        None; `Unfit` where tokens see others than those before them in their document.
+        None; `Window` where a sliding window hides any token of a document; `Unfit` where tokens see others than those
+        before them in their document and in the window.
 
     Raises:
         SpecError: For padding on the left.
@@ -180,17 +211,28 @@ def mask(
     first = torch.where(new, at_T, 0).cummax(dim=1).values
     # the last token has none after it
     after = (at_T + 1).clamp(max=tokens - 1)
-    if not sees(at_T, first).all() or not sees(at_T, at_T).all():
-        return Unfit("hides earlier tokens of a document (a sliding window or chunks): slices cannot")
+    if not sees(at_T, at_T).all():
+        return Unfit("hides tokens from themselves: slices cannot")
+    window: Window | None = None
+    # by token, the first one that it should see
+    earliest = first
+    if not (seen := sees(at_T, first)).all():
+        # the first token that does not see its document's first one has a whole window before it
+        row, token = (~seen).nonzero()[0].tolist()
+        window = Window(token - int(first[row, token]))
+        earliest = torch.maximum(first, at_T - window + 1)
+    hidden = sees(at_T, (earliest - 1).clamp(min=0)) & (earliest > first)
+    if not sees(at_T, earliest).all() or not sees(at_T, (earliest + at_T) // 2).all() or hidden.any():
+        return Unfit("hides earlier tokens of a document otherwise than by a sliding window: slices cannot")
     if sees(at_T, after)[:, : tokens - 1].any():
         return Unfit("lets tokens see later ones: slices need causal attention")
     # the last token of the document before
     across = sees(at_T, (first - 1).clamp(min=0)) & (first > 0)
     if across.any():
         return Unfit("lets tokens see a part of other documents: slices cannot")
-    if new.any():
-        _seeing[-1].documents = new.long().cumsum(dim=1)
-    return None
+    if not _seeing[-1].note(new.long().cumsum(dim=1) if new.any() else None):
+        return Unfit("tells other documents apart than another mask of the model: slices cannot")
+    return window
 
 
 def configs_of(model: nn.Module) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,11 +16,137 @@ from torch import Tensor
 # called directly: the public function returns no log-sum-exp
 forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Rows whose scores are there at once where they are capped
+_STRIP = 64
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to scores [B, 1, T, S]: zero, or -inf where a token is not seen [B, T, S]."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
+
+
+@lru_cache(maxsize=16)
+def band(rows: int, columns: int, shift: int, causal: bool, dtype: torch.dtype) -> Tensor:
+    """What is added to scores [1, 1, rows, columns] where row i sees columns from i + `shift` on.
+
+    All layers and passes have the same few, so they are kept.
+
+    Args:
+        rows: How many.
+        columns: How many.
+        shift: See above.
+        causal: Row i sees columns up to i only.
+        dtype: Of queries.
+    """
+    seen = torch.ones(1, rows, columns, dtype=torch.bool, device="cpu").triu(shift)
+    return additive(seen.tril() if causal else seen, dtype)
+
+
+def capped_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float, cap: float
+) -> tuple[Tensor, Tensor]:
+    """As `forward`, of scores c tanh(score / c), which torch's kernels for CPUs do not have.
+
+    The scores of 64 rows are there at once, and two tensors of their size: 3 * 64 Hq S numbers for each sequence.
+
+    Args:
+        query: [B, Hq, T, D].
+        key: [B, Hkv, S, D].
+        value: Likewise.
+        causal: Token t sees those up to t.
+        mask: Added to capped scores, [B or 1, 1, T, S].
+        scale: Of scores.
+        cap: c.
+
+    Returns:
+        Output [B, Hq, T, D], and log-sum-exp [B, Hq, T]: zero, as the output, where nothing is seen.
+    """
+    keys, values = (t.to(_wide(t))[:, :, None] for t in (key, value))
+    outs, lses = [], []
+    for at in _strips(query.shape[2]):
+        _, scores = _capped(query, keys, at, causal, mask, scale, cap)
+        lse = torch.logsumexp(scores, dim=-1)
+        lse = lse.masked_fill(torch.isinf(lse), 0.0)
+        weights = scores.sub_(lse[..., None]).exp_()
+        outs.append((weights @ values).flatten(1, 2))
+        lses.append(lse.flatten(1, 2))
+    return torch.cat(outs, dim=2).to(query.dtype), torch.cat(lses, dim=2)
+
+
+def capped_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward`, of capped scores.
+
+    Args:
+        grad: Of the output [B, Hq, T, D].
+        query: [B, Hq, T, D].
+        key: [B, Hkv, S, D].
+        value: Likewise.
+        out: The merged output [B, Hq, T, D].
+        lse: The merged log-sum-exp [B, Hq, T].
+        causal: As in `capped_forward`.
+        mask: As there.
+        scale: As there.
+        cap: As there.
+
+    Returns:
+        Gradients of queries, keys and values.
+    """
+    wide = _wide(query)
+    keys, values = (t.to(wide)[:, :, None] for t in (key, value))
+    key_grad, value_grad = (torch.zeros_like(t, dtype=wide) for t in (key, value))
+    query_grads = []
+    for at in _strips(query.shape[2]):
+        queries, grads, outs = (_grouped(t[:, :, at].to(wide), key.shape[1]) for t in (query, grad, out))
+        bent, scores = _capped(query, keys, at, causal, mask, scale, cap)
+        weights = scores.sub_(_grouped(lse[:, :, at], key.shape[1])[..., None]).exp_()
+        value_grad += (weights.mT @ grads).sum(dim=2)
+        drawn = (grads @ values.mT).sub_((grads * outs).sum(dim=-1, keepdim=True))
+        # the derivative of c tanh(score / c) is 1 - tanh ** 2
+        score_grads = drawn.mul_(weights).mul_(bent.square_().neg_().add_(1.0)).mul_(scale)
+        query_grads.append((score_grads @ keys).flatten(1, 2))
+        key_grad += (score_grads.mT @ queries).sum(dim=2)
+    query_grad = torch.cat(query_grads, dim=2)
+    return query_grad.to(query.dtype), key_grad.to(query.dtype), value_grad.to(query.dtype)
+
+
+def _capped(
+    query: Tensor, keys: Tensor, at: slice, causal: bool, mask: Tensor | None, scale: float, cap: float
+) -> tuple[Tensor, Tensor]:
+    """tanh(score / c) of some rows [B, Hkv, Hq / Hkv, rows, S], and their scores, capped and masked."""
+    bent = torch.tanh(_grouped(query[:, :, at].to(keys.dtype), keys.shape[1]) @ keys.mT * (scale / cap))
+    scores = bent * cap
+    if mask is not None:
+        scores += mask[:, :, None, at]
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(at.start + 1)
+        scores.masked_fill_(later, float("-inf"))
+    return bent, scores
+
+
+def _grouped(tensor: Tensor, keys: int) -> Tensor:
+    """[B, Hq, ...] as [B, Hkv, Hq / Hkv, ...]."""
+    grouped: Tensor = tensor.unflatten(1, (keys, -1))
+    return grouped
+
+
+def _strips(rows: int) -> Iterator[slice]:
+    for start in range(0, rows, _STRIP):
+        yield slice(start, min(start + _STRIP, rows))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def without_blind(lse: Tensor, mask: Tensor | None) -> Tensor:
@@ -44,6 +171,8 @@ class Heads:
         width: Head dim.
         dtype: Of all of them.
         scale: Of scores.
+        window: How many tokens a token sees; None: all before it.
+        soft_cap: Of scores; None: there is none.
     """
 
     queries: int
@@ -51,6 +180,8 @@ class Heads:
     width: int
     dtype: torch.dtype
     scale: float
+    window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -72,16 +203,18 @@ def tracing() -> Iterator[list[Heads]]:
         _tracing.pop()
 
 
-def note(query: Tensor, key: Tensor, scale: float) -> None:
+def note(query: Tensor, key: Tensor, scale: float, window: int | None = None, soft_cap: float | None = None) -> None:
     """Somebody asks for the shapes of an attention.
 
     Args:
         query: [B, Hq, T, D].
         key: [B, Hkv, T, D].
         scale: Of scores.
+        window: How many tokens a token sees.
+        soft_cap: Of scores.
     """
     for noted in _tracing[-1:]:
-        noted.append(Heads(query.shape[1], key.shape[1], query.shape[-1], query.dtype, scale))
+        noted.append(Heads(query.shape[1], key.shape[1], query.shape[-1], query.dtype, scale, window, soft_cap))
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:

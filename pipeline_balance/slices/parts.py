@@ -90,8 +90,13 @@ class Sliced:
         with self._exchanger.acting(action):
             yield
 
-    def _check_exchange(self) -> None:
-        """Raise `SpecError`, on all ranks, where a batch cannot be trained with exchange."""
+    def _check_exchange(self, tokens: int, windows: Sequence[int] = ()) -> None:
+        """Raise `SpecError`, on all ranks, where a batch cannot be trained with exchange.
+
+        Args:
+            tokens: Of a sequence.
+            windows: Layers with one that hides tokens of the batch, as far as `attentions` does not say so.
+        """
         # evaluation exchanges nothing
         if self.exchanging is None or not torch.is_grad_enabled():
             return
@@ -99,6 +104,19 @@ class Sliced:
         first = next((unit for unit in range(len(units)) if self.attentions(unit)), None)
         if first is None:
             return
+        attentions = [(unit, one) for unit in range(len(units)) for one in self.attentions(unit)]
+        hiding = [*windows, *(unit for unit, one in attentions if one.window is not None and one.window < tokens)]
+        if hiding:
+            raise SpecError(
+                f'balance="exchange" plans for attention to all earlier tokens: layer {min(hiding)} has a sliding '
+                'window, with which late slices have hardly more to do. Train with balance="none"'
+            )
+        capped = [unit for unit, one in attentions if one.soft_cap is not None]
+        if capped:
+            raise SpecError(
+                f'balance="exchange" knows the cost of plain attention: layer {capped[0]} has a soft cap of scores. '
+                'Train with balance="none"'
+            )
         before = any(p.requires_grad for unit in units[:first] for p in unit.parameters())
         # a backward that one rank leaves out would have others wait for it
         if not before and not all(p.requires_grad for p in units[first].parameters()):

@@ -59,6 +59,8 @@ class Chunk:
     Attributes:
         place: Where its tokens are in the layer's room.
         pending: A backward will come.
+        start: Its first token in the sequence.
+        gone: Its keys and values are freed already.
         out: [B, Hq, T, D].
         lse: The log-sum-exp [B, Hq, T].
         version: torch's count of changes in place of `out`.
@@ -66,20 +68,41 @@ class Chunk:
 
     place: tuple[int, int]
     pending: bool
+    start: int = 0
+    gone: bool = False
     out: Tensor | None = None
     lse: Tensor | None = None
     version: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has."""
+        return self.place[1] - self.place[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """Sums of the gradients of keys and values, of tokens of the room that lie side by side."""
+
+    start: int
+    stop: int
+    tensors: tuple[Tensor, ...]
+
 
 class Line:
-    """The chunks of one layer and microbatch by slice, and the sums of their gradients."""
+    """The chunks of one layer and microbatch by slice, and the sums of their gradients.
 
-    def __init__(self, room: Room, pool: BufferPool) -> None:
+    Args:
+        room: Has the keys and values.
+        pool: Gives memory for sums.
+        window: How many tokens a token sees; None: all before it. With a window every chunk's sums are apart, so that
+            they are there only while some slice's window meets it.
+    """
+
+    def __init__(self, room: Room, pool: BufferPool, window: int | None = None) -> None:
         self.chunks: list[Chunk] = []
-        self.room, self._pool = room, pool
-        self._sums: tuple[Tensor, ...] = ()
-        # The token of the room with the first gradients
-        self._first = 0
+        self.room, self._pool, self.window = room, pool, window
+        self._sums: list[_Sums] = []
 
     def append(self, key: Tensor, value: Tensor, pending: bool) -> Chunk:
         """Keep a slice's keys and values, as the chunk that is returned.
@@ -89,25 +112,54 @@ class Line:
             value: [B, Hkv, T, D].
             pending: A backward will come.
         """
-        places = [chunk.place for chunk in self.chunks]
+        places = [chunk.place for chunk in self.chunks if not chunk.gone]
         near = (min(a for a, _ in places), max(b for _, b in places)) if places else None
-        self.chunks.append(Chunk(self.room.take(near, key, value), pending))
+        self.chunks.append(Chunk(self.room.take(near, key, value), pending, self._tokens))
         return self.chunks[-1]
+
+    @property
+    def _tokens(self) -> int:
+        """How many tokens have come."""
+        return self.chunks[-1].start + self.chunks[-1].tokens if self.chunks else 0
 
     def gradients(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """Sums of the gradients of the room's keys and values from `start` to `stop`, in float32 or better.
 
-        They are zero at first. All chunks but the last one get them, from the first one that needs them on.
+        They are zero at first. All chunks but the last one get them at once. With a window each one gets them when it
+        needs them, and the tokens must be of one chunk.
         """
-        if not self._sums:
-            # no slice comes after the last one, so nobody adds to its gradients
-            places = [chunk.place for chunk in self.chunks[:-1] if chunk.pending]
-            self._first, end = min(a for a, _ in places), max(b for _, b in places)
-            like = self.room.tokens(self._first, end)
+        sums = self._sums_of(start, stop)
+        if sums is None:
+            if self.window is None:
+                # no slice comes after the last one, so nobody adds to its gradients
+                places = [chunk.place for chunk in self.chunks[:-1] if chunk.pending]
+                first, end = min(a for a, _ in places), max(b for _, b in places)
+            else:
+                first, end = next(c.place for c in self.chunks if c.place[0] <= start and stop <= c.place[1])
+            like = self.room.tokens(first, end)
             wide = torch.promote_types(like[0].dtype, torch.float32)
             # many slices add to them: half precision would lose small parts
-            self._sums = tuple(self._pool.take(t.transpose(1, 2), wide).zero_() for t in like)
-        return tuple(t[:, start - self._first : stop - self._first].transpose(1, 2) for t in self._sums)
+            sums = _Sums(first, end, tuple(self._pool.take(t.transpose(1, 2), wide).zero_() for t in like))
+            self._sums.append(sums)
+        return tuple(t[:, start - sums.start : stop - sums.start].transpose(1, 2) for t in sums.tensors)
+
+    def _sums_of(self, start: int, stop: int) -> _Sums | None:
+        return next((sums for sums in self._sums if sums.start <= start and stop <= sums.stop), None)
+
+    def add_there(self, place: tuple[int, int], found: Sequence[Tensor]) -> None:
+        """Add to the gradients of the tokens of a place, for which a backward will come.
+
+        Args:
+            place: In the room.
+            found: Gradients of their keys and values [B, Hkv, S, D].
+        """
+        places = [place]
+        if self.window is not None:
+            parts = [(max(place[0], c.place[0]), min(place[1], c.place[1])) for c in self.chunks]
+            places = [(a, b) for a, b in parts if a < b]
+        for start, stop in places:
+            for total, part in zip(self.gradients(start, stop), found, strict=True):
+                total.add_(part[:, :, start - place[0] : stop - place[0]])
 
     def place_of(self, piece: int) -> tuple[int, int]:
         """Where a piece is in the room: half of a chunk."""
@@ -124,30 +176,51 @@ class Line:
         for piece in pieces:
             start, stop = self.place_of(piece)
             if self.chunks[piece // 2].pending:
-                for total, part in zip(self.gradients(start, stop), found, strict=True):
-                    total.add_(part[:, :, at : at + stop - start])
+                self.add_there((start, stop), [part[:, :, at : at + stop - start] for part in found])
             at += stop - start
 
     def summed(self, chunk: Chunk) -> tuple[Tensor, ...]:
         """The chunk's gradients by later slices, if there are any."""
-        return self.gradients(*chunk.place) if self._sums else ()
+        return self.gradients(*chunk.place) if self._sums_of(*chunk.place) is not None else ()
 
     @property
     def gradient_bytes(self) -> int:
         """What the sums take."""
-        return sum(t.nbytes for t in self._sums)
+        return sum(t.nbytes for sums in self._sums for t in sums.tensors)
 
     def pop(self) -> None:
         """Free the last chunk."""
-        self.room.give(self.chunks.pop().place)
+        chunk = self.chunks.pop()
+        self._free(chunk)
+        sums = self._sums_of(*chunk.place) if self.window is not None else None
+        if sums is not None:
+            self._let_go(sums)
+
+    def leave(self) -> None:
+        """Free chunks that are behind the window of all slices to come, if no backward will come for any chunk."""
+        if self.window is None or any(chunk.pending for chunk in self.chunks):
+            return
+        for chunk in self.chunks:
+            # the next token sees itself and `window - 1` tokens before it
+            if chunk.start + chunk.tokens <= self._tokens - self.window + 1:
+                self._free(chunk)
 
     def free(self) -> None:
         """Free all chunks."""
         while self.chunks:
             self.pop()
-        for tensor in self._sums:
+        while self._sums:
+            self._let_go(self._sums[-1])
+
+    def _free(self, chunk: Chunk) -> None:
+        if not chunk.gone:
+            self.room.give(chunk.place)
+        chunk.gone = True
+
+    def _let_go(self, sums: _Sums) -> None:
+        for tensor in sums.tensors:
             self._pool.give(tensor)
-        self._sums = ()
+        self._sums.remove(sums)
 
 
 class ChunkStore:
@@ -164,7 +237,7 @@ class ChunkStore:
 
     def __len__(self) -> int:
         """Chunks that are alive."""
-        return sum(len(line.chunks) for line in self._lines.values())
+        return sum(not chunk.gone for line in self._lines.values() for chunk in line.chunks)
 
     @property
     def n_bytes(self) -> int:
@@ -190,7 +263,9 @@ class ChunkStore:
         line = self._lines.get((layer, microbatch))
         return line.chunks if line is not None else []
 
-    def append(self, layer: int, unit: Unit, key: Tensor, value: Tensor, *, pending: bool) -> Chunk:
+    def append(
+        self, layer: int, unit: Unit, key: Tensor, value: Tensor, *, pending: bool, window: int | None = None
+    ) -> Chunk:
         """Keep a slice's keys and values.
 
         Args:
@@ -199,6 +274,7 @@ class ChunkStore:
             key: [B, Hkv, T, D].
             value: [B, Hkv, T, D].
             pending: A backward will come.
+            window: How many tokens a token sees; None: all before it.
 
         Raises:
             SliceError: Unless all slices before it are there, and only they. Where its own are there already, two
@@ -215,7 +291,7 @@ class ChunkStore:
                 f"{list(range(known))}, expected those of all slices before it"
             )
         if not known:
-            self._lines[layer, unit.microbatch] = Line(self._room(layer, key, value), self.pool)
+            self._lines[layer, unit.microbatch] = Line(self._room(layer, key, value), self.pool, window)
         return self.line(layer, unit.microbatch).append(key, value, pending)
 
     def _room(self, layer: int, *given: Tensor) -> Room:
@@ -241,9 +317,11 @@ class ChunkStore:
         self._tidy(layer, unit.microbatch)
 
     def passed(self, layer: int, unit: Unit) -> None:
-        """Free a microbatch's chunks after its last slice's forward, if no backward will come for any of them."""
+        """Free what no later slice's forward reads, if no backward will come for any of a microbatch's chunks."""
         if unit.slice == unit.slices - 1:
             self._tidy(layer, unit.microbatch)
+        else:
+            self.line(layer, unit.microbatch).leave()
 
     def clear(self) -> None:
         """Free all chunks, after an error or at the end of a step; memory that it has not needed is let go."""

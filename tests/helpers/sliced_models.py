@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,26 @@ def own_loss(
     return F.cross_entropy(logits.reshape(-1, vocab_size), shift_labels.reshape(-1))
 
 
+@cache
+def exact_attention() -> str:
+    """The name of transformers' eager attention with weights in the queries' type, and soft caps."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+        scores = query @ key.mT * options["scaling"]
+        if cap := options.get("softcap"):
+            scores = torch.tanh(scores / cap) * cap
+        return ((scores + attention_mask).softmax(-1) @ value).transpose(1, 2), None
+
+    AttentionInterface.register("exact", attention)
+    AttentionMaskInterface.register("exact", eager_mask)
+    return "exact"
+
+
 def model_of(
     family: str, dtype: torch.dtype = torch.float64, *, recompute: bool = False, frozen: int = 0, **options: Any
 ) -> Any:
@@ -40,8 +61,16 @@ def model_of(
     model: Any = small(family, **options).to(dtype)
     if dtype == torch.float64:
         model.loss_function = own_loss
-        if family in ("mixtral", "qwen3_moe", "qwen2_moe"):
+        if family in ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss"):
             model.set_experts_implementation("eager")
+        if family == "gemma2":
+            # its own computes weights in float32
+            model.set_attn_implementation(exact_attention())
+    if family == "gpt_oss":
+        with torch.no_grad():
+            # sinks that weigh as much as tokens do
+            for layer in model.base_model.layers:
+                layer.self_attn.sinks.uniform_(-2.0, 2.0)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if frozen:

@@ -47,6 +47,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_SIZES, "head_dim": 8, "sliding_window": 4}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_SIZES, "head_dim": 8}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**_SIZES, "head_dim": 8, "num_local_experts": 4}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**_SIZES, "sliding_window": 6}),
     "opt": ("OPTConfig", "OPTForCausalLM", {**_SIZES, "ffn_dim": 40, "word_embed_proj_dim": 16}),
     "bert": ("BertConfig", "BertForMaskedLM", _SIZES),
     "mamba": ("MambaConfig", "MambaForCausalLM", {**_SIZES, "state_size": 4}),

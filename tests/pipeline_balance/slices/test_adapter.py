@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("transformers", reason="the models are transformers'")
 
 from pipeline_balance.slices.adapter import SlicedTransformers
-from pipeline_balance.slices.interface import attention
+from pipeline_balance.slices.interface import Unfit, Window, attention, mask, seeing
 from pipeline_balance.slices.options import SliceOptions
 from prophet.errors import SpecError
-from tests.helpers.sliced_models import alone, apart, batch_of, in_slices, model_of, no_update
+from tests.helpers.sliced_models import alone, apart, batch_of, in_slices, model_of, no_update, pass_alone
 from tests.helpers.transformers_models import small
 
 LONG = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
@@ -49,11 +49,6 @@ def test_router_losses_are_those_of_whole_microbatches(family: str, kind: str) -
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gemma2", {"attn_logit_softcapping": 1.0, "sliding_window": 64}, "softcap"),
-    ("gpt_oss", {"sliding_window": 64, "layer_types": ["full_attention"] * 3}, "s_aux"),
-    ("mixtral", {"sliding_window": 4}, "MixtralAttention asks for sliding_window"),
-    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 4}, "MoeAttention of layer 0 hides earlier tokens"),
-    ("gemma3", {}, "Gemma3Attention asks for sliding_window"),
     ("llama", {"attention_dropout": 0.1}, "dropout=0.1"),
     ("mamba", {}, "does not call transformers' attention functions"),
     ("bert", {}, "ForMaskedLM"),
@@ -79,13 +74,119 @@ def test_a_sliding_mask_that_no_layer_uses_is_nobodys(kind: str) -> None:
     assert apart(found, want) <= 1e-10
 
 
-def test_a_window_that_only_longer_sequences_feel_is_refused_with_them() -> None:
-    run = SlicedTransformers(model_of("qwen2_moe", use_sliding_window=True, sliding_window=8), SliceOptions(4))
-    (short,) = run.cut(*batch_of(tokens=8), 1)
-    assert len(run.sliced(short)) == 4
-    (long,) = run.cut(*batch_of(tokens=16), 1)
-    with pytest.raises(SpecError, match="layer 0 hides earlier tokens"):
-        run.sliced(long)
+# family and options; in float64. Layers differ in their windows where a model can have that.
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": 6}),
+    ("mistral", {"sliding_window": 16}),
+    # longer than each of the packed documents, and shorter than the sequence
+    ("mistral", {"sliding_window": 13}),
+    ("mixtral", {"sliding_window": 4, "output_router_logits": False}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 7, "output_router_logits": False}),
+    ("gemma2", {"attn_logit_softcapping": 1.0, "sliding_window": 6}),
+    ("gemma2", {"attn_logit_softcapping": 1.0, "sliding_window": 64}),
+    ("gemma3", {"sliding_window": 6, "sliding_window_pattern": 2}),
+    ("gpt_oss", {"sliding_window": 5}),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 3}),
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+@pytest.mark.parametrize(("family", "options"), WINDOWS)
+def test_windows_sinks_and_caps_are_those_of_the_whole_model(family: str, options: dict[str, Any], kind: str) -> None:
+    model = model_of(family, **options)
+    losses, want, _ = alone(copy.deepcopy(model), [kind], make=no_update)
+    loss, found = in_slices(model, 4, kind)
+    assert loss == pytest.approx(losses[0], rel=1e-10)
+    for name in want:
+        # models that compute in float32 whatever their type: Gemma's norms, and some routers
+        single = (family.startswith("gemma") and "norm" in name) or family in ("mixtral", "qwen2_moe")
+        assert apart({name: found[name]}, want) <= (1e-5 if single else 1e-10), name
+
+
+def test_a_window_is_that_of_the_batch() -> None:
+    """One model, with sequences that its window is longer than, as long as, and shorter than."""
+    model = model_of("mistral", sliding_window=8)
+    run = SlicedTransformers(model, SliceOptions(4))
+    for tokens, hidden in ((8, False), (16, True), (4, False), (12, True)):
+        losses, want, _ = alone(copy.deepcopy(model), ["plain"], make=no_update, tokens=tokens)
+        batch = batch_of(tokens=tokens)
+        (whole,) = run.cut(*batch, 1)
+        run.sliced(whole)
+        windows = {type(leaf) for call in run.recorded(whole).calls for leaf in call.leaves if isinstance(leaf, int)}
+        assert (Window in windows) == hidden
+        loss, found = pass_alone(run, *batch)
+        assert loss == pytest.approx(losses[0], rel=1e-10)
+        assert apart(found, want) <= 1e-10
+
+
+def _sees(function: Any, **options: Any) -> tuple[Any, Any]:
+    with seeing() as seen:
+        return mask(2, function, q_length=12, **options), seen.documents
+
+
+def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return key <= query
+
+
+def _and(*functions: Any) -> Any:
+    return lambda *at: torch.stack([torch.as_tensor(f(*at)).expand(2, 12) for f in functions]).all(0)
+
+
+_DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 2 + [1] * 6 + [2] * 4])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [2, 3, 6, 11, 12, 64])
+def test_a_mask_s_window_is_found(window: int, packed: bool) -> None:
+    functions = [_causal, lambda b, h, q, k: k > q - window]
+    if packed:
+        functions.append(lambda b, h, q, k: _DOCUMENTS[b, q] == _DOCUMENTS[b, k])
+    found, documents = _sees(_and(*functions))
+    # the longest document has 7 tokens
+    assert found == (window if window < (7 if packed else 12) else None)
+    assert documents is None or torch.equal(documents, _DOCUMENTS)
+    assert (documents is not None) == packed
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda b, h, q, k: (k > q - 3) | (k == 0), "otherwise than by a sliding window"),
+        (lambda b, h, q, k: k > q - 3 - (q > 6).long(), "otherwise than by a sliding window"),
+        (lambda b, h, q, k: k < q, "from themselves"),
+        (lambda b, h, q, k: k > q, "from themselves"),
+    ],
+)
+def test_masks_that_are_no_windows_are_refused(function: Any, words: str) -> None:
+    found, documents = _sees(_and(_causal, function))
+    assert isinstance(found, Unfit)
+    assert words in found.why
+    assert documents is None
+
+
+def test_masks_that_tell_other_documents_apart_are_refused() -> None:
+    """As chunked attention does: its chunks are documents to those layers alone."""
+    chunked = _and(_causal, lambda b, h, q, k: q // 4 == k // 4)
+    with seeing() as seen:
+        assert mask(2, _causal, q_length=12) is None
+        found = mask(2, chunked, q_length=12)
+        assert mask(2, _causal, q_length=12) is None
+        assert seen.documents is None
+    assert isinstance(found, Unfit)
+    assert "tells other documents apart" in found.why
+    found, documents = _sees(chunked)
+    assert found is None
+    assert documents is not None
+
+
+def test_a_window_that_the_mask_does_not_have_is_refused() -> None:
+    layer: Any = small("mistral").base_model.layers[0].self_attn  # type: ignore[union-attr, index]
+    q = torch.zeros(1, 4, 6, 8)
+    for attention_mask, window in ((Window(3), 4), (None, 4)):
+        with seeing(), pytest.raises(SpecError, match="MistralAttention asks for sliding_window=4, unlike its mask"):
+            attention(layer, q, q, q, attention_mask, sliding_window=window)  # type: ignore[arg-type]
 
 
 def test_attention_that_sees_later_tokens_is_refused() -> None:

@@ -9,68 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from pipeline_balance.slices.attention import _triangle, attend
 from pipeline_balance.slices.store import ChunkStore, SliceError, Unit, active
 from prophet.errors import SpecError
-
-EVEN = (0, 4, 8, 12)
-# slices of other lengths, one of a single token
-UNEVEN = (0, 6, 7, 12)
-
-
-def tensors(
-    heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float64, width: int = 8, value_width: int = 8
-) -> list[Tensor]:
-    torch.manual_seed(0)
-    shapes = [(2, heads, 12, width), (2, kv_heads, 12, width), (2, kv_heads, 12, value_width)]
-    return [torch.randn(s, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
-
-
-def whole(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    """The oracle, by the definition: scores, mask, softmax."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
-    if documents is not None:
-        hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
-    return scores.softmax(-1) @ v
-
-
-def in_slices(
-    store: ChunkStore,
-    parts: Sequence[Tensor],
-    starts: Sequence[int] = EVEN,
-    documents: Tensor | None = None,
-    microbatch: int = 0,
-    again: bool = False,
-) -> list[Tensor]:
-    """Outputs by slice, forward in order. With `again` every slice is checkpointed."""
-    outs = []
-    for number, (start, stop) in enumerate(pairwise(starts)):
-        unit = Unit(microbatch, number, len(starts) - 1, documents, tuple(starts))
-
-        def run(q: Tensor, k: Tensor, v: Tensor, unit: Unit = unit) -> Tensor:
-            with active(store, unit):
-                return attend(q, k, v, layer=3)
-
-        cut = [t[:, :, start:stop] for t in parts]
-        outs.append(checkpoint(run, *cut, use_reentrant=False) if again else run(*cut))
-    return outs
-
-
-def backward(outs: list[Tensor], weights: Tensor, starts: Sequence[int], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of sum(out * weights), slices in reverse order."""
-    total = [torch.zeros_like(t) for t in inputs]
-    for number in reversed(range(len(outs))):
-        loss = (outs[number] * weights[:, :, starts[number] : starts[number + 1]]).sum()
-        total = [a + b for a, b in zip(total, torch.autograd.grad(loss, inputs), strict=True)]
-    return total
-
-
-DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 2 + [1] * 6 + [2] * 4])
+from tests.helpers.sliced_attention import DOCUMENTS, EVEN, UNEVEN, backward, in_slices, tensors, whole
 
 
 @pytest.mark.parametrize("again", [False, True])
