@@ -130,7 +130,7 @@ def sliced_peak_tokens(rank: int, ranks: int, starts: Sequence[int], order: Orde
     return max(halves(slices + ahead), starts[-1] + halves(ahead))
 
 
-def window_chunks(slices: int, slice_tokens: int, window: int) -> int:
+def sliced_window_chunks(slices: int, slice_tokens: int, window: int) -> int:
     """Chunks that a slice reads in a layer with a window, its own with them: min(N, 1 + ceil((w - 1) / t)).
 
     Without a backward to come, a layer keeps no more than these. In training keys and values stay until their slice's

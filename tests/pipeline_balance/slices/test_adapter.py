@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,11 +11,22 @@ import torch
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
+from pipeline_balance.schedules.closed_forms import sliced_window_chunks
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.interface import Unfit, Window, attention, mask, seeing
-from pipeline_balance.slices.options import SliceOptions
+from pipeline_balance.slices.options import Recompute, SliceOptions
+from pipeline_balance.slices.store import Unit
 from prophet.errors import SpecError
-from tests.helpers.sliced_models import alone, apart, batch_of, in_slices, model_of, no_update, pass_alone
+from tests.helpers.sliced_models import (
+    MICROBATCHES,
+    alone,
+    apart,
+    batch_of,
+    in_slices,
+    model_of,
+    no_update,
+    pass_alone,
+)
 from tests.helpers.transformers_models import small
 
 LONG = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
@@ -103,6 +115,43 @@ def test_windows_sinks_and_caps_are_those_of_the_whole_model(family: str, option
         # models that compute in float32 whatever their type: Gemma's norms, and some routers
         single = (family.startswith("gemma") and "norm" in name) or family in ("mixtral", "qwen2_moe")
         assert apart({name: found[name]}, want) <= (1e-5 if single else 1e-10), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_chunks_take_the_bytes_of_each_layer_s_window(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss has a window in its first and third layer."""
+    model = model_of("gpt_oss", sliding_window=5)
+    run = SlicedTransformers(model, SliceOptions(8, recompute=recompute))
+    gradients, chunks = Counter[int](), Counter[int]()
+    pop, append = run.store.pop, run.store.append
+
+    def popped(layer: int, unit: Unit) -> None:
+        gradients[layer] = max(gradients[layer], run.store.line(layer, unit.microbatch).gradient_bytes)
+        pop(layer, unit)
+
+    def appended(layer: int, unit: Unit, *given: Any, **options: Any) -> Any:
+        found = append(layer, unit, *given, **options)
+        alive = sum(not chunk.gone for chunk in run.store.chunks(layer, unit.microbatch))
+        chunks[layer] = max(chunks[layer], alive)
+        return found
+
+    monkeypatch.setattr(run.store, "pop", popped)
+    monkeypatch.setattr(run.store, "append", appended)
+    pass_alone(run, *batch_of())
+    # keys and values of two sequences, two heads, two tokens, eight numbers each
+    each = 2 * 2 * 2 * 2 * 8 * 8
+    met = sliced_window_chunks(8, 2, 5)
+    assert met == 3
+    assert gradients == {0: met * each, 1: 7 * each, 2: met * each}
+    assert chunks == {0: 8, 1: 8, 2: 8}
+    chunks.clear()
+    for whole in run.cut(*batch_of(), MICROBATCHES):
+        for part in run.sliced(whole):
+            activations: Any = ()
+            with torch.no_grad(), run.working(part):
+                for unit in range(len(run.units)):
+                    activations = run.run(unit, activations, part)
+    assert chunks == {0: met, 1: 8, 2: met}
 
 
 def test_a_window_is_that_of_the_batch() -> None:

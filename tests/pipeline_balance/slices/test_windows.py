@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline_balance.schedules.closed_forms import window_chunks
+from pipeline_balance.schedules.closed_forms import sliced_window_chunks
 from pipeline_balance.slices import attention, kernel
 from pipeline_balance.slices.attention import _below, _triangle, attend
 from pipeline_balance.slices.store import ChunkStore, Unit, active
@@ -73,6 +73,14 @@ def test_long_slices_are_attended_to_in_parts(
     check((0, 7, 12), DOCUMENTS if documents else None, window=window, soft_cap=cap, sinks=sinks_of(4))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_capped_scores_come_in_strips_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_STRIP", rows)
+    for documents in (None, DOCUMENTS):
+        check((0, 12), documents, soft_cap=0.5)
+        check(UNEVEN, documents, soft_cap=0.5)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("cap", [None, 0.5])
 def test_lower_precision(cap: float | None, dtype: torch.dtype, tolerance: float) -> None:
@@ -126,6 +134,18 @@ def test_the_parts_of_a_window_have_each_pair_once(
     assert torch.equal(seen, want.float())
 
 
+@pytest.mark.parametrize("tokens", [256, 1024, 4096])
+@pytest.mark.parametrize(("window", "allowed"), [(128, 2.5), (256, 2.0), (1024, 1.35), (6000, 1.15)])
+def test_little_of_what_a_window_hides_is_computed(window: int, allowed: float, tokens: int) -> None:
+    start = 8 * tokens
+    parts = [(rows, columns) for rows, columns, _ in _triangle(start, start + tokens, window)]
+    for chunk in range(8):
+        before = slice(chunk * tokens, (chunk + 1) * tokens)
+        parts += _below(slice(start, start + tokens), before, window)
+    computed = sum((r.stop - r.start) * (c.stop - c.start) for r, c in parts)
+    assert computed <= allowed * tokens * min(window, start)
+
+
 def test_chunks_behind_the_window_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     forward = attention._forward
@@ -157,7 +177,7 @@ def test_gradients_of_chunks_take_the_bytes_of_the_form(each: int, window: int) 
     slices, store = 24 // each, ChunkStore()
     outs = in_slices(store, parts, starts, window=window)
     chunk = 2 * parts[1][:, :, :each].nbytes
-    met = window_chunks(slices, each, window)
+    met = sliced_window_chunks(slices, each, window)
     assert len(store) == slices
     assert store.used_bytes == slices * chunk
     peak, pop = [], store.pop
@@ -178,7 +198,7 @@ def test_without_a_backward_chunks_go_when_the_window_has_passed(each: int, wind
     parts, starts = tensors(tokens=24), range(0, 25, each)
     slices, store = 24 // each, ChunkStore()
     chunk = 2 * parts[1][:, :, :each].nbytes
-    met = slices if window is None else window_chunks(slices, each, window)
+    met = slices if window is None else sliced_window_chunks(slices, each, window)
     expected = whole(*parts, window=window)
     with torch.no_grad():
         for number, (a, b) in enumerate(pairwise(starts)):
