@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
+import prophet
 from pipeline_balance.schedules.closed_forms import sliced_window_chunks
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.interface import Unfit, Window, attention, mask, seeing
@@ -50,10 +51,13 @@ def test_positions_are_those_of_whole_sequences(rope: str, kind: str) -> None:
     assert apart(found, want) <= 1e-10
 
 
+ROUTED: dict[str, Any] = {"output_router_logits": True, "num_experts_per_tok": 2, "sliding_window": 5}
+
+
 @pytest.mark.parametrize("kind", ["plain", "silent", "padded"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_router_losses_are_those_of_whole_microbatches(family: str, kind: str) -> None:
-    model = model_of(family, router_aux_loss_coef=10.0)
+    model = model_of(family, router_aux_loss_coef=10.0, **(ROUTED if family == "gpt_oss" else {}))
     losses, want, _ = alone(copy.deepcopy(model), [kind], make=no_update)
     loss, found = in_slices(model, 4, kind)
     assert loss == pytest.approx(losses[0], rel=1e-6)
@@ -115,6 +119,15 @@ def test_windows_sinks_and_caps_are_those_of_the_whole_model(family: str, option
         # models that compute in float32 whatever their type: Gemma's norms, and some routers
         single = (family.startswith("gemma") and "norm" in name) or family in ("mixtral", "qwen2_moe")
         assert apart({name: found[name]}, want) <= (1e-5 if single else 1e-10), name
+
+
+def test_converted_experts_train_between_sinks_and_windows() -> None:
+    model = model_of("gpt_oss", num_experts_per_tok=2, sliding_window=5)
+    prophet.convert(model)
+    losses, want, _ = alone(copy.deepcopy(model), ["plain"], make=no_update)
+    loss, found = in_slices(model, 4, "plain")
+    assert loss == pytest.approx(losses[0], rel=1e-10)
+    assert apart(found, want) <= 1e-10
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
