@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.lost_losses import LostLosses
-from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.run import executor
 from pipeline_balance.pipeline.run.generators import seeded
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, SpecError, TransitionError
 from prophet.ranks.operation import Operation
