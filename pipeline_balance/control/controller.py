@@ -27,6 +27,7 @@ from pipeline_balance.control.report import BalanceReport, MicrobatchChoice, Mov
 from pipeline_balance.control.stages import BalancedStages, PipelineStages
 from pipeline_balance.pipeline.measure.links import Noted
 from pipeline_balance.pipeline.measure.slice_costs import unit_costs
+from pipeline_balance.pipeline.run.failures import agreed_by_all
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import CollectiveError, PlanMismatch, SpecError, TransitionError
@@ -158,6 +159,8 @@ class Controller:
         self._learned = self.learner
         self.imbalance: Imbalance | None = None
         self._ahead: Future[_Ready] | None = None
+        # raised once the step is done
+        self._late: SpecError | None = None
         self._chosen = threading.Event()
         # made after the last step, carried out when the next one begins
         self._decided: _Ready | None = None
@@ -249,6 +252,9 @@ class Controller:
             if len(self._moves) == moves:
                 self._steps_s.append(time.perf_counter() - began)
             # a decision before the update has counted the step already
+            if self._late is not None:
+                late, self._late = self._late, None
+                raise late
             if due and timer.step != done:
                 timer.step = done
                 with self._concluding():
@@ -268,9 +274,13 @@ class Controller:
         self.pipeline.before_update(_nothing)
         with self._concluding():
             ahead = self._begun()
-            found = ahead.result() if ahead.exception() is None else None
+            failed = ahead.exception()
+            # The others may be waiting in their threads for what this one was to send. Raised here, it ends their waits
+            if failed is not None and not agreed_by_all(failed):
+                raise failed
+            found = ahead.result() if failed is None else None
             prepared = found.prepared if found is not None else None
-            # a rank whose thread has failed says so after the step, and the others must not move without it
+            # what all threads have raised is raised after the step
             moves = torch.tensor([int(prepared is not None and prepared.early is not None)])
             op = Operation("agreeing on a move before the update")
             agreed = bool(self.pipeline.groups.world.all_gather(moves, op=op).all())
@@ -285,10 +295,13 @@ class Controller:
                     raise
                 # nothing has moved: made between the steps, where it says what is wrong
                 self._decided = replace(ready, prepared=None)
+            except SpecError as error:
+                # on all ranks, perhaps once layers have moved: the update is made where they are
+                self._late, self._timed_from = error, done + 1
 
     def _forget(self) -> None:
         """Drop what was to happen in a step that has failed, or in those of other stages."""
-        self._ahead, self.pipeline.meter.on_backward = None, None
+        self._ahead = self._late = self.pipeline.meter.on_backward = None
         self.pipeline.before_update(_nothing)
 
     def rebalance(self) -> Decision:

@@ -358,14 +358,57 @@ def test_a_rank_that_dies_with_state_on_its_way_is_named_and_the_others_keep_the
     assert stage_map == _map(0, TWO)
 
 
+def _told_to_move(pipe: ElasticPipeline, current: StageMap, best: StageMap) -> Controller:
+    """A controller that decides for this move in its first step."""
+    balanced = Controller(pipe, config=ControllerConfig(every_steps=1, measure_steps=1, prepare_in_backward=True))
+    figures = {"current_makespan_s": 1.0, "best_makespan_s": 0.5, "move_s": 0.0}
+    move = Decision(move=True, gains=True, current=current, best=best, reason="as it was told", **figures)
+    balanced.learner.decide = lambda *_: move  # type: ignore[method-assign]
+    return balanced
+
+
+class _Raises(ForwardingCollective):
+    """Raises where it is to send state beside a step."""
+
+    def around(self, inner: Collective) -> Collective:
+        return _Raises(inner)
+
+    def exchange(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError("too hot to send")
+
+
+def _cannot_send(rank: int, size: int) -> tuple[str, bool, StageMap]:
+    # Others would wait for their limit, which is longer than this test may take
+    pipe = pipeline(_map(0, TWO), timeout_s=600.0)
+    balanced = _told_to_move(pipe, _map(0, TWO), _map(1, TWO))
+    balanced.step(*batch(0))
+    if rank == 0:
+        side = _Raises(pipe.side_collective())
+        pipe.side_collective = lambda: side  # type: ignore[method-assign]
+    before = _all_of(pipe)
+
+    def train() -> None:
+        for step in range(1, 4):
+            balanced.step(*batch(step))
+
+    with pytest.raises(StageFailed) as caught:
+        train()
+    now = _all_of(pipe)
+    weights = [name for name in before if "#grad" not in name and not name.endswith("seen")]
+    return str(caught.value), all(torch.equal(now[n], before[n]) for n in weights), pipe.stage_map
+
+
+def test_a_thread_that_raises_while_others_wait_for_its_state_ends_their_waits() -> None:
+    for said, whole, stage_map in run_gloo(_cannot_send, 2, timeout_s=90.0):
+        assert re.search(r"rank 0 \(stage 0\) failed .*RuntimeError: too hot to send", said)
+        assert whole
+        assert stage_map == _map(0, TWO)
+
+
 def _thread_fails(rank: int, size: int) -> tuple[str, int]:
     """What one rank's thread cannot do after it has sent keeps all from moving."""
     pipe = pipeline(_map(0, TWO), timeout_s=20.0)
-    balanced = Controller(pipe, config=ControllerConfig(every_steps=1, measure_steps=1, prepare_in_backward=True))
-    current = _map(0, TWO)
-    figures = {"current_makespan_s": 1.0, "best_makespan_s": 0.5, "move_s": 0.0}
-    move = Decision(move=True, gains=True, current=current, best=_map(1, TWO), reason="as it was told", **figures)
-    balanced.learner.decide = lambda *_: move  # type: ignore[method-assign]
+    balanced = _told_to_move(pipe, _map(0, TWO), _map(1, TWO))
     prepare = pipe.prepare
 
     def failing(*args: Any, **options: Any) -> Any:

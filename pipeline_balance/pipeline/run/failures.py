@@ -79,7 +79,7 @@ class Failures:
             yield
             self.watch.presence.where = f"after {what}"
         except BaseException as error:
-            if self.error is not None or (isinstance(error, AGREED) and _lost(error) is None):
+            if self.error is not None or agreed_by_all(error):
                 raise
             # a second Ctrl-C must not keep the others waiting for a rank that is gone
             with uninterrupted():
@@ -129,6 +129,15 @@ class Failures:
             peer = self.watch.ranks.index(lost.peers[0])
             return StageFailed(peer, self._stages_of(peer), waited, str(lost))
         return StageFailed(self.rank, self._stages_of(self.rank), what, f"{lost}. {self.watch.places()}")
+
+
+def agreed_by_all(error: BaseException) -> bool:
+    """Whether all ranks raise this error together, outside of a stage's actions: then none of them waits for another.
+
+    Args:
+        error: What one of them has raised.
+    """
+    return isinstance(error, AGREED) and _lost(error) is None
 
 
 def fails_together(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
