@@ -490,7 +490,7 @@ class Controller:
             local, noted = self.pipeline.local_costs(), self.pipeline.meter.noted.copy()
             self._chosen.clear()
             # costs are read here, in the step's thread: the meter goes on changing
-            self._ahead = self._thread.submit(lambda: self._decide_beside(local, noted))
+            self._ahead = self._thread.submit(self.pipeline.beside(lambda: self._decide_beside(local, noted)))
 
     def _decide_beside(self, local: Mapping[int, LayerCost], noted: Noted) -> _Ready:
         """A decision, and what its move needs, on the side communicator; runs in the controller's thread."""

@@ -90,7 +90,7 @@ class ControllerConfig:
             shorter where earlier gains did.
         prepare_in_backward: Whether the controller measures, decides and prepares a move beside the backward pass
             before it, from the times known when that pass begins. Parameters and optimizer state then travel beside it,
-            and layers move before the update, where `ElasticPipeline.between_steps` is empty.
+            and layers move before the update.
         max_every_steps: The longest distance between two decisions (None: `every_steps`).
 
     Raises:

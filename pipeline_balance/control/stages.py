@@ -84,7 +84,7 @@ class PipelineStages:
         return slicing.slices if slicing is not None else 1
 
     def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared | None:
-        return self.pipeline.prepare(stage_map, collective, early=not self.pipeline.between_steps)
+        return self.pipeline.prepare(stage_map, collective, early=True)
 
     def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
         # what `rebuild` raises is raised on all ranks, so a controller needs no agreement around it

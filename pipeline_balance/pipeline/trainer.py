@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +51,13 @@ from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.device.clocks import clock_on
+from prophet.ranks.device.side_stream import SideStream
 from prophet.ranks.operation import Operation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 class ElasticPipeline:
@@ -165,6 +168,7 @@ class ElasticPipeline:
         if self.experts.any and rank_assignment is None:
             self.groups.share_experts()
         self.mover = StateMover(self.builder, self.owned, self.optimizers, budget_bytes)
+        self._side = SideStream(at)
         owners = Owners(self.owned, self.groups.grid, agreed, zero)
         self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, built[0], owners)
         self.progress.take(progress)
@@ -470,15 +474,9 @@ class ElasticPipeline:
     # --- changing stages --------------------------------------------------------------------------------------
 
     @property
-    def between_steps(self) -> str:
-        """Why layers can move between steps only; empty where they may move before a step's update as well."""
-        # without a balancer experts' gradients are where they belong once the backward pass has ended
-        if self.experts.balanced:
-            return "replicas share experts that are balanced, and their balancer's step ends with the update"
-        # what a thread sends on a device lands between the kernels of training
-        if self.config.device.type != "cpu":
-            return f"the state is on {self.config.device}, and what travels beside a step stays on the host"
-        return ""
+    def within_step(self) -> bool:
+        """Whether a step has the gradients of its whole update and has not used them, see `before_update`."""
+        return self._passes.complete
 
     def before_update(self, call: Callable[[], None]) -> None:
         """Have `call` called in the coming steps, on all ranks, once gradients are those of the whole update.
@@ -496,10 +494,17 @@ class ElasticPipeline:
         Args:
             stage_map: The map to go to.
             collective: Over all ranks.
-            early: Whether to send now what only an update changes, for a change before this step's update. Not where
-                layers move `between_steps`.
+            early: Whether to send now what only an update changes, for a change before this step's update.
         """
         return self.mover.prepare(self.stages, self.owners, stage_map, collective, early=early)
+
+    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Wrap `call`, for another thread: on a device what it launches starts after what was launched until now.
+
+        Args:
+            call: What that thread does.
+        """
+        return self._side.after_now(call)
 
     def side_collective(self) -> Collective:
         """Return a separate communicator over all ranks, for use beside a step; made at the first call, by all
@@ -507,13 +512,12 @@ class ElasticPipeline:
         """
         return self.groups.side()
 
-    @fails_together("move before step")
     def rebuild(
         self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> Switched:
         """Change to another stage map, between steps; collective over all ranks, whether they run a stage or not.
 
-        A controller may also do it within a step, before its update: see `between_steps`.
+        A controller may also do it within a step, before its update: see `before_update`.
 
         Gradients that an update has used are dropped. With zero=1 optimizer state goes to its owners under the new map.
         Layers whose balanced experts are shared move only between updates.
@@ -533,6 +537,19 @@ class ElasticPipeline:
                 and their experts cannot be balanced any more.
         """
         self._refuse_in_job("moves layers by job.switch(dataclasses.replace(job.layout, stages=(...)))")
+        return self.move(stage_map, durations, prepared)
+
+    @fails_together("move before step")
+    def move(
+        self, stage_map: StageMap, durations: Durations | None = None, prepared: Prepared | None = None
+    ) -> Switched:
+        """Change to another stage map as `rebuild` does, for a job whose processes keep their places.
+
+        Args:
+            stage_map: As there.
+            durations: As there.
+            prepared: As there.
+        """
         move = StageMove(self.mover, self._passes, stage_map, durations, prepared or Prepared())
         began, before = time.perf_counter(), self.stage_map.layers_on(self.rank)
         done = run(move, world=self.groups.world, carrier=self.mover.carrier(self.owners))

@@ -3,6 +3,9 @@
 Only an update changes these, so the ranks that get layers may have them before this step's gradients are there. What
 is left goes between the backward pass and the update: gradients, buffers, and what is registered for parameters.
 
+A thread sends nothing on a device (ADR 28). There what leaves is copied to the host first, in the thread's own stream,
+and what has come waits on the host for the move itself.
+
 Shape legend: R replicas, P pipeline ranks.
 """
 
@@ -16,8 +19,9 @@ from torch import Tensor
 
 from pipeline_balance.pipeline.model.ownership import digest_of
 from pipeline_balance.pipeline.move.state import Held
-from prophet.errors import CollectiveError, TransitionError
+from prophet.errors import CollectiveError, StageFailed, TransitionError, in_a_line
 from prophet.ranks.collective import Collective
+from prophet.ranks.operation import Operation
 from prophet.state.layout import Piece
 from prophet.state.route_schedule import RouteSchedule
 from prophet.state.space import TensorSpec
@@ -59,14 +63,22 @@ class Early:
         """
         return {**self.arrived, **{name: _digest(now.tensors[own]) for name, own in self.sent.items()}}
 
-    def state(self, now: Held) -> State:
+    def state(self, now: Held, device: torch.device, allocate: Allocate) -> State:
         """Return the new state of these kinds: what has come, and of what stays the tensors in force.
 
         Args:
             now: What this rank holds.
+            device: Where the state lies.
+            allocate: How memory is asked for there.
         """
+
+        def placed(tensor: Tensor) -> Tensor:
+            if tensor.device.type == device.type:
+                return tensor
+            return allocate(tensor.shape, tensor.dtype, device).copy_(tensor)
+
         return {
-            piece: now.tensors[self.stays[piece]] if piece in self.stays else tensor
+            piece: now.tensors[self.stays[piece]] if piece in self.stays else placed(tensor)
             for piece, tensor in self.moved.state.items()
         }
 
@@ -90,7 +102,6 @@ def bring(
     collective: Collective,
     *,
     budget_bytes: int,
-    device: torch.device,
     allocate: Allocate,
 ) -> Early | None:
     """Send what travels early; collective, in any thread.
@@ -101,24 +112,42 @@ def bring(
         schedule: This rank's part in the route.
         collective: The ranks of the route.
         budget_bytes: Bounds the buffers.
-        device: Where the state lies.
-        allocate: How memory is asked for.
+        allocate: How memory on the host is asked for.
 
     Returns:
         What has come; None on all ranks where one could not send or had no memory. Nothing has changed then.
     """
     before = schedule.route.before.on(schedule.rank)
     lacks = {piece.name for piece in before} - names.keys()
+    got = [schedule.route.after.names_on(r) - schedule.route.before.names_on(r) for r in range(schedule.route.ranks)]
+    sent = {piece.name for piece in before if any(piece.name in some for some in got)}
+
+    def leaving(piece: Piece) -> Tensor:
+        tensor = held.tensors[names[piece.name]]
+        if tensor.device.type == "cpu":
+            return tensor
+        if piece.name in sent:
+            return collective.on_host(tensor, op=Operation("state that leaves a device"))
+        # it stays where it is: nobody reads this one, which has the shape alone
+        return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+
+    # replicas may keep different things for a parameter
+    state, problem = dict[Piece, Tensor](), f"{min(lacks)} is not kept here" if lacks else ""
+    try:
+        state = {piece: leaving(piece) for piece in before if not lacks}
+    except (CollectiveError, StageFailed):
+        raise
+    except Exception as error:
+        problem = in_a_line(error)
     try:
         moved = transition(
             schedule.route,
-            {} if lacks else {piece: held.tensors[names[piece.name]] for piece in before},
+            state,
             collective,
             budget_bytes=budget_bytes,
-            device=device,
+            device=torch.device("cpu"),
             allocate=allocate,
-            # replicas may keep different things for a parameter
-            problem=f"{min(lacks)} is not kept here" if lacks else "",
+            problem=problem,
             ahead=schedule,
         )
     except TransitionError as error:
@@ -126,11 +155,9 @@ def bring(
             # ranks have lost each other
             raise
         return None
-    got = [schedule.route.after.names_on(r) - schedule.route.before.names_on(r) for r in range(schedule.route.ranks)]
-    sent = {piece.name: names[piece.name] for piece in before if any(piece.name in some for some in got)}
     come = {piece.name: _digest(tensor) for piece, tensor in moved.state.items() if piece.name in got[schedule.rank]}
     stays = {piece: names[piece.name] for piece in before if piece in moved.state}
-    return Early(moved, held.specs, sent, come, stays)
+    return Early(moved, held.specs, {name: names[name] for name in sent}, come, stays)
 
 
 def _digest(tensor: Tensor) -> int:

@@ -41,7 +41,7 @@ from pipeline_balance.pipeline.move.votes import WHOLE, Vote, refuse_against, sh
 from pipeline_balance.pipeline.run.optimizers import Optimizers
 from pipeline_balance.pipeline.run.passes import Passes
 from pipeline_balance.pipeline.run.replicas import refuse_apart
-from pipeline_balance.pipeline.run.stages import PipelineGroups, StageBuilder, Stages
+from pipeline_balance.pipeline.run.stages import PipelineGroups, StageBuilder, Stages, alone
 from pipeline_balance.pipeline.run.ties import Tie, refuse_untied, tie_digests, ties_of
 from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.schedules.actions import Schedule
@@ -167,22 +167,24 @@ class StateMover:
         mine = early_of(held) if isinstance(held, Held) else held
         names = {name: name for name in mine.tensors} if isinstance(mine, Held) else {}
         described = mine
-        # one route for all replicas, as there is one communicator beside a step
-        if isinstance(mine, Held) and groups.replicas > 1 and not owners[0].zero:
+        # in the order of processes where ranks and processes have the same numbers
+        plain = groups.grid.rows == (tuple(range(groups.world.size)),)
+        # else one route for all replicas, as there is one communicator beside a step
+        if isinstance(mine, Held) and not plain and not owners[0].zero:
             described = mine.of_replica(owners[0], groups.rank, groups.replica)
             names = {name: without_replica(name)[0] for name in described.tensors}
         space, _ = share(described, collective, range(groups.world.size))
         grid, tied = groups.grid, self.owned.tied()
 
         def placed(stage_map: StageMap, owners: Owners) -> Layout:
-            if groups.replicas == 1:
+            if plain:
                 return by_layer(space, stage_map, grid.pipeline_ranks, tied)
             return layout_over(space, grid.rows, stage_map, owners, tied, groups.world.size)
 
         before, after = placed(now.stage_map, owners[0]), placed(stage_map, owners[1])
         schedule = RouteSchedule(route(before, after), groups.world.rank)
         assert isinstance(mine, Held)
-        memory: dict[str, Any] = {"budget_bytes": self.budget_bytes, "device": self.device, "allocate": self.allocate}
+        memory: dict[str, Any] = {"budget_bytes": self.budget_bytes, "allocate": self.allocate}
         return bring(mine, names, schedule, collective, **memory)
 
     def in_one_route(self, owners: Owners) -> tuple[int, ...]:
@@ -193,7 +195,10 @@ class StateMover:
 
     def carrier(self, owners: Owners) -> Collective:
         """What brings the state: over the processes that are `in_one_route`."""
-        return self.groups.world if owners.zero else self.groups.collective
+        if owners.zero:
+            return self.groups.world
+        # a process that a job leaves out has nothing to send, and nobody to send it to
+        return alone() if self.groups.spare else self.groups.collective
 
     def check_put(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise `TransitionError` for a parameter whose content cannot be exchanged; nothing changes."""
@@ -331,9 +336,10 @@ class StateMover:
         def placed(stage_map: StageMap, owners: Owners) -> Layout:
             if owners.zero:
                 return layout_over(space, grid.rows, stage_map, owners, tied, world.size)
-            return by_layer(space, stage_map, grid.pipeline_ranks, tied)
+            return by_layer(space, stage_map, carrier.size, tied)
 
-        return RouteSchedule(route(placed(*before), placed(*after)), self.carrier(before[1]).rank)
+        carrier = self.carrier(before[1])
+        return RouteSchedule(route(placed(*before), placed(*after)), carrier.rank)
 
 
 @dataclass
@@ -382,7 +388,13 @@ class StageMove(Move):
             raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
         experts, rank = self.passes.experts, mover.groups.rank
         if experts.under_way and self._regroups(range(mover.groups.grid.pipeline_ranks)):
-            raise SpecError("gradients of balanced experts come home at the end of an update: move after update=True")
+            if not self.passes.complete:
+                raise SpecError(
+                    "gradients of balanced experts come home at the end of an update: move after update=True"
+                )
+            # what is remembered is read between two steps of a balancer, and another one takes its place
+            if self._regroups([rank]):
+                experts.finish()
         self._moving = mover.moving(before, self.stage_map, owners)
         self._held = held = mover.collect(self.passes.now, owners, self._moving, gradients=not self.passes.used)
         ready, ahead = self._holds(held), self.prepared.early
@@ -397,8 +409,10 @@ class StageMove(Move):
             },
             ready=ready,
             early=ahead.digests(held) if ready and ahead is not None and isinstance(held, Held) else {},
-            # all replicas remember the same
-            more=experts.memory() if mover.groups.replica == 0 and self._regroups([rank]) else {},
+            # all that share the same experts remember the same
+            more=experts.memory()
+            if mover.groups.replica % mover.groups.grid.ep == 0 and self._regroups([rank])
+            else {},
         )
         if isinstance(held, str):
             return vote
@@ -430,8 +444,10 @@ class StageMove(Move):
     def compare(self, votes: Sequence[Vote]) -> None:
         refuse_against(votes, self.whole)
         self._space, self._numbers = union(votes, WHOLE, self.mover.in_one_route(self.passes.owners))
-        self.remembered = {unit: memory for vote in votes for unit, memory in vote.more.items()}
-        grid = self.mover.groups.grid
+        grid, replica = self.mover.groups.grid, self.mover.groups.replica
+        # of the balancers of this rank's part of the replicas
+        beside = [v for r, v in enumerate(votes) if grid.replica_of(r) // grid.ep == replica // grid.ep]
+        self.remembered = {unit: memory for vote in beside for unit, memory in vote.more.items()}
         for rank in range(grid.pipeline_ranks):
             refuse_apart({process: votes[process].copies for process in grid.column(rank)})
         refuse_untied(self._ties, self.passes.now.stage_map, grid, [vote.ties for vote in votes])
@@ -472,13 +488,14 @@ class StageMove(Move):
         new = dict(moved.state)
         if self.early is not None:
             assert isinstance(self._held, Held)
-            new |= self.early.state(self._held)
+            new |= self.early.state(self._held, self.device, self.allocate)
         state = {Piece(without_replica(piece.name)[0], piece.box): tensor for piece, tensor in new.items()}
         numbers: dict[str, Any] = {}
         for key, value in self._numbers.items():
             name, replica = without_replica(key)
-            mine = replica in (None, groups.replica) and owners.updates(base_name(name), groups.rank, groups.replica)
-            numbers |= {name: value} if mine else {}
+            mine = not groups.spare and replica in (None, groups.replica)
+            if mine and owners.updates(base_name(name), groups.rank, groups.replica):
+                numbers[name] = value
         change = mover.change(self.stage_map.layers_on(groups.rank), state, numbers, moving=self._moving)
         # gradients that have moved are other tensors, whose marks must be set anew
         kept = [passes.gradients.keep] if self._midway else []

@@ -47,7 +47,7 @@ class Balancer(Protocol):
         """Bring home gradients that are still away."""
 
     def finish_step(self) -> None:
-        """End the update."""
+        """End the update, whose gradients are home; where its layers move in a step, before the optimizers run."""
 
     def close(self) -> None:
         """Balance no more."""
@@ -305,9 +305,9 @@ class StageExperts:
             self.balancer.complete_gradients()
 
     def finish(self) -> None:
-        """End the update: the optimizers have run, or a scaler has skipped them."""
-        self.under_way = False
-        if self.balancer is not None:
+        """End the update, unless it has ended: gradients are home, and the optimizers have run if its layers stay."""
+        under_way, self.under_way = self.under_way, False
+        if self.balancer is not None and under_way:
             self.balancer.finish_step()
 
 

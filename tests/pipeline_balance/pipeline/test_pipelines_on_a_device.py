@@ -21,7 +21,6 @@ from pipeline_balance.pipeline.model.added_loss import add_loss
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices import SliceOptions
 from pipeline_balance.spec import LayerCost, StageMap
-from prophet.ranks.collective import Collective
 from tests.helpers import pipeline_experts, sliced_layers
 from tests.helpers.device_ranks import DeviceWorld
 from tests.helpers.pretend_device import skip_beside_others, waits_so_far
@@ -210,14 +209,6 @@ def prepared(stage_map: StageMap, replicas: int = 1) -> Callable[[Rank], Seen]:
         pipe, seen = pipeline(rank, stage_map, replicas, FREE), Seen()
         seconds = [1.0] * 4 + [3.0] * 2
         pipe.local_costs = lambda: {i: LayerCost(forward_s=seconds[i]) for i in pipe.layers}  # type: ignore[method-assign]
-        # on a device layers move between steps, so what is compared with it moves them there as well
-        assert bool(pipe.between_steps) == (pipe.config.device.type != "cpu")
-        prepare = pipe.prepare
-
-        def nothing_early(to: StageMap, side: Collective, *, early: bool) -> Any:
-            return prepare(to, side)
-
-        pipe.prepare = nothing_early  # type: ignore[method-assign]
         config = ControllerConfig(
             every_steps=1, measure_steps=1, prepare_in_backward=True, move_cost=MoveCost(fixed_s=0.0)
         )
@@ -226,6 +217,7 @@ def prepared(stage_map: StageMap, replicas: int = 1) -> Callable[[Rank], Seen]:
             seen.step(pipe, controller.step(*batch(update, pipe), max_norm=MAX_NORM))
             seen.note("map", str(pipe.stage_map))
         assert len({map_ for name, map_ in seen if name == "map"}) == 2, "no move was made"
+        assert all(move.early > 0 for move in controller.report.moves), "nothing has travelled early"
         return seen.end(pipe)
 
     return run
