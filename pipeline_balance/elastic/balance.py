@@ -107,6 +107,16 @@ class Balance:
                 raise SpecError(f"what balancing remembers of {name}: expected {sorted(_MEMORY)} of every group")
         self._known = known
 
+    def follow(self, pipeline: ElasticPipeline) -> None:
+        """Note that layers have moved within the layout in force, whose engine the pipeline has made anew.
+
+        Args:
+            pipeline: Runs the job.
+        """
+        # `begin` has noted the new one; a process that has no such layers any more has none
+        if pipeline.balancer is None:
+            self.engine = None
+
     def begin(self, pipeline: ElasticPipeline, layout: Parallelism) -> None:
         """Balance the layers that share experts here in the layout in force; collective over all processes.
 

@@ -177,7 +177,7 @@ class Job:
             meter=meter,
             schedule=schedule,
         )
-        to.stages = JobStages(self.pipeline, balance_stages, limits, to.change_stages)
+        to.stages = JobStages(self.pipeline, balance_stages, limits, to)
         if weights is not None:
             load_pretrained(self.pipeline, weights)
         # `switch` balances, too
@@ -226,7 +226,7 @@ class Job:
         """Train on the next global batch. Collective, spare processes included.
 
         The data's position moves on once the batch is done. With `balance_stages`, layers that are to move do so
-        before the batch is trained on.
+        before the batch is trained on, or with `prepare_in_backward` before the optimizer runs.
 
         Args:
             update: Whether the optimizer runs afterwards. If not, gradients are only added up.

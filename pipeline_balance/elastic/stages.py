@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -25,8 +26,24 @@ from pipeline_balance.spec import PartitionError, RankLimits, StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 
-Switch = Callable[[Parallelism, Durations], Switched]
-"""Takes the job to a layout whose stages are expected to take so long."""
+
+class Switch(Protocol):
+    """Takes a job to a layout that its controller chose."""
+
+    def change_stages(self, layout: Parallelism, durations: Durations) -> Switched:
+        """Go to a layout whose stages are expected to take so long; between steps."""
+
+    def move_stages(
+        self, layout: Parallelism, stage_map: StageMap, durations: Durations, prepared: Prepared
+    ) -> Switched:
+        """Go to other stages of the same processes, before a step's update.
+
+        Args:
+            layout: The one in force with other stages.
+            stage_map: These, with the pipeline's numbers.
+            durations: How long they are expected to take.
+            prepared: What the pipeline has made ahead.
+        """
 
 
 def check_stages(config: object, limits: Sequence[RankLimits] | None, world: int) -> None:
@@ -56,7 +73,7 @@ class JobStages:
         pipeline: Runs the job.
         config: When to move layers; None balances nothing.
         limits: Memory and speed of every process [N]; None: not limited.
-        to: Takes the job to a layout that the controller chose.
+        to: Takes the job there.
     """
 
     def __init__(
@@ -66,7 +83,7 @@ class JobStages:
         limits: Sequence[RankLimits] | None,
         to: Switch,
     ) -> None:
-        self.pipeline, self.config, self._limits, self._switch = pipeline, config, limits, to
+        self.pipeline, self.config, self._limits, self._to = pipeline, config, limits, to
         self.controller: Controller | None = None
         self.first_ranks = 0
         self._asked = Parallelism()
@@ -145,9 +162,20 @@ class JobStages:
         return self._asked.slices
 
     def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared | None:
-        # The switch finds its route itself, on the main thread
-        """Return None, which stands for a change that has not been prepared."""
-        return None
+        """Send ahead what a move within the step needs; None where layers move by a switch, between steps.
+
+        Args:
+            stage_map: Layers of every column.
+            collective: Over all processes, for use beside a step.
+        """
+        # other columns are another layout with groups of its own, and a switch finds its route itself
+        if stage_map.ranks != self.stage_map.ranks:
+            return None
+        # what owners keep of experts is named after their replicas, and may have an owner in another one next
+        grid = self.pipeline.groups.grid
+        if self.pipeline.owners.zero and 1 < grid.ep < grid.replicas:
+            return None
+        return self.pipeline.prepare(self._of_pipeline(stage_map), collective, early=True)
 
     def change(self, stage_map: StageMap, durations: Durations, prepared: Prepared | None) -> Switched:
         """Take the job to a layout with these stages; collective over all processes.
@@ -155,12 +183,19 @@ class JobStages:
         Args:
             stage_map: Layers of every column.
             durations: How long its stages are expected to take.
-            prepared: What `prepare` returned, not used.
+            prepared: What `prepare` returned; used within a step.
         """
-        done = self._switch(self._layout(stage_map), durations)
+        layout = self._layout(stage_map)
+        if self.pipeline.within_step and prepared is not None:
+            return self._to.move_stages(layout, self._of_pipeline(stage_map), durations, prepared)
+        done = self._to.change_stages(layout, durations)
         # after the switch: where it fails, the old columns are still in use
         self._used = stage_map.ranks
         return done
+
+    def _of_pipeline(self, stage_map: StageMap) -> StageMap:
+        """The same with the pipeline's numbers of the stages in use."""
+        return StageMap(stage_map.boundaries, self.pipeline.stage_map.ranks)
 
     def _layout(self, stage_map: StageMap) -> Parallelism:
         """The layout whose stages are those of `stage_map`, on these columns."""

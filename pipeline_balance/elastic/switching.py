@@ -186,6 +186,29 @@ class Switching:
         finally:
             self.preparing = kept
 
+    def move_stages(
+        self, layout: Parallelism, stage_map: StageMap, durations: Durations, prepared: Prepared
+    ) -> Switched:
+        """Go to other stages of the same processes before a step's update; collective. Groups stay as they are.
+
+        Args:
+            layout: The one in force with other stages.
+            stage_map: These, with the pipeline's numbers.
+            durations: How long they are expected to take.
+            prepared: What the pipeline has made ahead.
+        """
+        if self.preparing is not None:
+            # what a user prepares reads who runs what
+            self.prepared()
+        pipe = self.pipeline
+        try:
+            return pipe.move(stage_map, durations, prepared)
+        finally:
+            # where experts cannot be balanced any more, layers have moved all the same
+            if pipe.stage_map == stage_map:
+                self.layout = layout
+                self.experts.follow(pipe)
+
     def balance(self) -> None:
         """Balance experts and stages in the layout in force; collective."""
         self.experts.begin(self.pipeline, self.layout)

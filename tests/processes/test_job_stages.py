@@ -236,6 +236,9 @@ def _ahead(rank: int, size: int) -> dict[str, Any]:
         layouts.append(str(job.layout))
         if step == 8:
             job.switch(Parallelism(pp=3))
+    assert job.controller is not None
+    # within the step that has decided it
+    assert all(move.early > 0 for move in job.controller.report.moves)
     job.close()
     return {"losses": losses, "layouts": layouts}
 

@@ -195,8 +195,10 @@ class PipelineGroups:
     def side(self) -> Collective:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         if self._side is None:
-            # only members call, as other processes may be in the default group
-            group = dist.new_group(self._world, use_local_synchronization=True, **like(self.group, self._limit))
+            # Only members call where the default group has others. Else all do: torch names what members alone make by
+            # how many groups a process is in, and those that a job leaves out are in fewer.
+            apart = self.group is not None
+            group = dist.new_group(self._world, use_local_synchronization=apart, **like(self.group, self._limit))
             self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
             self.include(self._side)
         return self._side
