@@ -56,7 +56,7 @@ def record(case: Case, corpus: Corpus, steps: int, *, warm_up: int = 0, slowdown
     costs, losses, prefixes, optimizer_s = [], [], [], []
     for step in range(warm_up + steps):
         prefixes.append(dynamism.freezer.frozen)
-        dynamism.before(units, layers, step, alone)
+        dynamism.before(units, layers, step, alone, optimizer)
         meter.reset()
         optimizer.zero_grad()
         inputs, target = case.batch(corpus, step)

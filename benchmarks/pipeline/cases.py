@@ -20,7 +20,7 @@ from pipeline_balance.dynamics.early_exit import ConfidentExit, EarlyExit
 from pipeline_balance.dynamics.experts import MixtureOfExperts
 from pipeline_balance.dynamics.freezing import Freezer, FreezingRule, freeze_prefix, gradient_rates
 from pipeline_balance.dynamics.gpt import Attention, Block, GPTShape, modules
-from pipeline_balance.dynamics.pruning import PrunedLinear, PruningSchedule, prune_globally
+from pipeline_balance.dynamics.pruning import PrunedLinear, PruningSchedule, prune_globally, pruned_modules
 from pipeline_balance.dynamics.sparse_attention import HashAttention
 from prophet.demo.text import VOCABULARY, Corpus, rank_batch
 from prophet.experts.gate import GateConfig
@@ -96,7 +96,7 @@ def _pruned_block(dim: int, number: int) -> Block:
     """Weights start smaller the deeper the block (depth-scaled initialisation, Zhang et al., 2019), so a threshold for
     all of them does not leave every block as many.
     """
-    # below a tenth of the weights sparse products are the faster ones on a CPU
+    # below a tenth of the weights sparse products are the faster ones on a CPU, and the layer is stored sparse
     pruned = partial(PrunedLinear, sparse_below=0.1)
     block = Block(dim, 4, mlp=nn.Sequential(pruned(dim, 4 * dim), nn.ReLU(), pruned(4 * dim, dim)))
     mixing = block.attention
@@ -251,7 +251,14 @@ class Dynamism:
     def __post_init__(self) -> None:
         self.freezer = Freezer(self.case.layers, self.case.freezing or FreezingRule(most=0))
 
-    def before(self, layers: Sequence[nn.Module], here: Mapping[int, nn.Module], step: int, ranks: Collective) -> None:
+    def before(
+        self,
+        layers: Sequence[nn.Module],
+        here: Mapping[int, nn.Module],
+        step: int,
+        ranks: Collective,
+        optimizer: torch.optim.Optimizer | tuple[()],
+    ) -> None:
         """Change the model before `step`: `layers` are all of the model's, `here` those that run on this rank."""
         case, counted = self.case, step - self.warm_up
         # the last quarter of the run is the life's end
@@ -261,10 +268,10 @@ class Dynamism:
                 for module in layer.modules():
                     case.age(module, number / (case.layers - 1), over)
         if case.pruning is not None and counted > 0 and case.pruning.due(counted):
-            prune_globally(list(here.values()), case.pruning.sparsity(counted), ranks)
+            prune_globally(list(here.values()), case.pruning.sparsity(counted), ranks, optimizer)
             left = torch.zeros(case.layers, dtype=torch.int64)
             for i, layer in here.items():
-                left[i] = sum(int(m.mask.sum()) for m in layer.modules() if isinstance(m, PrunedLinear))
+                left[i] = sum(int(m.mask.sum()) for m in pruned_modules([layer]))
             # replicas count alike
             every = ranks.all_gather(left, op=Operation("weights left")).amax(dim=0)
             self.history.append((step, every.tolist()))

@@ -247,7 +247,7 @@ class Bench:
         """The copy's own rules, before a step and after it, by what it has trained; no policy's cost."""
         pipeline, dynamism = runner.pipeline, runner.dynamism
         # replicas are pruned alike, each by itself; gradients may lie in any of them
-        dynamism.before(pipeline.model.units, pipeline.layers, step, pipeline.groups.collective)
+        dynamism.before(pipeline.model.units, pipeline.layers, step, pipeline.groups.collective, pipeline.optimizer)
         yield
         dynamism.after(pipeline.model.units, pipeline.layers, step, runner.loss, pipeline.collective)
 

@@ -8,19 +8,27 @@ to the lower rank and the lower position, so exactly k are kept, on any number o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import prune
 
+from pipeline_balance.dynamics.csr import Pattern, product
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
 
 _DIGIT_BITS = 8
 _BUCKETS = 1 << _DIGIT_BITS
+# Fewer values are not stored sparse: one could not be distinguished from numbers that optimizers keep
+_FEWEST = 2
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+"""An optimizer or several; None where nobody has said which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,128 +120,209 @@ def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
     return mask.view(values.shape)
 
 
-@dataclass(frozen=True)
-class _Pattern:
-    """Where a matrix [O, I] keeps its entries: compressed rows of it and of its transpose.
-
-    Attributes:
-        mask: The mask that it was derived from.
-        version: That mask's version.
-        rows: Row of every entry.
-        columns: Column of every entry.
-        row_starts: [O + 1] where each row begins.
-        column_starts: [I + 1] where each column begins.
-        by_column: Order of the entries in the transpose.
-    """
-
-    mask: Tensor
-    version: int
-    rows: Tensor
-    columns: Tensor
-    row_starts: Tensor
-    column_starts: Tensor
-    by_column: Tensor
-
-    @classmethod
-    def of(cls, mask: Tensor) -> _Pattern:
-        rows, columns = mask.nonzero(as_tuple=True)
-        by_column = torch.sort(columns, stable=True).indices
-        starts = [
-            torch.cat([torch.zeros(1, dtype=torch.int64, device=mask.device), mask.sum(dim=d).cumsum(0)])
-            for d in (1, 0)
-        ]
-        return cls(mask, mask._version, rows, columns, starts[0], starts[1], by_column)
-
-    def fits(self, mask: Tensor) -> bool:
-        # changes in place count too, as `load_state_dict` makes them
-        return self.mask is mask and self.version == mask._version
-
-    def sparse(self, values: Tensor) -> Tensor:
-        """The matrix with these entries, [O, I]."""
-        return torch.sparse_csr_tensor(self.row_starts, self.columns, values, self.mask.shape, check_invariants=False)
-
-    def sparse_transposed(self, values: Tensor) -> Tensor:
-        """The transpose of the matrix with these entries, [I, O]."""
-        return torch.sparse_csr_tensor(
-            self.column_starts,
-            self.rows[self.by_column],
-            values[self.by_column],
-            (self.mask.shape[1], self.mask.shape[0]),
-            check_invariants=False,
-        )
-
-
 class PrunedLinear(nn.Linear):
-    """A linear layer some of whose weights are zero for good. The mask is a buffer: it moves with the layer.
+    """A linear layer some of whose weights are zero for good.
+
+    Its weights have one of two forms. In the dense one they are [O, I], and what was pruned is masked in every forward
+    pass. In the sparse one the same parameter has the K values that are left, row by row: so have its gradient and what
+    optimizers keep for it, and products are sparse. `prune` and `store_sparse` go from the first to the second, loading
+    a `state_dict` goes back. A `state_dict` is that of the dense form always. The buffer `mask` has the places of the
+    weights in the form that they have, so that both travel together.
 
     Args:
         in_features: I.
         out_features: O.
         bias: Whether there is a bias.
-        sparse_below: Once the share of weights left is at most this, forward and both gradients run as sparse products
-            over a pattern that is derived once per mask. Leave it at 0 where dense ones are faster.
+        sparse_below: Once the share of weights left is at most this, they are stored sparse. Leave it at 0 where dense
+            products are faster. Other types than float32 and float64 stay dense.
     """
-
-    mask: Tensor
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True, sparse_below: float = 0.0) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.sparse_below = sparse_below
-        self.register_buffer("mask", torch.ones_like(self.weight, dtype=torch.bool))
-        self._pattern: _Pattern | None = None
+        # past `register_buffer`, which takes the property for another attribute
+        self._buffers["mask"] = torch.ones_like(self.weight, dtype=torch.bool)
+        self._known: tuple[Tensor, Pattern] | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """Which weights are left, [O, I]. Set it in the dense form only; `prune` serves both."""
+        return self.dense_state("mask", self._places)
+
+    @property
+    def stored_sparse(self) -> bool:
+        """Whether the parameter `weight` has the values that are left, [K]."""
+        return self.weight.dim() == 1
 
     @property
     def kept(self) -> float:
         """Share of weights that is left."""
-        return self._known_pattern().rows.numel() / max(self.mask.numel(), 1)
+        left = self.weight.numel() if self.stored_sparse else int(self.mask.sum())
+        return left / max(self.in_features * self.out_features, 1)
 
-    def _known_pattern(self) -> _Pattern:
-        # a layer that moved has another tensor for its mask
-        if self._pattern is None or not self._pattern.fits(self.mask):
-            self._pattern = _Pattern.of(self.mask)
-        return self._pattern
+    @property
+    def _places(self) -> Tensor:
+        found = self._buffers["mask"]
+        assert found is not None
+        return found
+
+    def _pattern(self) -> Pattern:
+        """Where the values of the sparse form are."""
+        places = self._places
+        if places.dim() != 1:
+            raise SpecError("weights are stored sparse: change their mask by prune(mask, optimizers)")
+        # kept, as the transpose is derived from it; a layer that moved has another tensor
+        if self._known is None or self._known[0] is not places:
+            self._known = places, Pattern.unpack(places, (self.out_features, self.in_features))
+        return self._known[1]
 
     @torch.no_grad()
-    def prune(self, mask: Tensor) -> None:
-        """Keep only where `mask` says so; what was pruned before stays pruned."""
-        self.mask = self.mask & mask
-        self.weight.mul_(self.mask)
+    def prune(self, mask: Tensor, optimizers: Optimizers = None) -> None:
+        """Keep only where `mask` says so; what was pruned before stays pruned. Between updates.
+
+        Args:
+            mask: [O, I].
+            optimizers: All that keep state for the weights, `()` for none. What they keep is pruned as well where the
+                layer is stored sparse, before or afterwards; in the dense form it stays as it is.
+
+        Raises:
+            SpecError: The layer is or would be stored sparse, and `optimizers` is None or keeps what cannot be.
+                Nothing has changed then.
+        """
+        if not self.stored_sparse:
+            kept = self.mask & mask
+            if self._goes_sparse(kept):
+                pattern = Pattern.of(kept)
+                self._exchange(pattern.pick, pattern.packed(), pattern.columns.shape, optimizers)
+            else:
+                self._buffers["mask"] = kept
+                self.weight.mul_(kept)
+            return
+        pattern = self._pattern()
+        left = pattern.pick(mask)
+        if left.all():
+            return
+        fewer = pattern.only(left)
+        if len(fewer.columns) >= _FEWEST:
+            self._exchange(lambda values: values[left], fewer.packed(), fewer.columns.shape, optimizers)
+        else:
+            whole = (self.out_features, self.in_features)
+            self._exchange(lambda values: fewer.dense(values[left]), fewer.mask(), whole, optimizers)
+
+    def _goes_sparse(self, mask: Tensor) -> bool:
+        few = _FEWEST <= int(mask.sum()) <= self.sparse_below * mask.numel()
+        return few and self.weight.dtype in (torch.float32, torch.float64)
+
+    def _exchange(
+        self, change: Callable[[Tensor], Tensor], places: Tensor, shape: tuple[int, ...], optimizers: Optimizers
+    ) -> None:
+        """Go to another form or to fewer values.
+
+        Args:
+            change: Makes of a tensor of the form in force one of the form to go to.
+            places: What `mask` has there.
+            shape: What the weights have there.
+            optimizers: All that keep state for them.
+        """
+        weight, before = self.weight, self.weight.shape
+        if optimizers is None:
+            raise SpecError("weights stored sparse take what optimizers keep along: pass optimizers=, () for none")
+        found: list[tuple[dict[str, Any], str, Tensor]] = []
+        for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
+            entries = optimizer.state.get(weight, {})
+            for name, value in entries.items():
+                # what has the new shape already is of an optimizer whose state was saved in this form
+                if not isinstance(value, Tensor) or value.numel() == 1 or value.shape == shape:
+                    continue
+                if value.shape != before:
+                    raise SpecError(
+                        f"{type(optimizer).__name__} keeps {name!r} of {list(value.shape)} for weights of "
+                        f"{list(before)}, which cannot be stored sparse: set sparse_below=0"
+                    )
+                found.append((entries, name, change(value)))
+        values, grad = change(weight.detach()), weight.grad
+        weight.grad = None
+        if weight.requires_grad:
+            get_gradient_edge(weight).node.register_prehook(_pruned_meanwhile)
+        # Of another type first: then torch makes another node that accumulates gradients. The old one is for the old
+        # shape, and lives as long as a loss of the last step does.
+        weight.data = torch.empty(0, dtype=torch.float16, device=weight.device)
+        # the same object: optimizers' groups, hooks and modules go on referring to it
+        weight.data = values
+        weight.grad = change(grad) if grad is not None else None
+        for entries, name, value in found:
+            entries[name] = value
+        self._buffers["mask"] = places
+
+    def dense_state(self, name: str, tensor: Tensor) -> Tensor:
+        """What the dense form has for a tensor of this layer, or one kept for a parameter; `meta` stays `meta`.
+
+        Args:
+            name: Of the parameter or buffer.
+            tensor: The tensor, which is returned as it is where both forms have the same.
+        """
+        own = {"weight": self.weight, "mask": self._places}.get(name)
+        if not self.stored_sparse or own is None or tensor.shape != own.shape:
+            return tensor
+        if tensor.is_meta:
+            dtype = torch.bool if name == "mask" else tensor.dtype
+            return torch.empty((self.out_features, self.in_features), dtype=dtype, device="meta")
+        return self._pattern().mask() if name == "mask" else self._pattern().dense(tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.sparse_below > 0 and self.kept <= self.sparse_below:
-            flat: Tensor = _SparseProduct.apply(x.reshape(-1, self.in_features), self.weight, self._known_pattern())  # type: ignore[no-untyped-call]
+        if not self.stored_sparse:
+            # masked here too: an optimizer with momentum would move a pruned weight away from zero
+            return nn.functional.linear(x, self.weight * self.mask, self.bias)
+        # torch has sparse products in the types of the weights alone
+        with torch.autocast(x.device.type, enabled=False):
+            flat = product(x.reshape(-1, self.in_features).to(self.weight.dtype), self.weight, self._pattern())
             out = flat.view(*x.shape[:-1], self.out_features)
             return out + self.bias if self.bias is not None else out
-        # masked here too: an optimizer with momentum would move a pruned weight away from zero
-        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in ("weight", "mask"):
+            destination[prefix + name] = self.dense_state(name, destination[prefix + name])
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        given = state_dict.get(f"{prefix}weight")
+        if self.stored_sparse and isinstance(given, Tensor) and given.shape == (self.out_features, self.in_features):
+            mask, weight = self.mask, self.weight
+            # of the old values, as is what optimizers keep: their state is loaded as well
+            weight.grad = None
+            weight.data = self.dense_state("weight", weight.detach())
+            self._buffers["mask"] = mask
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class _SparseProduct(torch.autograd.Function):
-    """x W^T with W in compressed sparse rows; the weight's gradient is formed at its remaining entries only."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, pattern: _Pattern) -> Tensor:
-        values = weight[pattern.rows, pattern.columns]
-        ctx.save_for_backward(x, values)
-        ctx.pattern = pattern  # type: ignore[attr-defined]
-        product: Tensor = (pattern.sparse(values) @ x.t()).t().contiguous()
-        return product
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (grad,) = grads
-        x, values = ctx.saved_tensors  # type: ignore[attr-defined]
-        pattern: _Pattern = ctx.pattern  # type: ignore[attr-defined]
-        grad_t = grad.t().contiguous()
-        entries = torch.sparse.sampled_addmm(pattern.sparse(values), grad_t, x, beta=0.0).values()
-        # dense, as the parameter is; zero where nothing is left
-        weight_grad = torch.zeros(pattern.mask.shape, dtype=grad.dtype, device=grad.device)
-        weight_grad[pattern.rows, pattern.columns] = entries
-        return (pattern.sparse_transposed(values) @ grad_t).t().contiguous(), weight_grad, None
+def _pruned_meanwhile(grads: tuple[Tensor | None, ...]) -> None:
+    raise SpecError("a layer was pruned between its forward and its backward pass: prune between updates")
 
 
-def prune_globally(layers: Sequence[nn.Module], sparsity: float, collective: Collective) -> float:
-    """Prune all `PrunedLinear` weights of all ranks by magnitude over the whole model; collective.
+def store_sparse(layers: Iterable[nn.Module], optimizers: Optimizers) -> None:
+    """Store every `PrunedLinear` sparse that has few enough weights left, as after loading a checkpoint.
+
+    Args:
+        layers: Modules that have them.
+        optimizers: All that keep state for their weights, `()` for none.
+
+    Raises:
+        SpecError: An optimizer keeps what cannot be stored sparse, such as Adafactor's sums over rows and columns.
+    """
+    for module in pruned_modules(layers):
+        if not module.stored_sparse:
+            module.prune(module.mask, optimizers if module._goes_sparse(module.mask) else ())
+
+
+def pruned_modules(layers: Iterable[nn.Module]) -> list[PrunedLinear]:
+    """All `PrunedLinear` in these modules."""
+    return [m for layer in layers for m in layer.modules() if isinstance(m, PrunedLinear)]
+
+
+def prune_globally(
+    layers: Sequence[nn.Module], sparsity: float, collective: Collective, optimizers: Optimizers = None
+) -> float:
+    """Prune all `PrunedLinear` weights of all ranks by magnitude over the whole model; collective, between updates.
 
     Weights pruned earlier are zero and lose every tie, so none comes back.
 
@@ -241,21 +330,40 @@ def prune_globally(layers: Sequence[nn.Module], sparsity: float, collective: Col
         layers: This rank's layers.
         sparsity: The share of all weights that is zero afterwards.
         collective: Over all ranks.
+        optimizers: All that keep state for the weights, such as `pipe.optimizer`; `()` for none. Layers with
+            `sparse_below` need it.
 
     Returns:
         The share of this rank's weights that is left (1.0 where it has none).
+
+    Raises:
+        SpecError: `sparsity` is no share. On all ranks: `optimizers` is missing on one, or a layer could not be stored
+            sparse; the others are pruned then.
     """
     if not 0.0 <= sparsity < 1.0:
         raise SpecError(f"sparsity must be from 0 to below 1, got {sparsity!r}")
-    modules = [m for layer in layers for m in layer.modules() if isinstance(m, PrunedLinear)]
+    op, modules = Operation("pruning"), pruned_modules(layers)
     # a rank without such weights takes part, too
     device = next((m.weight.device for m in modules), torch.device("cpu"))
     # masked: an optimizer with momentum may have moved a pruned weight away from zero
-    flat = torch.cat([(m.weight * m.mask).reshape(-1) for m in modules] or [torch.zeros(0, device=device)])
-    total = int(collective.all_gather(torch.tensor([flat.numel()]), op=Operation("pruning")).sum())
-    mask = global_top_k(flat, round(total * (1.0 - sparsity)), collective)
-    for module, part in zip(modules, mask.split([m.weight.numel() for m in modules]), strict=True):
-        module.prune(part.view_as(module.weight))
+    flat = torch.cat(
+        [(m.dense_state("weight", m.weight.detach()) * m.mask).reshape(-1) for m in modules]
+        or [torch.zeros(0, device=device)]
+    )
+    lacks = optimizers is None and any(m.sparse_below > 0 for m in modules)
+    every = collective.all_gather(torch.tensor([flat.numel(), int(lacks)]), op=op).sum(dim=0).tolist()
+    if every[1]:
+        raise SpecError("layers with sparse_below are stored sparse: pass optimizers=, () where none keeps state")
+    mask = global_top_k(flat, round(every[0] * (1.0 - sparsity)), collective)
+    failed: SpecError | None = None
+    for module, part in zip(modules, mask.split([m.mask.numel() for m in modules]), strict=True):
+        try:
+            module.prune(part.view(module.out_features, module.in_features), optimizers)
+        except SpecError as error:
+            failed = failed or error
+    # raised by one rank alone it would leave the others waiting
+    if bool(collective.all_gather(torch.tensor([int(failed is not None)]), op=op).any()):
+        raise failed or SpecError("another rank could not store its pruned layers sparse")
     return float(mask.float().mean()) if mask.numel() else 1.0
 
 

@@ -104,7 +104,7 @@ def test_lives_go_from_whole_to_what_the_paper_ran() -> None:
         dynamism = Dynamism(case, steps, warm_up)
         seen[name] = []
         for step in range(warm_up + steps):
-            dynamism.before(units, dict(enumerate(units)), step, alone)
+            dynamism.before(units, dict(enumerate(units)), step, alone, ())
             seen[name].append([v for unit in units for m in unit.modules() if (v := what(m)) is not None])
     assert all(found[0] == found[warm_up] and found[-1] == found[-3] != found[0] for found in seen.values())
     assert set(seen["early-exit"][0]) == set(seen["early-exit-confidence"][0]) == {1.0}

@@ -143,7 +143,7 @@ def _pruned() -> Any:
         whole = layer.mlp.up_proj
         pruned = PrunedLinear(whole.in_features, whole.out_features, bias=False, sparse_below=0.6).double()
         pruned.load_state_dict(whole.state_dict(), strict=False)
-        pruned.prune(torch.rand(whole.weight.shape, generator=generator) < 0.5)
+        pruned.prune(torch.rand(whole.weight.shape, generator=generator) < 0.5, ())
         layer.mlp.up_proj = pruned
     return model
 

@@ -72,11 +72,14 @@ class ShardedLayout(JobLayout):
 
 
 def describe(owned: Ownership, rules: Mapping[str, How] | None = None) -> ModelDescription:
-    """The model of a job as far as layouts go, with AdamW's state; buffers are left out."""
+    """The model of a job as far as layouts go, with AdamW's state; buffers are left out.
+
+    Of weights that are stored sparse it has the dense form.
+    """
     found = []
     stacked = stacks(owned.model.root)
     for name, p in owned.parameters.items():
-        shape, dtype = tuple(p.shape), str(p.dtype).removeprefix("torch.")
+        shape, dtype = tuple(owned.whole(name).shape), str(p.dtype).removeprefix("torch.")
         # rules are by the exact name of the module that holds the parameter
         dim = cut_dimension((rules or {}).get(name.rpartition(".")[0], "whole"), shape)
         given: dict[str, Any] = {"layers": owned.units_of[name], "dim": dim}
@@ -86,6 +89,29 @@ def describe(owned: Ownership, rules: Mapping[str, How] | None = None) -> ModelD
             given |= {"blocks": (stacked[name].block,), "experts": True}
         found.append(Parameter(name=name, shape=shape, dtype=dtype, **given))
     return ModelDescription(name="job", layers=len(owned.model.units), parameters=tuple(found))
+
+
+def as_held(model: ModelDescription, owned: Ownership, space: Space, sharded: bool) -> ModelDescription:
+    """The description with the form that parameters have in `space`, such as that of sparse weights.
+
+    Args:
+        model: With the form of checkpoints.
+        owned: The model's parameters.
+        space: All tensors of the state.
+        sharded: Whether they are shards.
+
+    Raises:
+        LayoutError: Parameters in another form would have to be cut.
+    """
+    found = []
+    for parameter in model.parameters:
+        name = parameter.name
+        shape = space[name].shape if name in space.number else parameter.shape
+        other = tuple(shape) != tuple(owned.whole(name).shape) and not parameter.experts
+        if other and sharded:
+            raise LayoutError(f"{name} is stored sparse, and cannot be cut into shards: save a checkpoint and load it")
+        found.append(replace(parameter, shape=shape, dim=None) if other else parameter)
+    return replace(model, parameters=tuple(found))
 
 
 def layout_in(
@@ -205,9 +231,11 @@ class JobState(PipelineState):
         owned = self.mover.owned
         if target is not None:
             assert isinstance(target, JobLayout)
-            model = describe(owned, target.rules)
+            model = as_held(describe(owned, target.rules), owned, space, is_sharded(target.layout))
             return layout_in(target.layout, space, model, target.owners, processes, first=False)
+        # a layer is stored sparse in one piece
         model = describe(owned, self.before.rules if self.before is not None else {})
+        model = as_held(model, owned, space, is_sharded(self.present))
         return layout_in(self.present, space, model, self.passes.owners, processes, first=True)
 
     def described(self, found: list[Item] | str) -> Held | str:

@@ -10,8 +10,9 @@ import copy
 import gc
 import hashlib
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,10 @@ class Ownership:
 
     Reads the model anew in `read`, since adapters, masks and the like are put in while training goes on. A buffer that
     no unit holds is left out: it stays on every rank.
+
+    A module may have its tensors in another form than checkpoints, such as sparse weights. What moves is the form that
+    it has. It is asked for the form of checkpoints by `dense_state(name, tensor)`, a method of its class: name of a
+    parameter or buffer of the module; tensor, that one or one kept for it; without values where that is on `meta`.
     """
 
     def __init__(self, model: PipelineModel) -> None:
@@ -76,6 +81,7 @@ class Ownership:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, HeldBuffer] = {}
         self.units_of: dict[str, tuple[int, ...]] = {}
+        self._dense: dict[str, Callable[[Tensor], Tensor]] = {}
         self._read: list[tuple[int, ...]] = []
         self._structure = 0
         self._split: dict[tuple[int, ...], tuple[list[str], list[str]]] = {}
@@ -103,9 +109,15 @@ class Ownership:
         parameters: dict[str, nn.Parameter] = {}
         buffers: dict[str, HeldBuffer] = {}
         units_of: dict[str, tuple[int, ...]] = {}
+        dense: dict[str, Callable[[Tensor], Tensor]] = {}
         seen: set[int] = set()
         for path, module in self.model.root.named_modules():
             dot = f"{path}." if path else ""
+            # of the class: a wrapper may give its module's attributes through
+            if hasattr(type(module), "dense_state"):
+                given: Any = module
+                names = (*module._parameters, *module._buffers)
+                dense |= {f"{dot}{name}": partial(given.dense_state, name) for name in names}
             for attribute, parameter in module._parameters.items():
                 # a tied parameter has the first of its names, as in `named_parameters`
                 if parameter is None or id(parameter) in seen:
@@ -120,7 +132,7 @@ class Ownership:
                     buffers[f"{dot}{attribute}"] = HeldBuffer(module, attribute, tuple(holders[id(module)]))
         units_of |= {name: buffer.units for name, buffer in buffers.items()}
         check_names(units_of)
-        self.parameters, self.buffers, self.units_of = parameters, buffers, units_of
+        self.parameters, self.buffers, self.units_of, self._dense = parameters, buffers, units_of, dense
         self._read, self._split, self._structure = now, {}, self._digest()
 
     def as_read(self) -> Ownership:
@@ -128,6 +140,24 @@ class Ownership:
         found = copy.copy(self)
         found._trained = frozenset(self.trained())
         return found
+
+    def dense_state(self, name: str, tensor: Tensor) -> Tensor:
+        """What checkpoints have for the parameter or buffer of this name, or for what is kept for it.
+
+        Args:
+            name: Its name.
+            tensor: What this rank has; returned as it is where checkpoints have the same.
+        """
+        return self._dense[name](tensor) if name in self._dense else tensor
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter or buffer with the shape and type that it has in checkpoints, the same on all ranks."""
+        tensor = self.buffers[name].tensor if name in self.buffers else self.parameters[name].detach()
+        if name not in self._dense or hasattr(tensor, "to_local"):
+            # no shard has another form
+            return tensor
+        # without values, which would have to be made
+        return self.dense_state(name, tensor.to("meta"))
 
     def trained(self) -> frozenset[str]:
         """Names of the parameters that train."""
@@ -166,7 +196,9 @@ class Ownership:
         return self._structure
 
     def _digest(self) -> int:
-        lines = [f"{n} {list(p.shape)} {p.dtype} {self.units_of[n]}" for n, p in self.parameters.items()]
+        # a module on `meta` does not know in which form its tensors are on the rank that runs it
+        shapes = {name: list(self.whole(name).shape) for name in self.parameters}
+        lines = [f"{n} {shapes[n]} {p.dtype} {self.units_of[n]}" for n, p in self.parameters.items()]
         lines += [f"{n} {b.units}" for n, b in self.buffers.items()]
         return number_of("\n".join(lines))
 

@@ -240,7 +240,7 @@ def _save(
         held = pipeline_state.describe()
         if isinstance(held, str):
             raise SpecError(held)
-        kept[0] = held
+        kept[0] = held = held.dense(mover.owned)
         parts.update(
             step=step,
             boundaries=list(stage_map.boundaries),
@@ -411,14 +411,13 @@ def _fitting(
         raise SpecError(f"{folder}: holds no state of {missing}, only of {sorted(saved.also)}")
     owned.read()
     for name, shape in pipeline_state.shapes().items():
-        buffer = name in owned.buffers
-        tensor = owned.buffers[name].tensor if buffer else owned.parameters[name]
+        dtype = owned.whole(name).dtype
         found = saved.space[name] if name in saved.space.number else None
         if found is None or found.shape != shape:
             need, got = f"{name} of shape {list(shape)}", "none" if found is None else str(list(found.shape))
             raise SpecError(f"{folder}: the model needs {need}, the checkpoint has {got}")
-        if torch_dtype(found) != tensor.dtype:
-            raise SpecError(f"{folder}: the model needs {name} of {tensor.dtype}, the checkpoint has {found.dtype}")
+        if torch_dtype(found) != dtype:
+            raise SpecError(f"{folder}: the model needs {name} of {dtype}, the checkpoint has {found.dtype}")
     specs = []
     for spec in saved.space.tensors:
         base = base_name(spec.name)

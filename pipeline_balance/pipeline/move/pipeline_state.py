@@ -258,10 +258,9 @@ class PipelineState:
         return {n: v for n, v in held.scalars.items() if here in owners.updaters(base_name(n), rank)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of all parameters and buffers."""
+        """Whole shapes of all parameters and buffers, in the form of checkpoints."""
         owned = self.mover.owned
-        found = {name: tuple(p.shape) for name, p in owned.parameters.items()}
-        return found | {name: tuple(b.tensor.shape) for name, b in owned.buffers.items()}
+        return {name: tuple(owned.whole(name).shape) for name in (*owned.parameters, *owned.buffers)}
 
     def going(self, target: TrainingLayout, space: Space, **more: Any) -> Going:
         """Describe the move to `target` on this process; `more` is the rest of `Going`."""

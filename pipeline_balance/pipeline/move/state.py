@@ -56,6 +56,24 @@ class Held:
         """Return what both hold."""
         return Held(self.specs + other.specs, self.tensors | other.tensors, self.scalars | other.scalars)
 
+    def dense(self, owned: Ownership) -> Held:
+        """Describe the same in the form of checkpoints; see `Ownership`.
+
+        Args:
+            owned: The model's parameters and buffers.
+        """
+        found = Held(scalars=self.scalars)
+        for spec in self.specs:
+            tensor = self.tensors[spec.name]
+            other = owned.dense_state(base_name(spec.name), tensor)
+            if other is tensor:
+                found.specs.append(spec)
+                found.tensors[spec.name] = tensor
+            else:
+                assert spec.layer is not None
+                found.add(spec.name, other, spec.kind, spec.layer)
+        return found
+
     def of_replica(self, owners: Owners, pipeline_rank: int, replica: int) -> Held:
         """Describe the same where all replicas move in one route, because optimizer state has owners.
 

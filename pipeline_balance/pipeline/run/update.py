@@ -72,7 +72,11 @@ class Gradients:
         changed = [
             name
             for name, p in self.owned.parameters.items()
-            if p.grad is not None and not _as_left(p.grad) and (midway or bool(p.grad.any()))
+            if p.grad is not None
+            and not _as_left(p.grad)
+            and (midway or bool(p.grad.any()))
+            # a module that has stored its weights sparse since has made another gradient of the one that was left
+            and not ((used or midway) and _MARK not in vars(p.grad) and self.owned.whole(name).shape != p.shape)
         ]
         if not changed:
             return

@@ -57,14 +57,14 @@ class Owners:
         self.table: list[dict[str, int]] = []
         if self.zero == 1 and stage_map is not None:
             seen = read if read is not None else owned
-            requires_grad, parameters = seen.trained(), seen.parameters
+            requires_grad = seen.trained()
             for rank in range(grid.pipeline_ranks):
                 trained = [n for n in seen.of(stage_map.layers_on(rank)) if n in requires_grad]
                 self.table.append({})
                 # experts have fewer holders than other parameters, so they are shared out apart
                 for experts, every in ((False, 1), (True, grid.ep)):
                     names = [n for n in trained if self._is_expert(n) == experts]
-                    whole = [(shapes or {}).get(n, parameters[n].shape) for n in names]
+                    whole = [(shapes or {}).get(n, seen.whole(n).shape) for n in names]
                     sizes = [math.prod(x) // (shards or {}).get(n, 1) for n, x in zip(names, whole, strict=True)]
                     found = zero_owners(sizes, grid.replicas // every)
                     self.table[-1] |= dict(zip(names, found.tolist(), strict=True))

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeline_balance.dynamics.freezing import Freezer, FreezingRule, freeze_prefix, gradient_rates
-from pipeline_balance.dynamics.pruning import PrunedLinear, PruningSchedule, global_top_k, prune_globally
+from pipeline_balance.dynamics.pruning import (
+    PrunedLinear,
+    PruningSchedule,
+    global_top_k,
+    prune_globally,
+    store_sparse,
+)
 from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadWorld
@@ -108,13 +114,16 @@ def test_sparse_products_equal_dense_ones() -> None:
     dense.prune(torch.rand(9, 12) < 0.2)
     sparse = PrunedLinear(12, 9, sparse_below=0.5).double()
     sparse.load_state_dict(dense.state_dict())
+    store_sparse([sparse], ())
+    assert sparse.stored_sparse
     grads = []
     for layer in (dense, sparse):
         x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
         out = layer(x)
         (out * torch.arange(9)).sum().backward()
         assert layer.bias is not None
-        grads.append([out.detach(), x.grad, layer.weight.grad, layer.bias.grad])
+        assert layer.weight.grad is not None
+        grads.append([out.detach(), x.grad, layer.dense_state("weight", layer.weight.grad), layer.bias.grad])
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
