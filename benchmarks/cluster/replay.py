@@ -53,6 +53,14 @@ def step_of(report: StepReport, placements: Sequence[Placement], forms: Sequence
     }
 
 
+def form_of(fields: Mapping[str, Any]) -> Form:
+    """The form that `dataclasses.asdict` took apart, from JSON or not: its groups have experts' numbers as keys."""
+    read = {k: tuple(v) for k, v in fields.items() if isinstance(v, list | tuple)}
+    for name in ("trans_groups", "agg_groups"):
+        read[name] = {int(e): tuple(tuple(g) for g in groups) for e, groups in fields.get(name, {}).items()}
+    return Form(**{**fields, **read})
+
+
 def simulated(
     name: str,
     calibration: Calibration,
@@ -87,7 +95,7 @@ def simulated(
             placed,
             splits,
             contexts,
-            forms=[Form(**{k: tuple(v) if isinstance(v, list) else v for k, v in f.items()}) for f in step["forms"]],
+            forms=[form_of(f) for f in step["forms"]],
             start_s=c.start_s,
             end_s=c.end_s,
             update_s=c.update_s,

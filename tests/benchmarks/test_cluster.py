@@ -29,7 +29,7 @@ from benchmarks.cluster.calibrate import (
 )
 from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, planner_of, policy
 from benchmarks.cluster.profiles import uniform
-from benchmarks.cluster.replay import biases, layers_of, simulated
+from benchmarks.cluster.replay import biases, form_of, layers_of, simulated
 from benchmarks.cluster.rows import against, summarise, table
 from benchmarks.cluster.workload import Workload, build
 from prophet import EngineConfig, attach
@@ -248,6 +248,13 @@ def test_recorded_steps_are_played_again(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text("{}")
     assert replay.main([str(file)]) == 2
     assert "record.json" in capsys.readouterr().err
+
+
+def test_a_recorded_form_keeps_its_groups() -> None:
+    """JSON has texts as keys: an expert whose groups were not found travelled as if it had one."""
+    form = Form((0, 512, 1024), two_phase_trans=True, trans_groups={3: ((0, 1), (4,))}, agg_groups={5: ((2, 6),)})
+    taken_apart = dataclasses.asdict(form)
+    assert form_of(json.loads(json.dumps(taken_apart))) == form_of(taken_apart) == form
 
 
 @pytest.mark.parametrize("argv", [["--repeats", "0"], ["--timeout-s", "0"], ["--profile", "five-hosts"]])
