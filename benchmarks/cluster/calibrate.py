@@ -17,7 +17,7 @@ import torch
 
 from prophet.experts.bank import Bank
 from prophet.machine.calibrate import shared_port
-from prophet.machine.fit import Point, fit_line, least_relative, noise_of
+from prophet.machine.fit import Point, fit_line, least_relative, noise_of, noise_seconds_of
 from prophet.machine.measure import (
     Probe,
     discard,
@@ -213,15 +213,14 @@ def calibration_of(seen: Observed, shape: LayerShape) -> Calibration:
     bnec = [typical(f"BNEC({i})") for i in range(last)] or [typical("BNEC(0)")]
     # beside the blocks' common windows: what the last one has more, with the head and the loss
     extra_s = typical(f"FNEC({last})") - np.mean(fnec) + typical(f"BNEC({last})") - np.mean(bnec)
-    links, noise = {}, [0.0]
+    links, noise_s = {}, {}
     for level, by_size in seen.exchanges.items():
         samples = [np.array(x) for x in by_size]
         # the mean rank's, in the middle of the samples: how long it takes to wake the peers is part of it
         taken = [x[:, :: seen.ranks_per_node] if level == "alone" else x for x in samples]
         points = [(n, float(np.median(x.mean(axis=1)))) for n, x in zip(PROBE_BYTES, taken, strict=True)]
         links[level] = fit_link(points)
-        if level != "alone":
-            noise.append(noise_of(np.concatenate(samples)))
+        noise_s[level] = noise_seconds_of(np.concatenate(samples))
     # the lower quartile: counts are short, and other work only ever adds time
     alone_s, behind_s = (float(np.quantile(np.max(x, axis=1), 0.25)) for x in seen.counts_s)
     nobody = Link(bytes_per_s=1e12)
@@ -239,7 +238,8 @@ def calibration_of(seen: Observed, shape: LayerShape) -> Calibration:
         overlap_cost=seen.overlap_cost,
         backward_ratio=float(np.median(backward_s / forward_s)),
         compute_noise=noise_of(np.concatenate([by_block(kind)[even].reshape(-1, ranks) for kind in NOISY])),
-        exchange_noise=max(noise),
+        # ranks behind one port are done in any order, which is no noise: the port takes as long as ever
+        exchange_noise_s=max(noise_s.get(level, 0.0) for level in ("intra", "inter" if port is None else "intra")),
         duplex_cost=seen.duplex_cost,
         link_overlap_cost=seen.link_overlap_cost,
         name="measured",

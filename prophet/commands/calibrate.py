@@ -384,7 +384,7 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
         "overlap_cost": topology.overlap_cost,
         "backward_ratio": topology.backward_ratio,
         "compute_noise": topology.compute_noise,
-        "exchange_noise": topology.exchange_noise,
+        "exchange_noise_s": topology.exchange_noise_s,
         "duplex_cost": topology.duplex_cost,
         "link_overlap_cost": topology.link_overlap_cost,
     }

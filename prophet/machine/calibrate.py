@@ -134,14 +134,18 @@ def calibration_of(
     """
     # Least relative errors, so that small sizes count as much as large ones
     fits = {o: Fit(o, m.unit, fit_line(m.fitted), m.fitted, m.held_out) for o, m in measured.items()}
-    # The line is that of the last rank, the link that of the mean one
-    noise = max((m.noise for o, m in measured.items() if o in ("a2a_intra", "a2a_inter")), default=0.0)
-    later = 1.0 + noise * last_of_alike(ranks)
-    links = {
-        level: Link(bytes_per_s=later / max(fit.line.unit_s, _LEAST), latency_s=fit.line.fixed_s / later)
+    lines = {
+        level: Link(bytes_per_s=1.0 / max(fit.line.unit_s, _LEAST), latency_s=fit.line.fixed_s)
         for level in ("intra", "inter", "alone")
         if (fit := fits.get(f"a2a_{level}"))
     }
+    shares = "inter" in lines and shared_port(lines["inter"], lines.get("alone"), ranks_per_node)[1] is not None
+    # Ranks behind one port are done in any order, which is no noise: the port takes as long as ever
+    levels = ("a2a_intra",) if shares else ("a2a_intra", "a2a_inter")
+    noise_s = max((measured[o].noise_s for o in levels if o in measured), default=0.0)
+    # The line is that of the last rank, the link that of the mean one
+    later_s = noise_s * last_of_alike(ranks)
+    links = {level: replace(line, latency_s=max(line.latency_s - later_s, 0.0)) for level, line in lines.items()}
     # A rank alone has no link; the model then gets one that costs next to nothing.
     intra = links.get("intra") or links.get("inter") or Link(bytes_per_s=1e12)
     # Of both passes together the model counts a third, for planners take a backward pass for twice the forward one.
@@ -172,7 +176,7 @@ def calibration_of(
         overlap_cost=overlap_cost,
         backward_ratio=float(np.median(ratios)) if ratios else 2.0,
         compute_noise=float(np.mean([measured[o].noise for o in _EXPERTS])),
-        exchange_noise=noise,
+        exchange_noise_s=noise_s,
         duplex_cost=duplex_cost,
         link_overlap_cost=link_overlap_cost,
         name=name,
@@ -249,8 +253,8 @@ def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
     forward, backward = (Line(*(x * way * 3.0 / (1.0 + ratio) for x in third)) for way in (1.0, ratio))
     links = (topology.intra, topology.even_inter, topology.inter)
     # As measured: when the last rank is done
-    later = 1.0 + topology.exchange_noise * last_of_alike(topology.ranks)
-    intra, inter, alone = (Line(later * link.latency_s, later / link.bytes_per_s) for link in links)
+    later_s = topology.exchange_noise_s * last_of_alike(topology.ranks)
+    intra, inter, alone = (Line(link.latency_s + later_s, 1.0 / link.bytes_per_s) for link in links)
     slower = inter if topology.nodes > 1 else intra
     return {
         "a2a_intra": intra,
@@ -258,8 +262,8 @@ def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
         "a2a_alone": alone,
         "expert_forward": forward,
         "expert_backward": backward,
-        "trans": Line(slower.fixed_s / later, slower.unit_s / later / topology.trans_rate),
-        "agg": Line(slower.fixed_s / later, slower.unit_s / later / topology.agg_rate),
+        "trans": Line(slower.fixed_s - later_s, slower.unit_s / topology.trans_rate),
+        "agg": Line(slower.fixed_s - later_s, slower.unit_s / topology.agg_rate),
     }
 
 

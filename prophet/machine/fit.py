@@ -128,11 +128,28 @@ def noise_of(seconds: FloatArray) -> float:
     relative = seconds / seconds.mean(axis=1, keepdims=True)
     relative /= np.median(relative, axis=0)
     relative /= relative.mean(axis=1, keepdims=True)
+    return min(1.0, _usual_deviation(relative))
+
+
+def noise_seconds_of(seconds: FloatArray) -> float:
+    """By how many seconds a rank's time varies while the other ranks' does not: the standard deviation.
+
+    As `noise_of`, where the noise is no share of what is done.
+
+    Args:
+        seconds: Of the same work on every rank, [n, R]; observations may be of different work.
+    """
+    if seconds.shape[1] < 2:
+        return 0.0
+    apart = seconds - seconds.mean(axis=1, keepdims=True)
+    return _usual_deviation(apart - np.median(apart, axis=0))
+
+
+def _usual_deviation(seconds: FloatArray) -> float:
     # A sample's deviation has as median that of a chi-squared distribution (Wilson and Hilferty)
     freedom = seconds.shape[1] - 1
     usual = (1.0 - 2.0 / (9.0 * freedom)) ** 1.5
-    deviation = float(np.median(relative.std(axis=1, ddof=1)))
-    return min(1.0, deviation / float(usual))
+    return float(np.median(seconds.std(axis=1, ddof=1)) / usual)
 
 
 def least_relative(design: FloatArray, seconds: FloatArray, rounds: int = 50) -> FloatArray:

@@ -23,7 +23,7 @@ import torch
 
 from prophet.errors import SpecError
 from prophet.experts.bank import Bank
-from prophet.machine.fit import Point, noise_of
+from prophet.machine.fit import Point, noise_of, noise_seconds_of
 from prophet.ranks.collective import Collective
 from prophet.ranks.device.clocks import synchronize
 from prophet.ranks.operation import Operation
@@ -169,7 +169,7 @@ class Measured:
         fitted: Points to fit a line to.
         held_out: Points to compare it with.
         by_rank: Seconds of each rank [points, R], fitted points first.
-        noise: As of `noise_of`, over all samples.
+        noise, noise_s: As of `noise_of` and `noise_seconds_of`, over all samples.
     """
 
     operation: str
@@ -178,6 +178,7 @@ class Measured:
     held_out: tuple[Point, ...]
     by_rank: FloatArray
     noise: float = 0.0
+    noise_s: float = 0.0
 
 
 def _spaced(low: int, high: int, points: int) -> tuple[list[int], list[int]]:
@@ -221,6 +222,7 @@ def _measure(
         tuple(points[len(fitted) :]),
         by_rank,
         noise_of(np.concatenate(samples)),
+        noise_seconds_of(np.concatenate(samples)),
     )
 
 

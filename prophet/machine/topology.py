@@ -28,7 +28,7 @@ _OVERHEADS = ("expert_overhead_s", "call_overhead_s")
 _RATES = ("trans_rate", "agg_rate", "overlap_cost")
 _PORT = "port_bytes_per_s"
 # Absent where they were not measured: such a file reads as before there were such figures, and keeps its digest
-_MEASURED = ("backward_ratio", "compute_noise", "exchange_noise", "duplex_cost", "link_overlap_cost")
+_MEASURED = ("backward_ratio", "compute_noise", "exchange_noise_s", "duplex_cost", "link_overlap_cost")
 _OPTIONAL: dict[str, Any] = {field.name: field.default for field in fields(Topology) if field.name in _MEASURED}
 _FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, *_RATES, *_OPTIONAL, _PORT}
 _FIELDS |= {"intra", "inter", "rank", "fit"}

@@ -63,7 +63,7 @@ class StepDurations:
         counts_behind_s: By how much longer it takes, at most, behind what is under way of a chunk.
         overlap_cost: By how much of its seconds a chunk lengthens the compute beside it, a share below 1.
         link_overlap_cost: As in `Topology`.
-        compute_noise, exchange_noise: As in `Topology`.
+        compute_noise, exchange_noise_s: As in `Topology`.
     """
 
     a2a_s: FloatArray
@@ -82,7 +82,7 @@ class StepDurations:
     overlap_cost: float = 0.0
     link_overlap_cost: float = 1.0
     compute_noise: float = 0.0
-    exchange_noise: float = 0.0
+    exchange_noise_s: float = 0.0
 
     def __post_init__(self) -> None:
         shape = np.shape(self.a2a_s)
@@ -97,7 +97,7 @@ class StepDurations:
         for name, expected in shapes.items():
             # the dataclass is frozen, and takes lists as well as arrays
             object.__setattr__(self, name, _seconds(name, getattr(self, name), expected))
-        for name in ("counts_s", "counts_behind_s", "link_overlap_cost", "compute_noise", "exchange_noise"):
+        for name in ("counts_s", "counts_behind_s", "link_overlap_cost", "compute_noise", "exchange_noise_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise SpecError(f"StepDurations.{name} must be finite and not negative, got {getattr(self, name)!r}")
         if not 0 <= self.overlap_cost < 1:
@@ -244,7 +244,8 @@ class _Clock:
             self.busy = self.busy + taken * np.clip(self.busy - before, 0.0, seconds)
         start = self.now
         self.now = start + seconds + lost
-        self.variance += np.square(self.durations.exchange_noise * seconds)
+        # however long it takes; who exchanges nothing does not vary
+        self.variance += np.square(np.where(seconds > 0, self.durations.exchange_noise_s, 0.0))
         self.sums["a2a"] += seconds
         self.sums["shared"] += lost
         self.span(name, "tokens", start, self.now)
@@ -370,7 +371,7 @@ def simulate(
 # --- durations from the performance model ---
 
 # fields of `StepDurations` that are those of the machine
-_OF_TOPOLOGY = ("overlap_cost", "link_overlap_cost", "compute_noise", "exchange_noise")
+_OF_TOPOLOGY = ("overlap_cost", "link_overlap_cost", "compute_noise", "exchange_noise_s")
 
 
 def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:

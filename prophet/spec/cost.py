@@ -248,7 +248,8 @@ class Topology:
             those of a third of both.
         compute_noise: By which share of its mean a rank's compute varies from window to window while other ranks' does
             not: the standard deviation.
-        exchange_noise: The same of the seconds until a rank is done with an all-to-all; those of `Link` are the mean.
+        exchange_noise_s: Seconds by which the moment when a rank is done with an all-to-all varies so, however long it
+            takes: the standard deviation. The seconds of `Link` are the mean.
         duplex_cost: By which share of the shorter direction's seconds a port takes longer that sends and receives at
             the same time. The rate of `Link` is that of both directions at once.
         link_overlap_cost: From 0 to 1, the share of the time that an all-to-all and a transfer run together by which
@@ -274,7 +275,7 @@ class Topology:
     overlap_cost: float = 0.0
     backward_ratio: float = 2.0
     compute_noise: float = 0.0
-    exchange_noise: float = 0.0
+    exchange_noise_s: float = 0.0
     duplex_cost: float = 0.0
     link_overlap_cost: float = 1.0
     port_bytes_per_s: float | None = None
@@ -283,11 +284,11 @@ class Topology:
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_cost < 1:
             raise SpecError(f"Topology.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
-        for name in ("compute_noise", "exchange_noise", "duplex_cost", "link_overlap_cost"):
+        for name in ("compute_noise", "duplex_cost", "link_overlap_cost"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SpecError(f"Topology.{name} must be from 0 to 1, got {getattr(self, name)!r}")
         check_positive(self, "ranks", "ranks_per_node", "trans_rate", "agg_rate", "backward_ratio")
-        check_not_negative(self, "expert_overhead_s", "call_overhead_s")
+        check_not_negative(self, "expert_overhead_s", "call_overhead_s", "exchange_noise_s")
         if self.port_bytes_per_s is not None:
             check_positive(self, "port_bytes_per_s")
         for field_name, values in (("flops_per_s", self.flops_per_s), ("free_bytes", self.free_bytes)):

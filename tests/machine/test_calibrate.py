@@ -12,7 +12,7 @@ import torch
 from prophet.errors import SpecError
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.machine.calibrate import Calibration, calibrate, calibration_of, check, model_lines
-from prophet.machine.fit import Fit, Line, Point, fit_line, noise_of, rate_of
+from prophet.machine.fit import Fit, Line, Point, fit_line, noise_of, noise_seconds_of, rate_of
 from prophet.machine.measure import (
     Measured,
     Probe,
@@ -106,15 +106,15 @@ def test_all_ranks_get_the_same_topology() -> None:
     assert {p.count for p in forward.fitted} == {1, 2}
 
 
-def told(operation: str, unit: str, fixed_s: float, unit_s: float, ranks: int, noise: float = 0.0) -> Measured:
+def told(operation: str, unit: str, fixed_s: float, unit_s: float, ranks: int, **noise: float) -> Measured:
     points = tuple(Point(size, 1, fixed_s + unit_s * size) for size in (1e4, 1e5, 1e6))
-    return Measured(operation, unit, points, (), np.ones((len(points), ranks)), noise)
+    return Measured(operation, unit, points, (), np.ones((len(points), ranks)), **noise)
 
 
 def test_both_passes_are_fitted_apart_and_noise_is_kept() -> None:
     shape = LayerShape.feed_forward(dim=8, hidden=16)
     measured = [
-        told("a2a_intra", "byte", 1e-5, 1e-9, 4, noise=0.08),
+        told("a2a_intra", "byte", 1e-5, 1e-9, 4, noise=0.5, noise_s=4e-6),
         told("expert_forward", "token", 1e-4, 1e-6, 4, noise=0.02),
         told("expert_backward", "token", 2.3e-4, 2.3e-6, 4, noise=0.04),
     ]
@@ -122,18 +122,37 @@ def test_both_passes_are_fitted_apart_and_noise_is_kept() -> None:
         {m.operation: m for m in measured}, shape, 4, ranks_per_node=4, free_bytes=1, duplex_cost=0.2, name="told"
     ).topology
     assert found.backward_ratio == pytest.approx(2.3)
-    assert (found.compute_noise, found.exchange_noise) == (pytest.approx(0.03), 0.08)
+    assert (found.compute_noise, found.exchange_noise_s) == (pytest.approx(0.03), 4e-6)
     assert (found.duplex_cost, found.link_overlap_cost) == (0.2, 1.0)
     # its line is that of the last of four
-    later = 1 + 0.08 * last_of_alike(4)
-    assert found.intra.bytes_per_s == pytest.approx(later * 1e9, rel=1e-3)
+    later_s = 4e-6 * last_of_alike(4)
+    assert found.intra.bytes_per_s == pytest.approx(1e9, rel=1e-3)
+    assert found.intra.latency_s == pytest.approx(1e-5 - later_s, rel=1e-3)
     # planners go by a third of both, as before
     assert found.flops_per_s[0] == pytest.approx(shape.forward_flops_per_token / 1.1e-6, rel=1e-3)
     lines = model_lines(found, shape)
-    assert lines["a2a_intra"].unit_s == pytest.approx(1e-9, rel=1e-3)
-    assert lines["trans"].unit_s == pytest.approx(1e-9 / later, rel=1e-3)
+    assert lines["a2a_intra"].fixed_s == pytest.approx(1e-5, rel=1e-3)
+    assert lines["trans"].fixed_s == pytest.approx(1e-5 - later_s, rel=1e-3)
+    assert lines["a2a_intra"].unit_s == lines["trans"].unit_s == pytest.approx(1e-9, rel=1e-3)
     assert lines["expert_forward"].unit_s == pytest.approx(1e-6, rel=1e-3)
     assert lines["expert_backward"].unit_s == pytest.approx(2.3e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize("alone_s", [1e-9, 4e-9])
+def test_ranks_behind_one_port_have_no_noise_of_their_own(alone_s: float) -> None:
+    """They are done in any order, and the last of them with the port."""
+    measured = [
+        told("a2a_intra", "byte", 1e-5, 1e-9, 4, noise_s=2e-6),
+        told("a2a_inter", "byte", 1e-5, 4e-9, 4, noise_s=3e-6),
+        told("a2a_alone", "byte", 1e-5, alone_s, 4, noise_s=9e-6),
+        told("expert_forward", "token", 1e-4, 1e-6, 4),
+        told("expert_backward", "token", 2e-4, 2e-6, 4),
+    ]
+    shape = LayerShape.feed_forward(dim=8, hidden=16)
+    table = {m.operation: m for m in measured}
+    found = calibration_of(table, shape, 4, ranks_per_node=2, free_bytes=1, name="told").topology
+    assert (found.port_bytes_per_s is None) == (alone_s == 4e-9)
+    assert found.exchange_noise_s == (2e-6 if found.port_bytes_per_s else 3e-6)
 
 
 @pytest.mark.parametrize(("ranks", "noise"), [(2, 0.05), (4, 0.1), (8, 0.02)])
@@ -147,6 +166,18 @@ def test_noise_is_what_was_drawn(ranks: int, noise: float) -> None:
     assert noise_of(seconds) == pytest.approx(noise, rel=0.25)
     assert noise_of(seconds[:, :1]) == 0.0
     assert noise_of(np.zeros((3, ranks))) == 0.0
+
+
+@pytest.mark.parametrize(("ranks", "noise_s"), [(2, 0.005), (4, 0.003), (8, 0.007)])
+def test_noise_in_seconds_is_what_was_drawn(ranks: int, noise_s: float) -> None:
+    """Of exchanges of three sizes, by ranks of which some are always later."""
+    rng = np.random.default_rng(ranks)
+    size_s = np.repeat([[0.05], [0.1], [0.2]], 100, axis=0)
+    seconds = size_s + 0.01 * rng.random(ranks) + noise_s * rng.normal(size=(300, ranks))
+    assert noise_seconds_of(seconds) == pytest.approx(noise_s, rel=0.1)
+    seconds[::10, 0] *= 3.0
+    assert noise_seconds_of(seconds) == pytest.approx(noise_s, rel=0.25)
+    assert noise_seconds_of(seconds[:, :1]) == 0.0
 
 
 @pytest.mark.parametrize(

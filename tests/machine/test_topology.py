@@ -35,7 +35,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         overlap_cost=draw(st.floats(0, 0.99)),
         backward_ratio=draw(st.floats(0.1, 10)),
         compute_noise=draw(st.floats(0, 1)),
-        exchange_noise=draw(st.floats(0, 1)),
+        exchange_noise_s=draw(st.floats(0, 1)),
         duplex_cost=draw(st.floats(0, 1)),
         link_overlap_cost=draw(st.floats(0, 1)),
         port_bytes_per_s=draw(st.none() | positive),
@@ -88,13 +88,13 @@ def test_figures_that_were_not_measured_are_not_in_the_file(tmp_path: Path) -> N
     file = tmp_path / "t.toml"
     write_topology(file, Topology.uniform(2))
     written = file.read_text()
-    figures = ("backward_ratio", "compute_noise", "exchange_noise", "duplex_cost", "link_overlap_cost")
+    figures = ("backward_ratio", "compute_noise", "exchange_noise_s", "duplex_cost", "link_overlap_cost")
     assert not any(name in written for name in figures)
     found = read_topology(file)
     assert [getattr(found, name) for name in figures] == [2.0, 0.0, 0.0, 0.0, 1.0]
-    measured = dataclasses.replace(found, backward_ratio=np.float64(2.2), exchange_noise=0.1)
+    measured = dataclasses.replace(found, backward_ratio=np.float64(2.2), exchange_noise_s=0.1)
     write_topology(file, measured)
-    assert "backward_ratio = 2.2\nexchange_noise = 0.1\n" in file.read_text()
+    assert "backward_ratio = 2.2\nexchange_noise_s = 0.1\n" in file.read_text()
     assert read_topology(file) == measured
 
 

@@ -71,7 +71,7 @@ def durations(draw: st.DrawFn) -> StepDurations:
         overlap_cost=draw(st.sampled_from([0.0, 0.3])),
         link_overlap_cost=draw(st.sampled_from([1.0, 0.4])),
         compute_noise=draw(st.sampled_from([0.0, 0.1])),
-        exchange_noise=draw(st.sampled_from([0.0, 0.1])),
+        exchange_noise_s=draw(st.sampled_from([0.0, 0.1])),
     )
 
 
@@ -196,7 +196,6 @@ def drawn(d: StepDurations, times: int, seed: int) -> float:
     All operations but one begin together, so a step is the sum of what comes last after each of them.
     """
     rng, total = np.random.default_rng(seed), 0.0
-    noise = {"c": d.compute_noise, "x": d.exchange_noise}
     now = np.zeros((times, d.ranks))
 
     def run(kind: str, seconds: FloatArray, *, together: bool) -> None:
@@ -204,7 +203,8 @@ def drawn(d: StepDurations, times: int, seed: int) -> float:
         if together:
             total += now.max(axis=1).mean()
             now = np.zeros_like(now)
-        now = now + seconds * (1.0 + noise[kind] * rng.normal(size=now.shape))
+        noise_s = d.exchange_noise_s if kind == "x" else d.compute_noise * seconds
+        now = now + seconds + noise_s * rng.normal(size=now.shape)
 
     run("c", d.start_s, together=False)
     for i in range(d.blocks):
@@ -224,7 +224,7 @@ def test_ranks_that_vary_meet_later(even: bool) -> None:
     if not even:
         skew = np.array([1.0, 1.1, 1.6, 1.0])
         d = dataclasses.replace(d, fec_s=d.fec_s * skew, bec_s=d.bec_s * skew)
-    noisy = dataclasses.replace(d, compute_noise=0.06, exchange_noise=0.1)
+    noisy = dataclasses.replace(d, compute_noise=0.06, exchange_noise_s=0.1)
     alone, found = (simulate(block_wise(2), x) for x in (d, noisy))
     assert found.makespan_s == pytest.approx(drawn(noisy, 20_000, 1), rel=3e-3)
     added = found.makespan_s / alone.makespan_s - 1
@@ -263,7 +263,7 @@ def test_counts_wait_behind_what_is_under_way() -> None:
 def test_one_way_is_faster_than_both() -> None:
     """An even exchange takes what the link says, both ways together; each alone 1 / 1.25 of it."""
     plain = Topology.uniform(4, intra=Link(bytes_per_s=1000.0))
-    found = dataclasses.replace(plain, duplex_cost=0.25, exchange_noise=0.1)
+    found = dataclasses.replace(plain, duplex_cost=0.25, exchange_noise_s=0.1)
     even = np.where(np.eye(4, dtype=bool), 0.0, 100.0)
     np.testing.assert_allclose(exchange_by_rank(even, found), exchange_by_rank(even, plain))
     one = np.zeros((4, 4))
