@@ -1,10 +1,11 @@
 """What a schedule would take: the lists that the runtime carries out, played under given durations.
 
 Each rank has a compute stream, which also waits for the all-to-alls of dispatch and combine, and a stream for weights,
-on which Trans and Agg chunks run one after the other. A collective starts when its last rank is there. Where both
-streams use one link (`shared_link`), an all-to-all and a chunk that run together get half of it each; so hiding a
-transfer under an all-to-all gains nothing, as in the paper's Eq. 8, which counts only compute as cover. Of a measured
-machine `link_overlap_cost` says how much they really cost each other.
+on which Trans and Agg chunks run one after the other. All ranks wait for each other's counts, and a chunk starts when
+its last rank is there. In an all-to-all of tokens each pair of ranks starts when both are there. Where both streams use
+one link (`shared_link`), an all-to-all and a chunk that run together get half of it each; so hiding a transfer under an
+all-to-all gains nothing, as in the paper's Eq. 8, which counts only compute as cover. Of a measured machine
+`link_overlap_cost` says how much they really cost each other.
 
 Each rank's time is a mean. Where it is known by how much ranks vary, they meet when the last one is expected.
 
@@ -37,6 +38,10 @@ from prophet.spec import (
 )
 
 
+# moments at which pairs of ranks may begin within one all-to-all
+_MOST_STARTS = 32
+
+
 def _seconds(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> FloatArray:
     """Return `values` as a read-only array; `SpecError` unless it has this shape and holds finite seconds."""
     array = np.array(values, dtype=np.float64)
@@ -46,6 +51,19 @@ def _seconds(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> FloatA
         raise SpecError(f"StepDurations.{name} must hold finite seconds, none negative")
     array.setflags(write=False)
     return array
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Dispatched:
+    """What a block's dispatch moves, and over which links; its combine moves it back.
+
+    Attributes:
+        pairs: Bytes from rank to rank, [R, R].
+        topology: The machine.
+    """
+
+    pairs: FloatArray
+    topology: Topology
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -64,6 +82,7 @@ class StepDurations:
         overlap_cost: By how much of its seconds a chunk lengthens the compute beside it, a share below 1.
         link_overlap_cost: As in `Topology`.
         compute_noise, exchange_noise_s: As in `Topology`.
+        dispatched: By block. Where it is not known, an all-to-all starts when its last rank is there.
     """
 
     a2a_s: FloatArray
@@ -83,6 +102,7 @@ class StepDurations:
     link_overlap_cost: float = 1.0
     compute_noise: float = 0.0
     exchange_noise_s: float = 0.0
+    dispatched: tuple[Dispatched, ...] = ()
 
     def __post_init__(self) -> None:
         shape = np.shape(self.a2a_s)
@@ -100,6 +120,8 @@ class StepDurations:
         for name in ("counts_s", "counts_behind_s", "link_overlap_cost", "compute_noise", "exchange_noise_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise SpecError(f"StepDurations.{name} must be finite and not negative, got {getattr(self, name)!r}")
+        if self.dispatched and [d.pairs.shape for d in self.dispatched] != [(ranks, ranks)] * blocks:
+            raise SpecError(f"StepDurations.dispatched must hold bytes [{ranks}, {ranks}] of {blocks} blocks")
         if not 0 <= self.overlap_cost < 1:
             raise SpecError(f"StepDurations.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
 
@@ -230,13 +252,41 @@ class _Clock:
         self.now = self.now + behind
         self.all_to_all(name, np.full_like(self.now, self.durations.counts_s))
 
-    def all_to_all(self, name: str, seconds: FloatArray) -> None:
-        before = self.wait_for_last()
+    def wait_for_peers(self, pairs: FloatArray, topology: Topology, seconds: FloatArray) -> FloatArray:
+        """Let each rank wait until the rest of an all-to-all takes it no longer than it lasts from there on.
+
+        Returns:
+            How long it lasts, at most `seconds`, [R].
+        """
+        deviations = np.sqrt(self.variance)
+        left_KR = left_by_rank(pairs, topology, self.now)
+        # a rank's own arrival always counts
+        takes_part_KR = (left_KR > 0) | np.eye(len(self.now), dtype=np.bool_)
+        ends_KR = self.now[:, None] + left_KR
+        done = np.array(
+            [expected_last(ends_KR[part, r], deviations[part]) for r, part in enumerate(takes_part_KR.T)]
+        )
+        taken = np.minimum(seconds, done - self.now)
+        self.sums["idle"] += done - taken - self.now
+        self.now = done - taken
+        # as after `wait_for_last`
+        self.variance = np.zeros_like(self.now)
+        return taken
+
+    def all_to_all(
+        self, name: str, seconds: FloatArray, dispatched: Dispatched | None = None, *, back: bool = False
+    ) -> None:
+        if dispatched is None:
+            self.wait_for_last()
+        else:
+            pairs = dispatched.pairs.T if back else dispatched.pairs
+            seconds = self.wait_for_peers(pairs, dispatched.topology, seconds)
+        before = self.now
         # with half of the link each while both run, each loses as long as they run together, at most its own length
         taken = self.durations.link_overlap_cost if self.shared_link else 0.0
         lost = taken * np.minimum(seconds, np.maximum(self.busy - before, 0.0))
         if taken:
-            self.under_way = [transfer for transfer in self.under_way if transfer.finish.max() > before]
+            self.under_way = [transfer for transfer in self.under_way if (transfer.finish > before).any()]
             for transfer in self.under_way:
                 # transfers under way lose as much to the all-to-all; one that has not started begins later
                 for times in (transfer.start, transfer.finish):
@@ -347,7 +397,11 @@ def simulate(
             clock.span(f"plan({block})", "plan", started, planned)
         elif kind == "A2A":
             clock.all_to_all(
-                f"{A2A_NAMES[action.chunk or 0].replace('-', ' ')}({block})", d.a2a_s[block or 0, action.chunk or 0]
+                f"{A2A_NAMES[action.chunk or 0].replace('-', ' ')}({block})",
+                d.a2a_s[block or 0, action.chunk or 0],
+                d.dispatched[block or 0] if d.dispatched else None,
+                # combine goes back, and so do the gradients of what was dispatched
+                back=(action.chunk or 0) % 2 == 1,
             )
         elif kind == "WAIT_PLAN":
             clock.sums["exposed_plan"] += np.maximum(planned - clock.now, 0.0)
@@ -405,6 +459,31 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
     done = np.maximum(done, np.where(received > 0, in_s, 0.0))
     done = np.maximum(done, np.where(moved > 0, out_s[:, None], 0.0).max(axis=0))
     return done
+
+
+def left_by_rank(pairs: FloatArray, topology: Topology, arrived: FloatArray) -> FloatArray:
+    """Return how much of an all-to-all of `pairs[r, d]` bytes is left for each rank when each rank arrives.
+
+    Links never rest while a pair is there that could use them. So a rank is done when the last rank it depends on has
+    come and all that begins then or later is through: row k has the seconds of the pairs that begin with rank k or
+    after it, zero for ranks that none of them concerns. That is exact where one rank's link is the only one that
+    limits.
+
+    Args:
+        pairs: Bytes, [R, R].
+        topology: The machine.
+        arrived: When each rank arrives, [R].
+
+    Returns:
+        Seconds [K, R], for each rank k that arrives.
+    """
+    left = np.zeros((len(arrived), len(arrived)))
+    begins = np.maximum(arrived[:, None], arrived[None, :])
+    order = np.argsort(arrived, kind="stable")
+    # of very many ranks some are taken together: for each of them counts what begins with the first of these
+    for some in np.array_split(order, min(len(order), _MOST_STARTS)):
+        left[some] = exchange_by_rank(np.where(begins >= arrived[some[0]], pairs, 0.0), topology)
+    return left
 
 
 def transfer_by_chunk(
@@ -477,7 +556,7 @@ def predicted_durations(
     lengths = [len(x) for x in (placements, splits, contexts, forms)]
     if len(set(lengths)) != 1 or not contexts:
         raise SpecError(f"expected as many placements, splits and forms as contexts, got {lengths}")
-    a2a, fec, bec, trans, agg, speeds = [], [], [], [], [], []
+    a2a, dispatched, fec, bec, trans, agg, speeds = [], [], [], [], [], [], []
     for placement, split, context, form in zip(placements, splits, contexts, forms, strict=True):
         topology, shape = context.topology, context.shape
         if split.ranks != topology.ranks or placement.ranks != topology.ranks:
@@ -485,6 +564,7 @@ def predicted_durations(
         pairs = split.pairs().astype(np.float64) * shape.token_bytes
         there, back = exchange_by_rank(pairs, topology), exchange_by_rank(pairs.T, topology)
         a2a.append([there, back, there, back])
+        dispatched.append(Dispatched(pairs, topology))
         load_ED = split.by_expert()
         rate = np.asarray(topology.flops_per_s) / shape.forward_flops_per_token
         # `expert_overhead_s` is spent on every expert that has rows on the rank, however few
@@ -539,5 +619,6 @@ def predicted_durations(
         update_s=slow[0] * update_s,
         counts_s=counts_s,
         counts_behind_s=counts_behind_s,
+        dispatched=tuple(dispatched),
         **{name: max(getattr(c.topology, name) for c in contexts) for name in _OF_TOPOLOGY},
     )

@@ -16,10 +16,12 @@ from prophet.scheduler.actions import Action
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.schedules import NAMES, Schedule, block_wise, blocking, schedule_named
 from prophet.scheduler.simulate import (
+    Dispatched,
     SimulatedStep,
     StepDurations,
     check_schedule,
     exchange_by_rank,
+    left_by_rank,
     predicted_durations,
     simulate,
     transfer_by_chunk,
@@ -289,6 +291,139 @@ def test_a_backward_pass_has_its_own_seconds_and_a_call_its_overhead() -> None:
     d = predicted_durations([homes], [Split.to_homes(load, homes)], [usual])
     assert d.fec_s[0, 0] == pytest.approx(third, rel=1e-15)
     assert d.bec_s[0, 0] == 2 * d.fec_s[0, 0]
+
+
+# --- pairs of ranks that start when both are there ---
+
+
+def served(sizes: FloatArray, arrived: FloatArray) -> float:
+    """When a sender of 1 byte/s is through that serves all peers who are there alike, by playing its moments."""
+    now, left = 0.0, sizes.copy()
+    while left.any():
+        here = (left > 0) & (arrived <= now)
+        coming = arrived[(left > 0) & (arrived > now)]
+        until = coming.min() if coming.size else np.inf
+        if not here.any():
+            now = until
+            continue
+        many = int(here.sum())
+        spent = min(left[here].min() * many, until - now)
+        left[here] -= spent / many
+        left[left < 1e-12] = 0.0
+        now += spent
+    return now
+
+
+@QUICK
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=6), st.booleans())
+def test_one_busy_link_is_done_when_its_moments_say_so(peers: list[tuple[int, int]], receives: bool) -> None:
+    """One rank alone sends, or alone receives: an oracle that plays every arrival and every end."""
+    sizes, arrived = np.array(peers, dtype=np.float64).T
+    sizes[0] = 0.0
+    pairs = np.zeros((len(peers), len(peers)))
+    pairs[0] = sizes
+    pairs = pairs.T if receives else pairs
+    left = left_by_rank(pairs, Topology.uniform(len(peers), intra=Link(bytes_per_s=1.0)), arrived)
+    done = max(arrived[0], (arrived + left[:, 0]).max(where=left[:, 0] > 0, initial=0.0))
+    assert done == pytest.approx(max(served(sizes, np.maximum(arrived, arrived[0])), arrived[0]))
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> tuple[FloatArray, Topology, FloatArray]:
+    per_node, nodes = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    ranks = max(1, per_node * nodes - draw(st.integers(0, per_node - 1)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    topology = Topology.uniform(
+        ranks,
+        ranks_per_node=per_node,
+        intra=Link(bytes_per_s=10.0, latency_s=draw(st.sampled_from([0.0, 0.5]))),
+        inter=Link(bytes_per_s=4.0),
+        port_bytes_per_s=draw(st.sampled_from([None, 5.0])),
+    )
+    pairs = rng.integers(0, 40, size=(ranks, ranks)) * rng.choice([0, 1], size=(ranks, ranks), p=(0.3, 0.7))
+    duplex = draw(st.sampled_from([0.0, 0.2]))
+    arrived = rng.integers(0, 6, size=ranks).astype(np.float64)
+    return pairs.astype(np.float64), dataclasses.replace(topology, duplex_cost=duplex), arrived
+
+
+@QUICK
+@given(exchanges())
+def test_what_is_left_agrees_with_its_naive_twin(exchange: tuple[FloatArray, Topology, FloatArray]) -> None:
+    pairs, topology, arrived = exchange
+    left, alone = left_by_rank(pairs, topology, arrived), exchange_by_rank(pairs, topology)
+    for k, at in enumerate(arrived):
+        later = np.zeros_like(pairs)
+        for r, d in itertools.product(range(topology.ranks), repeat=2):
+            if arrived[r] >= at or arrived[d] >= at:
+                later[r, d] = pairs[r, d]
+        np.testing.assert_array_equal(left[k], exchange_by_rank(later, topology))
+    assert (left <= alone).all()
+    np.testing.assert_array_equal(left[arrived.argmin()], alone)  # when the first rank comes, all of it
+    together = left_by_rank(pairs, topology, np.full(topology.ranks, 3.0))
+    np.testing.assert_array_equal(together, np.broadcast_to(alone, together.shape))
+
+
+def test_very_many_ranks_take_no_less_than_one_by_one() -> None:
+    ranks = 80
+    rng = np.random.default_rng(3)
+    pairs, arrived = rng.random((ranks, ranks)), rng.random(ranks)
+    topology = Topology.uniform(ranks, intra=Link(bytes_per_s=10.0))
+    found = left_by_rank(pairs, topology, arrived)
+    for k in range(ranks):
+        begin = np.maximum(arrived[:, None], arrived[None, :]) >= arrived[k]
+        exact = exchange_by_rank(np.where(begin, pairs, 0.0), topology)
+        assert (found[k] >= exact).all()
+        np.testing.assert_allclose(found[k], exact, atol=0.05 * found.max())
+
+
+@st.composite
+def steps_of_pairs(draw: st.DrawFn) -> StepDurations:
+    d = draw(durations())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    topology = Topology.uniform(d.ranks, intra=Link(bytes_per_s=draw(st.sampled_from([0.5, 5.0]))))
+    moved = [rng.exponential(size=(d.ranks, d.ranks)) for _ in range(d.blocks)]
+    ways = [[exchange_by_rank(x, topology) for x in (pairs, pairs.T)] * 2 for pairs in moved]
+    return dataclasses.replace(
+        d, a2a_s=np.array(ways), dispatched=tuple(Dispatched(pairs, topology) for pairs in moved)
+    )
+
+
+@QUICK
+@given(steps_of_pairs(), st.booleans())
+def test_steps_of_pairs_have_a_name_for_every_second(d: StepDurations, shared: bool) -> None:
+    step = simulate(block_wise(d.blocks), d, shared_link=shared, record=True)
+    np.testing.assert_allclose(parts(step), step.makespan_s, rtol=1e-12, atol=1e-12)
+    assert all(getattr(step, f.name).min() >= -1e-12 for f in dataclasses.fields(step) if f.name.endswith("s_s"))
+    tokens = np.zeros(d.ranks)
+    for span in step.spans:
+        tokens[span.rank] += span.seconds * (span.stream == "tokens")
+    np.testing.assert_allclose(tokens, step.a2a_s + step.shared_s, rtol=1e-9, atol=1e-9)
+
+
+@QUICK
+@given(steps_of_pairs())
+def test_pairs_never_make_a_step_longer(d: StepDurations) -> None:
+    """Without transfers, whose cost to others depends on when they run, and without noise."""
+    nothing = np.zeros_like(d.trans_s)
+    d = dataclasses.replace(d, trans_s=nothing, agg_s=nothing, compute_noise=0.0, exchange_noise_s=0.0)
+    waits = dataclasses.replace(d, dispatched=())
+    assert simulate(blocking(d.blocks), d).makespan_s <= simulate(blocking(d.blocks), waits).makespan_s * (1 + 1e-12)
+
+
+def test_a_rank_that_comes_late_with_little_delays_little() -> None:
+    """Ranks 0 and 1 exchange 10 bytes in both directions while rank 2, which has 1 byte, still computes."""
+    pairs = np.array([[0.0, 10.0, 0.0], [10.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    topology = Topology.uniform(3, intra=Link(bytes_per_s=1.0))
+    there, back = exchange_by_rank(pairs, topology), exchange_by_rank(pairs.T, topology)
+    d = uniform_durations(1, 3)
+    late = np.array([[0.0, 0.0, 20.0]])
+    d = dataclasses.replace(d, a2a_s=np.array([[there, back, there, back]]), fec_s=late)
+    waits = simulate(blocking(1), d)
+    step = simulate(blocking(1), dataclasses.replace(d, dispatched=(Dispatched(pairs, topology),)))
+    assert there.tolist() == [11.0, 10.0, 1.0]
+    # rank 2 computes from 1 to 21. Rank 0 sends its 11 bytes back from 11 on, the last of them from 21 to 22
+    assert step.makespan_s == pytest.approx(22 + 2 * 11)
+    assert waits.makespan_s == pytest.approx(21 + 3 * 11)
 
 
 # --- rules on random steps ---
