@@ -37,7 +37,6 @@ from prophet.spec import (
     transfer_pairs,
 )
 
-
 # moments at which pairs of ranks may begin within one all-to-all
 _MOST_STARTS = 32
 
@@ -253,7 +252,12 @@ class _Clock:
         self.all_to_all(name, np.full_like(self.now, self.durations.counts_s))
 
     def wait_for_peers(self, pairs: FloatArray, topology: Topology, seconds: FloatArray) -> FloatArray:
-        """Let each rank wait until the rest of an all-to-all takes it no longer than it lasts from there on.
+        """Let each rank wait until an all-to-all goes on to its end without another wait.
+
+        Args:
+            pairs: Bytes from rank to rank, [R, R].
+            topology: The machine.
+            seconds: How long it lasts where all are there, [R].
 
         Returns:
             How long it lasts, at most `seconds`, [R].
@@ -263,9 +267,7 @@ class _Clock:
         # a rank's own arrival always counts
         takes_part_KR = (left_KR > 0) | np.eye(len(self.now), dtype=np.bool_)
         ends_KR = self.now[:, None] + left_KR
-        done = np.array(
-            [expected_last(ends_KR[part, r], deviations[part]) for r, part in enumerate(takes_part_KR.T)]
-        )
+        done = np.array([expected_last(ends_KR[part, r], deviations[part]) for r, part in enumerate(takes_part_KR.T)])
         taken = np.minimum(seconds, done - self.now)
         self.sums["idle"] += done - taken - self.now
         self.now = done - taken
