@@ -317,6 +317,11 @@ class BalancedLayer:
         """
         return self._forms.form_under(schedule, self.index, self.placement, self.context, window_us)
 
+    @property
+    def spreads(self) -> bool:
+        """Whether ranks may pass on parts of experts that they have no replica of."""
+        return self._forms.spreads(self.context.topology)
+
     def imbalance(self) -> float:
         """Largest over mean rank load of the last step without replicas; 1 before the first."""
         return Split.to_homes(self.history.predict(), self.homes).max_mean() if self.history.observed else 1.0

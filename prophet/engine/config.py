@@ -113,7 +113,8 @@ class Experiment:
             "blocking" (nothing hidden).
         look_ahead_blocks: Blocks over which "look-ahead" spreads transfers.
         transfers: Form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and
-            gather), "node-once" (the same within every node), or "auto", the cheapest by the performance model.
+            gather), "node-once" (the same within every node), "spread" (the same, where all ranks of the home's node
+            send), or "auto", the cheapest by the performance model.
         replan: When placements are planned anew, and for which load; by default for every step, from the last one's
             load.
         check_every: Steps between explicit comparisons of splits and of a sample of the experts over ranks. Placements

@@ -220,6 +220,7 @@ class Engine:
             budget,
             sorted(range(len(imbalance)), key=lambda i: (-imbalance[i], i)),
             node=topology.node_ids().tolist() if topology.has_levels else None,
+            spreads=self.balanced[0].spreads,
             span=self._depth + 1 if self.config.refetch else None,
         )
         for layer, placement in zip(self.balanced, placements, strict=True):

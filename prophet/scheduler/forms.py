@@ -17,13 +17,15 @@ from prophet.spec import (
     FORM_NAMES,
     Cover,
     FormName,
-    Groups,
     Placement,
     PlanContext,
+    Route,
+    Routes,
     Topology,
     TransferSeconds,
     by_node,
-    grouped,
+    relayed,
+    routes_of,
 )
 
 Transfers = Literal["auto", FormName]
@@ -45,30 +47,32 @@ def phase_cover(cut: tuple[int, ...], cover_s: float) -> Cover:
 def _seconds(
     placement: Placement,
     topology: Topology,
-    groups: Mapping[int, Groups],
+    routes: Mapping[FormName, Routes],
     n_bytes: float,
     sum_bytes: float | None = None,
 ) -> TransferSeconds:
-    def slowest(cut: tuple[int, ...], groups: Mapping[int, Groups], *, two_phase: bool) -> list[float]:
+    def slowest(cut: tuple[int, ...], routes: Routes, *, two_phase: bool) -> list[float]:
         chunks = transfer_by_chunk(
-            placement, topology, n_bytes, cut, two_phase=two_phase, groups=groups, sum_bytes=sum_bytes
+            placement, topology, n_bytes, cut, two_phase=two_phase, routes=routes, sum_bytes=sum_bytes
         )
         return [float(x) for x in chunks.max(axis=1)]
 
-    once = slowest(HALVES, groups, two_phase=True) if groups else ()
-    return TransferSeconds(*slowest((0, GRAIN), {}, two_phase=False), *slowest(HALVES, {}, two_phase=True), *once)
+    found = slowest((0, GRAIN), {}, two_phase=False) + slowest(HALVES, {}, two_phase=True)
+    for form in FORM_NAMES[2:]:
+        found += slowest(HALVES, routes[form], two_phase=True) if routes.get(form) else (math.inf, math.inf)
+    return TransferSeconds(*found)
 
 
 class Known(NamedTuple):
     """What is known of a placement's transfers, in the forms allowed.
 
     Attributes:
-        groups: In the node-once form, of the experts whose replicas are not one group.
+        routes: By form, of the experts whose replicas are not one group.
         trans: Seconds of Trans.
         agg: Seconds of Agg.
     """
 
-    groups: Mapping[int, Groups]
+    routes: Mapping[FormName, Routes]
     trans: TransferSeconds
     agg: TransferSeconds
 
@@ -93,28 +97,37 @@ class FormChooser:
         known = self._known
         # by identity: comparing placements would cost what is saved here
         if known is None or known[0] is not placement:
-            topology, groups = context.topology, self._groups(placement, context.topology)
-            trans = _seconds(placement, topology, groups, context.trans_bytes)
-            agg = _seconds(placement, topology, groups, context.agg_bytes, context.agg_sum_bytes)
-            known = self._known = (placement, Known(groups, self._allowed(trans), self._allowed(agg)))
+            topology, routes = context.topology, self._routes(placement, context.topology)
+            trans = _seconds(placement, topology, routes, context.trans_bytes)
+            agg = _seconds(placement, topology, routes, context.agg_bytes, context.agg_sum_bytes)
+            known = self._known = (placement, Known(routes, self._allowed(trans), self._allowed(agg)))
         return known[1]
 
-    def _groups(self, placement: Placement, topology: Topology) -> Mapping[int, Groups]:
-        if "node-once" not in self._forms:
+    def _routes(self, placement: Placement, topology: Topology) -> Mapping[FormName, Routes]:
+        if not {"node-once", "spread"} & set(self._forms):
             return {}
-        if len(self._forms) == 1:
-            # of all, whether or not they gain by it; without levels it is the two-phase form
-            return {
-                expert: by_node(receivers, topology) if topology.has_levels else (tuple(receivers),)
-                for expert, receivers in placement.receivers().items()
-            }
-        return grouped(placement, topology)
+        if len(self._forms) > 1:
+            return {f: routes for f, routes in routes_of(placement, topology).items() if f in self._forms}
+        # a single form is that of all, whether or not they gain by it; without levels it is the two-phase form
+        (form,), receivers = self._forms, placement.receivers()
+        whole = {expert: Route((tuple(found),)) for expert, found in receivers.items()}
+        if not topology.has_levels:
+            return {form: whole}
+        apart = {expert: Route(by_node(found, topology)) for expert, found in receivers.items()}
+        if form == "spread":
+            apart = {e: relayed(int(placement.home[e]), found, topology) for e, found in receivers.items()}
+        return {form: apart}
+
+    def spreads(self, topology: Topology) -> bool:
+        """Return whether ranks may pass on parts of experts that they have no replica of."""
+        alone = self._forms == ("spread",)
+        return "spread" in self._forms and topology.has_levels and (alone or topology.port_share < 1.0)
 
     def _allowed(self, seconds: TransferSeconds) -> TransferSeconds:
         # a form that takes for ever is never chosen: no second rule is needed
-        phases = (seconds.phases(form) if form in self._forms else (math.inf, math.inf) for form in FORM_NAMES)
-        (direct, _), (first, second), (once_first, once_second) = phases
-        return TransferSeconds(direct, first, second, once_first, once_second)
+        phases = [seconds.phases(form) if form in self._forms else (math.inf, math.inf) for form in FORM_NAMES]
+        (direct, _), *others = phases
+        return TransferSeconds(direct, *(seconds for both in others for seconds in both))
 
     def form(
         self,
@@ -145,7 +158,7 @@ class FormChooser:
         if placement.is_static:
             two_phase = "direct" not in self._forms
             return Form(trans_cut, agg_cut, two_phase, two_phase, fetch_cut)
-        (groups, there, back), taken = self.prepare(placement, context), context.topology.overlap_cost
+        (routes, there, back), taken = self.prepare(placement, context), context.topology.overlap_cost
         over_trans, over_agg = phase_cover(trans_cut, trans_cover_s), phase_cover(agg_cut, agg_cover_s)
         trans, agg = there.form(over_trans, taken), back.form(over_agg, taken)
         if trans_cover_s > 0.0:
@@ -157,7 +170,7 @@ class FormChooser:
             waits_s = max(0.0, second_s - over_trans.second) if two_phase else there.exposed(over_trans, trans)
             if waits_s > LEAST_HELD_BACK * there.seconds(trans):
                 trans_cut = held_back(trans_cut, waits_s / (second_s if two_phase else first_s), two_phase=two_phase)
-        of_trans, of_agg = (groups if form == "node-once" else {} for form in (trans, agg))
+        of_trans, of_agg = (routes.get(form, {}) for form in (trans, agg))
         return Form(trans_cut, agg_cut, trans != "direct", agg != "direct", fetch_cut, of_trans, of_agg)
 
     def form_under(

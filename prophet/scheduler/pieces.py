@@ -1,33 +1,43 @@
 """Which elements of which expert travel from which rank to which: Trans and Agg as lists of pieces; pure.
 
-An expert is a flat vector of P elements. Trans takes one of two forms:
+An expert is a flat vector of P elements. Trans is direct, or takes two phases:
 
     direct      the home sends every replica all elements
     two-phase   scatter: for each group of n receivers the home cuts the vector in n parts and sends part j to the j-th;
                 gather: every receiver sends its part to the n - 1 others of its group
 
-An expert's receivers are one group, or one for every node (`prophet.spec.grouped`). Agg is the mirror image: direct, or
-reduce (every receiver sends part j of its gradient to receiver j of its group, which adds them) and home (receiver j
-sends the sum of part j home, of half precision in float32). Every phase is one uneven all-to-all for all experts of a
-layer together, or several where a phase is cut into chunks.
+An expert's receivers are one group, or one for every node. With relays another rank of the home's node sends each part
+(`prophet.spec.Route`). There is a third exchange then:
+
+    spread      the home sends every relay its part
+    scatter     the relay sends it to a carrier in every node that has receivers, which may have no replica itself
+    gather      the carrier sends it to the receivers of its node
+
+Agg is the mirror image: direct, or reduce (every receiver sends part j of its gradient to the rank that carries part j
+for its group, which adds them) and home (that rank sends the sum of part j home, of half precision in float32). With
+relays the sums go to them first. Each adds those of all nodes, and hands the result home: hand-over mirrors spread.
+The last exchange is the second phase, all others are the first.
+
+Every exchange is one uneven all-to-all for all experts of a layer together. A phase cut into chunks has several.
 
 Each rank lists only what it sends and receives itself. Both ends order a buffer alike, by peer, then expert, then
-first element, so nothing but elements travels. In `reduce` a rank also sends itself its own part: what arrives is then
-ordered by source rank, and so is the sum.
+first element, so nothing but elements travels. In `reduce` a rank also sends itself its own part, and a relay its own
+sum: what arrives is then ordered by source rank, and so is the sum.
 
 Shape legend: R ranks, E experts, P parameters of one expert, C chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from prophet.spec import Groups, Placement
+from prophet.spec import Placement, Route, Routes
 
-Phase = Literal["direct", "scatter", "gather", "reduce", "home"]
+Phase = Literal["direct", "spread", "scatter", "gather", "reduce", "home", "hand-over"]
 
 # a cut is given in parts of this, integers, so that all ranks cut at the same element
 GRAIN = 1024
@@ -63,11 +73,13 @@ class Exchange:
         phase: Which part of a Trans or Agg it is, see above.
         sends: Pieces in the order in which they lie in the outgoing buffer.
         recvs: Pieces in the order in which they lie in the incoming buffer.
+        sends_on: Whether it sends what an earlier exchange of the transfer has brought.
     """
 
     phase: Phase
     sends: tuple[Piece, ...]
     recvs: tuple[Piece, ...]
+    sends_on: bool
 
     def counts(self, ranks: int) -> tuple[list[int], list[int]]:
         """Return the elements for every rank and from every rank, [R] each."""
@@ -90,8 +102,8 @@ class Form:
         two_phase_trans: Whether Trans takes the two-phase form.
         two_phase_agg: Whether Agg does.
         fetch_cut: As `trans_cut`, of parameters that are sent once more.
-        trans_groups: In two phases of Trans, of the experts whose receivers are not one group.
-        agg_groups: The same of Agg.
+        trans_routes: In two phases of Trans, of the experts whose receivers are not one group.
+        agg_routes: The same of Agg.
     """
 
     trans_cut: tuple[int, ...] = HALVES
@@ -99,8 +111,8 @@ class Form:
     two_phase_trans: bool = False
     two_phase_agg: bool = False
     fetch_cut: tuple[int, ...] = HALVES
-    trans_groups: Mapping[int, Groups] = field(default_factory=dict)
-    agg_groups: Mapping[int, Groups] = field(default_factory=dict)
+    trans_routes: Routes = field(default_factory=dict)
+    agg_routes: Routes = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_cut(self.trans_cut)
@@ -127,7 +139,7 @@ def trans_chunks(
     cut: Sequence[int] = HALVES,
     *,
     two_phase: bool = False,
-    groups: Mapping[int, Groups] | None = None,
+    routes: Routes | None = None,
 ) -> tuple[Chunk, ...]:
     """Return what a rank sends and receives to bring every replica its parameters, chunk by chunk.
 
@@ -137,21 +149,18 @@ def trans_chunks(
         numel: P, elements of one expert's vector.
         cut: Boundaries of the chunks, see `Form`.
         two_phase: Whether to scatter and gather.
-        groups: Of the experts whose receivers are not one group.
+        routes: Of the experts whose receivers are not one group.
     """
-    ways = _ways(placement, groups if two_phase else None, alone=not two_phase)
-    # where every group is one receiver, scatter has brought everything; the condition is the same on all ranks
-    gathers = any(len(group) > 1 for way in ways for group in way.groups)
-    chunks = []
-    for scattered, gathered in _carried(check_cut(cut), numel, two_phase):
-        chunk = []
-        if scattered is not None:
-            phase: Phase = "scatter" if two_phase else "direct"
-            chunk.append(_exchange(phase, rank, _scatter(ways, rank, numel, scattered)))
-        if gathered is not None and gathers:
-            chunk.append(_exchange("gather", rank, _gather(ways, rank, numel, gathered)))
-        chunks.append(tuple(chunk))
-    return tuple(chunks)
+    ways = _ways(placement, routes if two_phase else None, alone=not two_phase)
+    listed = partial(_listed, ways, rank, numel)
+    if not two_phase:
+        return _chunks(cut, numel, [listed("direct", _scatter)])
+    # the conditions are the same on all ranks. Where every group is one receiver, scatter has brought everything
+    relays = any(way.route.relays for way in ways)
+    gathers = relays or any(len(group) > 1 for way in ways for group in way.route.groups)
+    first = [listed("spread", _spread)] if relays else []
+    first.append(listed("scatter", _scatter))
+    return _chunks(cut, numel, first, [listed("gather", _gather)] if gathers else [])
 
 
 def agg_chunks(
@@ -161,7 +170,7 @@ def agg_chunks(
     cut: Sequence[int] = HALVES,
     *,
     two_phase: bool = False,
-    groups: Mapping[int, Groups] | None = None,
+    routes: Routes | None = None,
 ) -> tuple[Chunk, ...]:
     """Return what a rank sends and receives to bring every replica's gradient home, chunk by chunk.
 
@@ -171,38 +180,32 @@ def agg_chunks(
         numel: Elements of one expert's gradient.
         cut: Boundaries of the chunks, see `Form`.
         two_phase: Whether to reduce among the receivers of every group first.
-        groups: Of the experts whose receivers are not one group.
+        routes: Of the experts whose receivers are not one group.
     """
-    ways = _ways(placement, groups if two_phase else None, alone=not two_phase)
-    chunks = []
-    for first, second in _carried(check_cut(cut), numel, two_phase):
-        chunk = []
-        reduced, returned = (first, second) if two_phase else (None, first)
-        if reduced is not None:
-            pieces = map(_reversed, _gather(ways, rank, numel, reduced, own=True))
-            chunk.append(_exchange("reduce", rank, pieces))
-        if returned is not None:
-            phase: Phase = "home" if two_phase else "direct"
-            chunk.append(_exchange(phase, rank, map(_reversed, _scatter(ways, rank, numel, returned))))
-        chunks.append(tuple(chunk))
-    return tuple(chunks)
+    ways = _ways(placement, routes if two_phase else None, alone=not two_phase)
+    listed = partial(_listed, ways, rank, numel, mirrored=True)
+    if not two_phase:
+        return _chunks(cut, numel, [listed("direct", _scatter)])
+    exchanges = [listed("reduce", _gather), listed("home", _scatter)]
+    if any(way.route.relays for way in ways):
+        exchanges.append(listed("hand-over", _spread))
+    return _chunks(cut, numel, exchanges[:-1], exchanges[-1:])
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """How an expert's copies travel: from its home to the receivers of every group, ascending."""
+class _Way(NamedTuple):
+    """How an expert's copies travel: from its home, along its route."""
 
     expert: int
     home: int
-    groups: Groups
+    route: Route
 
 
-def _ways(placement: Placement, groups: Mapping[int, Groups] | None, *, alone: bool) -> list[_Way]:
+def _ways(placement: Placement, routes: Routes | None, *, alone: bool) -> list[_Way]:
     """Return the ways of all replicated experts; `alone`: every receiver is a group."""
     found = []
     for expert, receivers in placement.receivers().items():
         whole = tuple((r,) for r in receivers) if alone else (tuple(receivers),)
-        found.append(_Way(expert, int(placement.home[expert]), (groups or {}).get(expert, whole)))
+        found.append(_Way(expert, int(placement.home[expert]), (routes or {}).get(expert) or Route(whole)))
     return found
 
 
@@ -272,39 +275,80 @@ def _part(numel: int, j: int, n: int, fraction: Fraction) -> tuple[int, int]:
     return start + (stop - start) * low // of, start + (stop - start) * high // of
 
 
-def _scatter(ways: Iterable[_Way], rank: int, numel: int, fraction: Fraction) -> Iterator[Piece]:
-    for way in ways:
-        for group in way.groups:
+# what a rank sends and receives of a fraction of a phase
+_Lister = Callable[[Fraction, bool], Exchange]
+
+
+def _listed(
+    ways: Sequence[_Way],
+    rank: int,
+    numel: int,
+    phase: Phase,
+    pieces: Callable[..., Iterator[Piece]],
+    *,
+    mirrored: bool = False,
+) -> _Lister:
+    """Return a function that lists one exchange; `mirrored`: every piece travels the other way, as in Agg."""
+
+    def exchange(fraction: Fraction, sends_on: bool) -> Exchange:
+        # vectors shorter than the number of parts leave some of them empty
+        listed = [p for p in pieces(ways, rank, numel, fraction, own=mirrored) if p.size]
+        if mirrored:
+            listed = [Piece(p.expert, p.start, p.stop, p.target, p.source) for p in listed]
+        # both ends sort alike, by peer, expert and element: nothing but elements has to travel
+        sends = sorted((p for p in listed if p.source == rank), key=lambda p: (p.target, p.expert, p.start))
+        recvs = sorted((p for p in listed if p.target == rank), key=lambda p: (p.source, p.expert, p.start))
+        return Exchange(phase, tuple(sends), tuple(recvs), sends_on)
+
+    return exchange
+
+
+def _chunks(
+    cut: Sequence[int], numel: int, first: Sequence[_Lister], second: Sequence[_Lister] | None = None
+) -> tuple[Chunk, ...]:
+    """Return the exchanges of every chunk.
+
+    Args:
+        cut: Boundaries of the chunks, see `Form`.
+        numel: Elements of one expert's vector.
+        first: The exchanges of the first phase, in order.
+        second: Those of the second phase, one or none; None for a direct transfer, which has one phase.
+    """
+    chunks = []
+    for of_first, of_second in _carried(check_cut(cut), numel, second is not None):
+        chunk = [] if of_first is None else [listed(of_first, i > 0) for i, listed in enumerate(first)]
+        chunk += [] if of_second is None else [listed(of_second, True) for listed in second or ()]
+        chunks.append(tuple(chunk))
+    return tuple(chunks)
+
+
+def _spread(ways: Iterable[_Way], rank: int, numel: int, fraction: Fraction, *, own: bool) -> Iterator[Piece]:
+    del own  # what the home sends for itself stays where it is
+    for expert, home, route in ways:
+        for j, relay in enumerate(route.relays):
+            if relay != home and rank in (home, relay):
+                yield Piece(expert, *_part(numel, j, len(route.relays), fraction), home, relay)
+
+
+def _scatter(ways: Iterable[_Way], rank: int, numel: int, fraction: Fraction, *, own: bool) -> Iterator[Piece]:
+    for expert, home, route in ways:
+        for _, parts in route.copies(home):
             # other ranks' pieces are theirs to list: all of them would cost R times as much
-            for j, target in enumerate(group) if rank == way.home or rank in group else ():
-                if rank in (way.home, target):
-                    yield Piece(way.expert, *_part(numel, j, len(group), fraction), way.home, target)
+            for j, (sender, carrier) in enumerate(parts):
+                # a relay sends itself its own sum as well
+                if rank in (sender, carrier) and (sender != carrier or own):
+                    yield Piece(expert, *_part(numel, j, len(parts), fraction), sender, carrier)
 
 
-def _gather(ways: Iterable[_Way], rank: int, numel: int, fraction: Fraction, *, own: bool = False) -> Iterator[Piece]:
-    for way in ways:
-        for group in way.groups:
-            if rank not in group:
-                continue
-            for j, source in enumerate(group):
-                start, stop = _part(numel, j, len(group), fraction)
-                for target in group if source == rank else (rank,):
+def _gather(ways: Iterable[_Way], rank: int, numel: int, fraction: Fraction, *, own: bool) -> Iterator[Piece]:
+    for expert, home, route in ways:
+        for group, parts in route.copies(home):
+            receives = (rank,) if rank in group else ()
+            for j, (_, carrier) in enumerate(parts):
+                for target in group if carrier == rank else receives:
                     # `reduce` sends a rank's own part to itself as well, so that the sum runs in rank order
-                    if target != source or own:
-                        yield Piece(way.expert, start, stop, source, target)
-
-
-def _reversed(piece: Piece) -> Piece:
-    return Piece(piece.expert, piece.start, piece.stop, piece.target, piece.source)
-
-
-def _exchange(phase: Phase, rank: int, pieces: Iterator[Piece]) -> Exchange:
-    # vectors shorter than the number of parts leave some of them empty
-    listed = [p for p in pieces if p.size]
-    # both ends sort alike, by peer, expert and element: nothing but elements has to travel
-    sends = sorted((p for p in listed if p.source == rank), key=lambda p: (p.target, p.expert, p.start))
-    recvs = sorted((p for p in listed if p.target == rank), key=lambda p: (p.source, p.expert, p.start))
-    return Exchange(phase, tuple(sends), tuple(recvs))
+                    if target != carrier or own:
+                        yield Piece(expert, *_part(numel, j, len(parts), fraction), carrier, target)
 
 
 def held_back(cut: Sequence[int], share: float, *, two_phase: bool = False) -> tuple[int, ...]:

@@ -33,8 +33,6 @@ from prophet.scheduler.pieces import Chunk, Exchange, Piece
 
 # elements of float32 that a sum of half precisions takes beside its terms, before it is added at home: 4 MiB
 _SUMMED_AT_ONCE = 1 << 20
-# phases that send on what the first one brought
-_SECOND = ("gather", "home")
 
 
 class Transfer:
@@ -75,6 +73,8 @@ class Transfer:
         self.launched = 0
         self.window: Window | None = None
         self._flying: deque[tuple[Exchange, Pending]] = deque()
+        # brought here to be sent on: of experts without a replica here, or sums for another home
+        self._for_others: list[tuple[Piece, Tensor]] = []
 
     def _dtype(self, exchange: Exchange) -> torch.dtype:
         """Return the dtype of what travels."""
@@ -89,7 +89,7 @@ class Transfer:
     def must_wait(self) -> bool:
         """Whether the next chunk sends on what one under way brings."""
         exchanges = self._chunks[self.launched]
-        return bool(self._flying and exchanges and exchanges[0].phase in _SECOND)
+        return bool(self._flying and exchanges and exchanges[0].sends_on)
 
     @property
     def ready(self) -> bool:
@@ -138,8 +138,8 @@ class Transfer:
         """Make sure that what an exchange sends lies where it is packed from; in training's stream."""
 
     def _start(self, exchange: Exchange, op: Operation) -> None:
-        # a second phase packs what the first has brought, so that has to be in place
-        if exchange.phase in _SECOND:
+        # what was brought before has to be in place
+        if exchange.sends_on:
             self._land()
         with torch.no_grad():
             parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
@@ -155,6 +155,10 @@ class Transfer:
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
         """Return what a piece holds, as flat views."""
         raise TypeError
+
+    def _is_home(self, expert: int) -> bool:
+        """Return whether an expert lives on this rank."""
+        return 0 <= expert - self._bank.first_expert < self._bank.experts
 
     def _sent(self, exchange: Exchange) -> None:
         """Note that an exchange's pieces have been copied into the outgoing buffer."""
@@ -178,10 +182,16 @@ class Trans(Transfer):
         return self._bank.flat_dtype
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
-        # what scatter has brought is in the replica; only the home has the rest
-        if exchange.phase == "gather":
+        if self._is_home(piece.expert):
+            return self._bank.flat_views(piece.expert - self._bank.first_expert, piece.start, piece.stop)
+        if piece.expert in self._replicas:
             return [self._replicas[piece.expert].params[piece.start : piece.stop]]
-        return self._bank.flat_views(piece.expert - self._bank.first_expert, piece.start, piece.stop)
+        return _overlapping(self._for_others, piece)
+
+    def finish(self) -> None:
+        """Wait for all that was launched and put it in place."""
+        super().finish()
+        self._for_others.clear()
 
     def _place(self, exchange: Exchange, arrived: Tensor) -> None:
         with ExitStack() as stack:
@@ -191,9 +201,15 @@ class Trans(Transfer):
                 # place
                 stack.enter_context(_unsafe_preserve_version_counter(written))
             # one launch for all: on a device each costs more than its work
-            into = [self._replicas[piece.expert].params[piece.start : piece.stop] for piece in exchange.recvs]
+            into, found = [], []
+            for piece, values in _received(exchange, arrived):
+                if piece.expert in self._replicas:
+                    into.append(self._replicas[piece.expert].params[piece.start : piece.stop])
+                    found.append(values)
+                else:
+                    self._for_others.append((piece, values))
             if into:
-                torch._foreach_copy_(into, [values for _, values in _received(exchange, arrived)])
+                torch._foreach_copy_(into, found)
 
 
 class Agg(Transfer):
@@ -227,6 +243,8 @@ class Agg(Transfer):
         super().__init__(chunks, bank, replicas, collective, block, side)
         self._visited = visited
         self._sums: list[tuple[Piece, Tensor]] = []
+        # of several nodes' sums that go to another home
+        self._totals: list[tuple[Piece, Tensor]] = []
         # come home, and not added yet
         self._home: list[tuple[Piece, Tensor]] = []
 
@@ -252,42 +270,54 @@ class Agg(Transfer):
                 self._bank.add_flat_grads([piece])
 
     def _dtype(self, exchange: Exchange) -> torch.dtype:
-        return self._bank.sum_dtype if exchange.phase == "home" else self._bank.grad_dtype
+        return self._bank.sum_dtype if exchange.sends_on else self._bank.grad_dtype
 
     def _collect(self, exchange: Exchange) -> None:
         # autograd may have replaced a leaf's gradient, or keep it in another dtype
-        if exchange.phase != "home":
+        if not exchange.sends_on:
             for replica in self._replicas.values():
                 replica.collect_grads()
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
-        if exchange.phase != "home":
+        if not exchange.sends_on:
             return [self._replicas[piece.expert].grads[piece.start : piece.stop]]
-        found = []
-        # sums of `reduce` lie in its chunks, and a chunk of `home` may be cut differently
-        for own, total in self._sums:
-            low, high = max(own.start, piece.start), min(own.stop, piece.stop)
-            if own.expert == piece.expert and low < high:
-                # a sum of one term has not been widened
-                found.append(total[low - own.start : high - own.start].to(self._bank.sum_dtype))
-        return found
+        # a sum of one term has not been widened
+        found = self._sums if exchange.phase == "home" else self._added()
+        return [view.to(self._bank.sum_dtype) for view in _overlapping(found, piece)]
+
+    def _added(self) -> list[tuple[Piece, Tensor]]:
+        """Return what goes from here to other homes. All of it has come: it is handed over in the second phase."""
+        self._totals += _summed(self._for_others)
+        self._for_others = []
+        return self._totals
 
     def _sent(self, exchange: Exchange) -> None:
         """Zero what is on its way: later gradients start again from there, and are sent in another round."""
-        if exchange.phase != "home" and exchange.sends:
+        if not exchange.sends_on and exchange.sends:
             torch._foreach_zero_([self._replicas[p.expert].grads[p.start : p.stop] for p in exchange.sends])
 
     def _place(self, exchange: Exchange, arrived: Tensor) -> None:
         terms = _received(exchange, arrived)
         if exchange.phase == "reduce":
             self._sums += _summed(terms)
-        else:
-            self._home += terms
+            return
+        for piece, values in terms:
+            (self._home if self._is_home(piece.expert) else self._for_others).append((piece, values))
 
 
 def _received(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tensor]]:
     """Return the pieces that an exchange has brought, each with its elements."""
     return zip(exchange.recvs, arrived.split([piece.size for piece in exchange.recvs]), strict=True)
+
+
+def _overlapping(parts: Iterable[tuple[Piece, Tensor]], piece: Piece) -> list[Tensor]:
+    """Return views of what a piece holds of parts, in their order; chunks may have cut them at other elements."""
+    found = []
+    for own, values in parts:
+        low, high = max(own.start, piece.start), min(own.stop, piece.stop)
+        if own.expert == piece.expert and low < high:
+            found.append(values[low - own.start : high - own.start])
+    return found
 
 
 def _summed(terms: Iterable[tuple[Piece, Tensor]]) -> Iterator[tuple[Piece, Tensor]]:

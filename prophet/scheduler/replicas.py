@@ -155,7 +155,7 @@ class BlockReplicas:
         form, rank = self._form, self._carrier.collective.rank
         cut = form.fetch_cut if fetch else form.trans_cut
         chunks = trans_chunks(
-            self.placement, rank, self._bank.expert_numel, cut, two_phase=form.two_phase_trans, groups=form.trans_groups
+            self.placement, rank, self._bank.expert_numel, cut, two_phase=form.two_phase_trans, routes=form.trans_routes
         )
         for replica in self._replicas or ():
             # `drop` has taken the memory, and kept the tensor that leaves are views of
@@ -299,7 +299,7 @@ class BlockReplicas:
             if numel == 0:
                 return
             chunks = agg_chunks(
-                self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg, groups=form.agg_groups
+                self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg, routes=form.agg_routes
             )
             self._agg = Agg(chunks, bank, self._made(), collective, self._block, self._carrier.side, self._visited)
         with self._carrier.stopwatch("exposed_agg"):

@@ -14,7 +14,7 @@ Shape legend: R ranks, L blocks, C chunks per transfer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -28,9 +28,9 @@ from prophet.scheduler.schedules import program
 from prophet.scheduler.timeline import Span
 from prophet.spec import (
     FloatArray,
-    Groups,
     Placement,
     PlanContext,
+    Routes,
     Split,
     Topology,
     expected_last,
@@ -495,7 +495,7 @@ def transfer_by_chunk(
     cut: Sequence[int],
     *,
     two_phase: bool,
-    groups: Mapping[int, Groups],
+    routes: Routes,
     sum_bytes: float | None = None,
 ) -> FloatArray:
     """Return the seconds of every chunk of a Trans or Agg on every rank, [C, R], each alone.
@@ -506,21 +506,25 @@ def transfer_by_chunk(
         n_bytes: Bytes per expert.
         cut: Boundaries of the chunks, see `Form`.
         two_phase: Whether it takes the two-phase form.
-        groups: Of the experts whose replicas are not one group.
+        routes: Of the experts whose replicas are not one group.
         sum_bytes: Of Agg, the mirror image of Trans, bytes of a sum of gradients. None for Trans.
     """
     if placement.is_static:
         return np.zeros((len(cut) - 1, placement.ranks))
-    home_bytes = n_bytes if sum_bytes is None else sum_bytes
-    direct, first, second = transfer_pairs(placement, groups, n_bytes, home_bytes)
+    direct, exchanges = transfer_pairs(placement, routes, n_bytes, sum_bytes)
     if sum_bytes is not None:
-        # reduce mirrors gather, which is symmetric, and home mirrors scatter
-        direct, first, second = direct.T, second, first.T
+        direct, exchanges = direct.T, [pairs.T for pairs in exchanges]
     chunks = []
     for share in np.diff(np.asarray(cut)) / cut[-1] if not two_phase else ():
         chunks.append(exchange_by_rank(share * direct, topology))
     for share, other in phase_shares(cut) if two_phase else ():
-        chunks.append(exchange_by_rank(share * first, topology) + exchange_by_rank(other * second, topology))
+        *first, second = exchanges
+        moved = [*(share * pairs for pairs in first), other * second]
+        done, *later = (exchange_by_rank(pairs, topology) for pairs in moved)
+        for seconds in later:
+            # relays and carriers wait for what they send on, so for the slowest
+            done = done + seconds if len(later) == 1 else np.where(seconds > 0, done.max() + seconds, done)
+        chunks.append(done)
     return np.array(chunks)
 
 
@@ -583,7 +587,7 @@ def predicted_durations(
                 context.trans_bytes,
                 form.trans_cut,
                 two_phase=form.two_phase_trans,
-                groups=form.trans_groups,
+                routes=form.trans_routes,
             )
         )
         agg.append(
@@ -593,7 +597,7 @@ def predicted_durations(
                 context.agg_bytes,
                 form.agg_cut,
                 two_phase=form.two_phase_agg,
-                groups=form.agg_groups,
+                routes=form.agg_routes,
                 sum_bytes=context.agg_sum_bytes,
             )
         )

@@ -26,7 +26,7 @@ from prophet.spec.feed_forward import (
     parts_of,
 )
 from prophet.spec.placement import Placement, check_experts_per_rank, check_load
-from prophet.spec.routes import Groups, by_node, grouped, transfer_pairs
+from prophet.spec.routes import Groups, Route, Routes, by_node, relayed, routes_of, transfer_pairs
 from prophet.spec.slowest import expected_last, last_of_alike
 from prophet.spec.split import Flows, Split
 
@@ -48,6 +48,8 @@ __all__ = [
     "Link",
     "Placement",
     "PlanContext",
+    "Route",
+    "Routes",
     "Split",
     "StepCost",
     "Topology",
@@ -61,10 +63,11 @@ __all__ = [
     "checked",
     "digest",
     "expected_last",
-    "grouped",
     "has_biases",
     "last_of_alike",
     "odd_ones_out",
     "parts_of",
+    "relayed",
+    "routes_of",
     "transfer_pairs",
 ]

@@ -116,7 +116,7 @@ class Cover(NamedTuple):
     second: float = 0.0
 
 
-FormName = Literal["direct", "two-phase", "node-once"]
+FormName = Literal["direct", "two-phase", "node-once", "spread"]
 FORM_NAMES: tuple[FormName, ...] = get_args(FormName)
 
 
@@ -133,6 +133,8 @@ class TransferSeconds(NamedTuple):
         second: Seconds of its second phase.
         once_first: Seconds of the first phase of the node-once form; infinite where no expert gains by it.
         once_second: Seconds of its second phase.
+        spread_first: Seconds of the first phase of the spread form; infinite where no expert gains by it.
+        spread_second: Seconds of its second phase.
     """
 
     direct: float
@@ -140,12 +142,16 @@ class TransferSeconds(NamedTuple):
     second: float
     once_first: float = math.inf
     once_second: float = math.inf
+    spread_first: float = math.inf
+    spread_second: float = math.inf
 
     def phases(self, form: FormName) -> tuple[float, float]:
         """Return the seconds of both phases of a form; a direct one has a single phase."""
         if form == "direct":
             return self.direct, 0.0
-        return (self.first, self.second) if form == "two-phase" else (self.once_first, self.once_second)
+        if form == "two-phase":
+            return self.first, self.second
+        return (self.once_first, self.once_second) if form == "node-once" else (self.spread_first, self.spread_second)
 
     def seconds(self, form: FormName) -> float:
         """Return all seconds of one form, exposed or not."""
@@ -354,6 +360,11 @@ class Topology:
     def node_of(self, rank: int) -> int:
         """Return the node of a rank."""
         return rank // self.ranks_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks of a node."""
+        first = node * self.ranks_per_node
+        return range(first, min(first + self.ranks_per_node, self.ranks))
 
     def node_ids(self) -> IntArray:
         """Return the node of every rank, [R]."""

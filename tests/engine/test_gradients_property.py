@@ -48,7 +48,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         schedule=draw(st.sampled_from(["block-wise", "look-ahead", "operator", "blocking"])),
         refetch=draw(st.booleans()),
         checkpointing=draw(st.sampled_from([None, None, "non-reentrant"])),
-        transfers=draw(st.sampled_from(["auto", "direct", "two-phase", "node-once"])),
+        transfers=draw(st.sampled_from(["auto", "direct", "two-phase", "node-once", "spread"])),
         ranks_per_node=draw(st.sampled_from([None, *range(1, ranks)])),
         density=draw(st.sampled_from([0.2, 0.6, 1.0])),
         slots=draw(st.sampled_from([1, 4, 32])),

@@ -225,7 +225,7 @@ def test_a_first_phase_is_never_held_back() -> None:
 
 
 def test_the_decision_goes_by_what_transfers_take_alone() -> None:
-    for transfers in ("auto", "direct", "two-phase", "node-once"):
+    for transfers in ("auto", "direct", "two-phase", "node-once", "spread"):
         _, there, back = chooser(transfers).prepare(ONE_COPY, slow_pair())
         assert there.exposed_seconds(Cover(), 0.0) == back.exposed_seconds(Cover(), 0.0) == pytest.approx(8.0)
     many = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])

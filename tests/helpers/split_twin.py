@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prophet.planner.model.machine import Machine
-from prophet.spec import IntArray, Placement, TransferSeconds
+from prophet.spec import FormName, IntArray, Placement, TransferSeconds
 
 LEVELS, MOST_SWEEPS, SETTLE_S = 9, 36, 3e-8
 WORTH_IT, FAR, LEVELLED, LEVEL_PRICES, LEAST_S = 0.01, 0.1, 1e-3, 0.01, 1e-30
@@ -120,16 +120,40 @@ class Twin:
 
     def transfer(self, n_bytes: float, sum_bytes: float | None = None) -> TransferSeconds:
         """Trans in every form; Agg where it says what goes home."""
-        levels = 1 < self.nodes < self.ranks
-        forms = [self.phases(n_bytes, sum_bytes, once=once) for once in ((False, True) if levels else (False,))]
-        return TransferSeconds(*forms[0], *(forms[1][1:] if levels else ()))
+        found = self.phases(n_bytes, sum_bytes, "two-phase")
+        if 1 < self.nodes < self.ranks:
+            found += self.phases(n_bytes, sum_bytes, "node-once")[1:]
+            if any(self.crosses_by_relays(holders[0], holders[1:]) for holders in self.holders.values()):
+                found += self.phases(n_bytes, sum_bytes, "spread")[1:]
+        return TransferSeconds(*found)
 
-    def phases(self, n_bytes: float, sum_bytes: float | None, *, once: bool) -> tuple[float, float, float]:
-        """Seconds directly, and of both phases where groups are all replicas, or those of a node that gain by it."""
-        sent, received = ([[0.0] * self.ranks for _ in range(6)] for _ in range(2))
+    def phases(self, n_bytes: float, sum_bytes: float | None, form: FormName) -> tuple[float, ...]:
+        """Seconds directly, and of both phases of a form."""
+        sent, received = ([[0.0] * self.ranks for _ in range(8)] for _ in range(2))
+
+        def move(kind: int, source: int, target: int, amount: float) -> None:
+            """Kinds are direct, scatter, gather and spread, each within and between nodes."""
+            if source != target:
+                kind += self.node[source] != self.node[target]
+                sent[kind][source] += amount
+                received[kind][target] += amount
+
         for holders in self.holders.values():
             home, others = holders[0], holders[1:]
-            apart = once and self.crosses_once(home, others)
+            if form == "spread" and self.crosses_by_relays(home, others):
+                relays = self.ranks_of(self.node[home])
+                for j, relay in enumerate(relays):
+                    move(6, home, relay, 1.0 / len(relays))
+                    for v in {self.node[d] for d in others}:
+                        there = self.ranks_of(v)
+                        carrier = there[j % len(there)]
+                        if v != self.node[home]:
+                            move(2, relay, carrier, 1.0 / len(relays))
+                        for d in others:
+                            if self.node[d] == v:
+                                move(4, carrier, d, 1.0 / len(relays))
+                continue
+            apart = form != "two-phase" and self.crosses_once(home, others)
             for d in others:
                 level = int(self.node[d] != self.node[home])
                 near = sum(self.node[o] == self.node[d] for o in others)
@@ -143,23 +167,47 @@ class Twin:
                     side[5][d] += (group - near) * part
             for v in {self.node[d] for d in others} if apart else ():
                 sent[2 + (v != self.node[home])][home] += 1.0
-        most = [max(0.0, *sent[kind], *received[kind]) for kind in range(6)]
+        most = [max(0.0, *sent[kind], *received[kind]) for kind in range(8)]
         for kind in (1, 3, 5):
             most[kind] = max(most[kind], self.port_units(sent[kind], received[kind]))
         home_bytes = n_bytes if sum_bytes is None else sum_bytes
-        sizes = ((0, n_bytes), (2, home_bytes), (4, n_bytes))
-        direct_s, scatter_s, gather_s = (self.exchange_s(*most[k : k + 2], size) for k, size in sizes)
+        sizes = ((0, n_bytes), (2, home_bytes), (4, n_bytes), (6, home_bytes))
+        direct_s, scatter_s, gather_s, spread_s = (self.exchange_s(*most[k : k + 2], size) for k, size in sizes)
+        if form == "spread":
+            if sum_bytes is None:
+                return direct_s, spread_s + scatter_s, gather_s
+            return direct_s, gather_s + scatter_s, spread_s
         return (direct_s, scatter_s, gather_s) if sum_bytes is None else (direct_s, gather_s, scatter_s)
+
+    def ranks_of(self, v: int) -> list[int]:
+        return [r for r in range(self.ranks) if self.node[r] == v]
+
+    def crossings(self, home: int, others: list[int]) -> tuple[float, float]:
+        """What crosses between nodes in one group of all, and in groups by node."""
+        groups = [sum(self.node[d] == v for d in others) for v in range(self.nodes)]
+        n, here, share = len(others), groups[self.node[home]], self.f.port_share
+        beyond = sum(k > 0 for k in groups) - (here > 0)
+        gather = max((n - k) * max(1.0, k * share) for k in groups if k)
+        return (n - here) * max(1.0, share) + gather, n * beyond * max(1.0, share)
 
     def crosses_once(self, home: int, others: list[int]) -> bool:
         """Whether groups by node take less time between nodes than one group of all."""
         groups = [sum(self.node[d] == v for d in others) for v in range(self.nodes)]
         if sum(k > 0 for k in groups) < 2 or max(groups) < 2:
             return False
-        n, here, share = len(others), groups[self.node[home]], self.f.port_share
-        beyond = sum(k > 0 for k in groups) - (here > 0)
-        gather = max((n - k) * max(1.0, k * share) for k in groups if k)
-        return n * beyond * max(1.0, share) < (n - here) * max(1.0, share) + gather
+        together, apart = self.crossings(home, others)
+        return apart < together
+
+    def crosses_by_relays(self, home: int, others: list[int]) -> bool:
+        """Whether they take less time still where the ranks of the home's node send in its place."""
+        relays, nodes = len(self.ranks_of(self.node[home])), {self.node[d] for d in others} - {self.node[home]}
+        if self.f.port_share >= 1.0 or relays < 2 or not nodes:
+            return False
+        crossing = float(len(nodes))
+        for v in nodes:
+            crossing = max(crossing, math.ceil(relays / len(self.ranks_of(v))))
+        crossing = max(crossing, len(nodes) * relays * self.f.port_share)
+        return len(others) * crossing < relays * min(self.crossings(home, others))
 
     def covers(self, forward_s: float) -> tuple[tuple[float, float], tuple[float, float]]:
         """Windows of the two phases of Trans and of Agg."""
@@ -168,10 +216,10 @@ class Twin:
         return trans, (self.f.bnec_s, 2.0 * beside_s)
 
     def felt_by_form(self, t: TransferSeconds, cover: tuple[float, float]) -> list[float]:
-        """Directly, in two phases, and in those of the node-once form."""
+        """Directly, in two phases, and in those of the node-once and of the spread form."""
         window_s, c = cover[0] + cover[1], self.f.overlap_cost
         felt = [max(0.0, t.direct - window_s) + c * min(t.direct, window_s)]
-        for first, second in ((t.first, t.second), (t.once_first, t.once_second)):
+        for first, second in (t[1:3], t[3:5], t[5:7]):
             exposed_s = max(0.0, first - cover[0]) + max(0.0, second - cover[1])
             felt.append(exposed_s + c * (min(first, cover[0]) + min(second, cover[1])))
         return felt

@@ -19,7 +19,7 @@ from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import collective_for
 from prophet.ranks.threads import ThreadWorld
-from prophet.spec import Bias, Topology
+from prophet.spec import Bias, Link, Topology
 from tests.helpers import oracle
 from tests.helpers.support import (
     RandomPlanner,
@@ -39,7 +39,7 @@ SCALE = 1 / 7  # any constant: a loss summed over tokens is defined for ranks wi
 class Case:
     """One training run. shapes: of each rank's ids. favourites: experts that every token prefers.
 
-    ranks_per_node: of nodes that share a port; None for one node.
+    ranks_per_node: of nodes that share a port; None for one node. own_cards: every rank has a card instead.
     impl: the kernels that run; Triton's work in float32, the others' in float64 here. device: where the model is.
     """
 
@@ -59,6 +59,7 @@ class Case:
     schedule: str = "block-wise"
     transfers: str = "auto"
     ranks_per_node: int | None = None
+    own_cards: bool = False
     refetch: bool = False
     look_ahead_blocks: int = 2
     density: float = 0.6
@@ -145,9 +146,15 @@ class Case:
         )
 
     def machine(self) -> dict[str, Any]:
-        """Nodes that share a port, which moves as much as a rank does within its node; one node by default."""
+        """Nodes that share a port, which moves as much as a rank does within its node; one node by default.
+
+        A card moves a tenth of that.
+        """
         if self.ranks_per_node is None:
             return {}
+        if self.own_cards:
+            inter = Link(bytes_per_s=1e9)
+            return {"topology": Topology.uniform(self.ranks, ranks_per_node=self.ranks_per_node, inter=inter)}
         port = Topology.uniform(self.ranks, ranks_per_node=self.ranks_per_node, port_bytes_per_s=10e9)
         return {"topology": port}
 

@@ -316,7 +316,10 @@ def test_impossible_engine_configurations(options: dict[str, Any], text: str) ->
     [
         ({"check_every": 0}, "check_every must be at least 1"),
         ({"schedule": "lazy"}, "schedule must be one of block-wise, look-ahead, operator, blocking, got 'lazy'"),
-        ({"transfers": "by-mail"}, "transfers must be one of auto, direct, two-phase, node-once, got 'by-mail'"),
+        (
+            {"transfers": "by-mail"},
+            "transfers must be one of auto, direct, two-phase, node-once, spread, got 'by-mail'",
+        ),
         ({"look_ahead_blocks": 0}, "look_ahead_blocks must be at least 1"),
     ],
 )

@@ -199,6 +199,31 @@ def test_crossing_once_is_one_more_form() -> None:
     assert transfer.hidden(Cover(2.0, 4.0), "node-once") == 2.5
 
 
+def test_spreading_is_one_more_form() -> None:
+    transfer = TransferSeconds(10.0, 3.0, 4.0, once_first=5.0, once_second=0.5, spread_first=2.0, spread_second=2.0)
+    for cover, felt_s, form in (
+        (Cover(0.0, 0.0), 4.0, "spread"),
+        (Cover(5.0, 0.5), 0.0, "node-once"),
+        (Cover(2.0, 2.0), 0.0, "spread"),
+        (Cover(20.0, 0.0), 0.0, "direct"),
+    ):
+        assert transfer.form(cover, 0.0) == form
+        assert transfer.exposed_seconds(cover, 0.0) == felt_s
+    assert transfer.phases("spread") == (2.0, 2.0)
+    assert transfer.hidden(Cover(1.0, 4.0), "spread") == 3.0
+
+
+def test_the_crossing_follows_an_exchange_within_nodes() -> None:
+    """Nodes of two ranks with a card each: spread, scatter and gather of Trans, and the way back."""
+    away = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 2), (0, 3)])
+    topology = Topology.uniform(4, ranks_per_node=2, intra=Link(bytes_per_s=4000.0), inter=Link(bytes_per_s=400.0))
+    found = transfer_seconds(away, topology, 1600)
+    assert found.phases("spread") == pytest.approx((800 / 4000 + 800 / 400, 800 / 4000))
+    # Sums of half precisions are twice as long
+    mirrored = transfer_seconds(away, topology, 1600, sum_bytes=3200)
+    assert mirrored.phases("spread") == pytest.approx((800 / 4000 + 1600 / 400, 1600 / 4000))
+
+
 def test_step_cost_counts_groups_windows_and_slow_ranks() -> None:
     topology = Topology(
         ranks=2,

@@ -238,8 +238,20 @@ def test_the_layer_benchmark_checks_and_times_on_a_device(monkeypatch: pytest.Mo
             steps=2,
             seed=6,
         ),
+        Case(
+            transfers="spread",
+            ranks=3,
+            ranks_per_node=2,
+            shapes=((2,), (3,), (4,)),
+            refetch=True,
+            density=1.0,
+            slots=8,
+            microbatches=2,
+            steps=2,
+            seed=7,
+        ),
     ],
-    ids=["direct", "two-phase, two microbatches", "fetched again", "layers used twice", "node-once"],
+    ids=["direct", "two-phase, two microbatches", "fetched again", "layers used twice", "node-once", "spread"],
 )
 def test_transfers_in_their_own_stream_are_in_time_for_training(
     case: Case, side: Literal["late"] | int, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from prophet.scheduler import replica_transfers
 from prophet.scheduler.pieces import HALVES as CUT
 from prophet.scheduler.pieces import agg_chunks
 from prophet.scheduler.replica_transfers import Agg
-from prophet.spec import Groups, Placement
+from prophet.spec import Groups, Placement, Route, Topology, relayed
 from tests.helpers.support import on_threads
 
 RANKS = 8
@@ -31,7 +31,7 @@ def brought_home(
     receivers: list[int],
     *,
     two_phase: bool,
-    groups: Groups | None = None,
+    route: Route | None = None,
     cut: tuple[int, ...] = CUT,
 ) -> Tensor | None:
     """Rank 0 is the home of expert 0, whose replicas' gradients come home; its gradient afterwards, on rank 0."""
@@ -44,8 +44,8 @@ def brought_home(
         p.grad = torch.zeros_like(p)
     if group.rank == 0:
         bank.add_flat_grads([(0, 0, bank.grad_numel, gradient(0, bank.grad_numel, dtype) * RANKS)])
-    given = None if groups is None else {0: groups}
-    chunks = agg_chunks(placement, group.rank, bank.grad_numel, cut, two_phase=two_phase, groups=given)
+    given = None if route is None else {0: route}
+    chunks = agg_chunks(placement, group.rank, bank.grad_numel, cut, two_phase=two_phase, routes=given)
     agg = Agg(chunks, bank, replicas, group, block=0, side=SideStream(bank.device))
     while not agg.complete:
         agg.launch_next()
@@ -95,10 +95,31 @@ def test_sums_of_several_groups_are_rounded_once(
     monkeypatch.setattr(replica_transfers, "_SUMMED_AT_ONCE", at_once)
     receivers = [r for group in groups for r in group]
     found = on_threads(
-        RANKS, lambda group: brought_home(group, dtype, receivers, two_phase=True, groups=groups, cut=cut)
+        RANKS, lambda group: brought_home(group, dtype, receivers, two_phase=True, route=Route(groups), cut=cut)
     )[0]
     assert found is not None
     assert torch.equal(found, oracle(dtype, groups, found.numel()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks_per_node", [3, 4, 5])
+@pytest.mark.parametrize("receivers", [[5], [1, 4, 6], [4, 5, 6], [1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("cut", [(0, 512, 1024), (0, 1024), (0, 200, 512, 700, 1024)])
+@pytest.mark.parametrize("at_once", [5, 1 << 20])
+def test_sums_that_relays_hand_over_are_rounded_once(
+    dtype: torch.dtype,
+    ranks_per_node: int,
+    receivers: list[int],
+    cut: tuple[int, ...],
+    at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks without a replica add and pass on, too; the last node may have fewer ranks than the home's."""
+    monkeypatch.setattr(replica_transfers, "_SUMMED_AT_ONCE", at_once)
+    route = relayed(0, receivers, Topology.uniform(RANKS, ranks_per_node=ranks_per_node))
+    found = on_threads(RANKS, lambda group: brought_home(group, dtype, receivers, two_phase=True, route=route, cut=cut))
+    assert found[0] is not None
+    assert torch.equal(found[0], oracle(dtype, route.groups, found[0].numel()))
 
 
 def test_the_oracle_tells_one_rounding_from_two() -> None:

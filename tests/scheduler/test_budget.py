@@ -21,7 +21,7 @@ from prophet.ranks.forwarding import ForwardingCollective, ForwardingPending
 from prophet.ranks.operation import Operation
 from prophet.ranks.threads import ThreadWorld
 from prophet.scheduler.actions import Window
-from prophet.scheduler.budget import at_replica, within_budget
+from prophet.scheduler.budget import at_relay, at_replica, within_budget
 from prophet.scheduler.schedules import NAMES, schedule_named
 from prophet.scheduler.windows import WindowClock
 from prophet.spec import Placement
@@ -193,15 +193,35 @@ def test_every_node_that_has_replicas_sends_a_sum() -> None:
     assert copies([0, 1, 2, 3, 4, 5, 6, 7, 8, 8]) == 6
 
 
+def test_parts_that_ranks_pass_on_have_room() -> None:
+    """Two nodes of two ranks. The home, its neighbour and rank 2 pass on parts of the copy on rank 3."""
+    placement = Placement.with_replicas([0] * 4, 4, [(0, 3)])
+
+    def fits(budget: int, spreads: bool, span: int | None = None) -> bool:
+        given = [placement], [10], [10], [20], budget, [0]
+        return bool(within_budget(*given, node=[0, 0, 1, 1], spreads=spreads, span=span)[0].replicas())
+
+    # its own rank: parameters, gradients, 30 in flight and 32 for rounding; with two parts of 10 and 8 for rounding
+    assert fits(82, False)
+    assert not fits(81, False)
+    assert fits(82 + 2 * 18, True)
+    assert not fits(82 + 2 * 18 - 1, True)
+    # twice as much where parameters are sent again, which takes 20 more
+    assert fits(82 + 20 + 4 * 18, True, span=1)
+    assert not fits(82 + 20 + 4 * 18 - 1, True, span=1)
+
+
 class _InFlight(ForwardingCollective):
     """Notes the most bytes of replicas, and of what is in flight to and from them, that this rank had at a time."""
 
     pool: ReplicaPool
+    spread = False
 
     def __init__(self, inner: Collective) -> None:
         super().__init__(inner)
         self.flying, self.most = 0, 0
-        self.sums: dict[int | None, int] = {}
+        # by layer: what has come and is sent on
+        self.kept: dict[tuple[str, int | None], int] = {}
 
     def around(self, inner: Collective) -> Collective:
         return self  # limits of time do not matter here
@@ -224,13 +244,16 @@ class _Landing(ForwardingPending):
         self.of, self.op, self.sent, self.came = of, op, sent, came
 
     def wait(self) -> Tensor:
-        # sums lie in what `reduce` has brought, until they have gone home
-        if " reduce " in self.op.name:
-            self.of.sums[self.op.layer] = self.of.sums.get(self.op.layer, 0) + self.came
+        of, (kind, phase, *_) = self.of, self.op.name.split()
+        # sums lie in what `reduce` has brought, until they have gone home; relays and carriers pass on what they get
+        passed_on = {"spread", "scatter", "reduce", "home"} if of.spread else {"reduce"}
+        last = {"gather", "hand-over"} if of.spread else {"home"}
+        if phase in passed_on:
+            of.kept[kind, self.op.layer] = of.kept.get((kind, self.op.layer), 0) + self.came
         else:
-            self.of.flying -= self.came
-        if " home " in self.op.name:
-            self.of.flying -= self.of.sums.pop(self.op.layer, 0)
+            of.flying -= self.came
+        if phase in last:
+            of.flying -= of.kept.pop((kind, self.op.layer), 0)
         self.of.flying -= self.sent
         self.sent = self.came = 0
         return super().wait()
@@ -249,6 +272,8 @@ def _cases() -> Iterator[Any]:
     # a node of two ranks, and one of one
     yield pytest.param("node-once", "block-wise", {"ranks_per_node": 2})
     yield pytest.param("node-once", "look-ahead", {"ranks_per_node": 2, "uses": 2})
+    yield pytest.param("spread", "block-wise", {"ranks_per_node": 2, "uses": 2})
+    yield pytest.param("spread", "look-ahead", {"ranks_per_node": 2, "refetch": False})
 
 
 @pytest.mark.parametrize(("transfers", "schedule", "variant"), _cases())
@@ -259,6 +284,7 @@ def test_what_is_in_flight_counts(transfers: str, schedule: str, variant: dict[s
 
     def body(group: Collective, limit: int | None) -> tuple[int, int]:
         watched = _InFlight(group)
+        watched.spread = transfers == "spread"
         run = Run(case, watched, Full(everywhere(6, 3)), replica_memory_bytes=limit)
         watched.pool = run.engine.pool
         for s in range(case.steps):
@@ -268,17 +294,41 @@ def test_what_is_in_flight_counts(transfers: str, schedule: str, variant: dict[s
         return watched.most, copies
 
     shape = case.model(ThreadWorld(1).collective(0)).moe(0).experts.shape()
-    one = sum(
-        at_replica(
-            shape.expert_bytes, shape.expert_grad_bytes, shape.expert_sum_bytes, case.ranks, refetch=case.refetch
-        )
-    )
+    sizes = shape.expert_bytes, shape.expert_grad_bytes, shape.expert_sum_bytes
+    one = sum(at_replica(*sizes, case.ranks, refetch=case.refetch))
+    if transfers == "spread":
+        # of a replica beside its home, of which both ranks of the node pass on parts
+        one += 5 * at_relay(*sizes, 2, refetch=case.refetch)
     free = max(most for most, _ in on_threads(3, partial(body, limit=None)))
     for limit in (one, 3 * one, 5 * one):
         found = on_threads(3, partial(body, limit=limit))
         assert 0 < max(most for most, _ in found) <= limit
         assert found[0][1] > 0
         assert limit < free, "it has to bind"
+
+
+@pytest.mark.parametrize("refetch", [False, True])
+def test_ranks_without_a_replica_hold_what_is_counted_for_them(refetch: bool) -> None:
+    """Nodes of two ranks. The copies of both layers are on rank 3; ranks 1 and 2 pass on halves of them."""
+    case = Case(ranks=4, ranks_per_node=2, transfers="spread", shapes=((3,),) * 4, slots=8, steps=2, refetch=refetch)
+
+    def body(group: Collective) -> int:
+        watched = _InFlight(group)
+        watched.spread = True
+        run = Run(case, watched, FixedPlanner([(0, 3)]))
+        watched.pool = run.engine.pool
+        for s in range(case.steps):
+            run.whole_step(s)
+        run.close()
+        return watched.most
+
+    shape = case.model(ThreadWorld(1).collective(0)).moe(0).experts.shape()
+    sizes = shape.expert_bytes, shape.expert_grad_bytes, shape.expert_sum_bytes
+    half = at_relay(*sizes, 2, refetch=refetch)
+    _, relay, carrier, _ = on_threads(4, body)
+    # a relay gets a part and sends it on, and has room for the sum of its node; both layers at a time
+    assert shape.expert_bytes // 2 < relay <= case.blocks * 3 * half
+    assert shape.expert_bytes // 2 < carrier <= case.blocks * 2 * half
 
 
 def test_a_pool_frees_and_restores_parameters() -> None:

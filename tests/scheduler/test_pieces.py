@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.scheduler.pieces import GRAIN, HALVES, Chunk, Form, agg_chunks, check_cut, cut_by_weights, trans_chunks
-from prophet.spec import Groups, Placement, Topology, by_node
+from prophet.spec import Placement, Route, Topology, by_node, relayed
 
 
 @st.composite
@@ -22,12 +22,16 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @st.composite
-def grouped(draw: st.DrawFn) -> tuple[Placement, dict[int, Groups] | None]:
-    """A placement, and the groups of some of its experts' receivers: those of a node, of any size."""
+def routed(draw: st.DrawFn) -> tuple[Placement, dict[int, Route] | None]:
+    """A placement, and the routes of some of its experts: in groups by node, of any size, or over relays."""
     p = draw(placements())
     topology = Topology.uniform(p.ranks, ranks_per_node=draw(st.integers(1, p.ranks)))
-    apart = {e: by_node(found, topology) for e, found in p.receivers().items() if draw(st.booleans())}
-    return p, draw(st.sampled_from([None, apart, apart]))
+    routes = {}
+    for e, found in p.receivers().items():
+        ways = [None, Route(by_node(found, topology)), relayed(int(p.home[e]), found, topology)]
+        if (route := draw(st.sampled_from(ways))) is not None:
+            routes[e] = route
+    return p, draw(st.sampled_from([None, routes, routes]))
 
 
 cuts = st.lists(st.integers(0, GRAIN), max_size=4).map(lambda inner: (0, *sorted(inner), GRAIN))
@@ -75,38 +79,41 @@ def play(chunks_of: list[tuple[Chunk, ...]], memory: list[dict[int, np.ndarray]]
 
 
 @QUICK
-@given(grouped(), st.integers(1, 40), cuts, st.booleans())
+@given(routed(), st.integers(1, 40), cuts, st.booleans())
 def test_trans_brings_every_replica_its_expert(
-    given_: tuple[Placement, dict[int, Groups] | None], numel: int, cut: tuple[int, ...], two: bool
+    given_: tuple[Placement, dict[int, Route] | None], numel: int, cut: tuple[int, ...], two: bool
 ) -> None:
-    p, groups = given_
+    p, routes = given_
     rng = np.random.default_rng(0)
     truth = rng.integers(1, 1 << 30, (p.experts, numel)).astype(np.float64)
     memory = [{e: np.full(numel, np.nan) for e in range(p.experts)} for _ in range(p.ranks)]
     for e in range(p.experts):
         memory[p.home[e]][e] = truth[e].copy()
-    chunks = [trans_chunks(p, r, numel, cut, two_phase=two, groups=groups) for r in range(p.ranks)]
+    chunks = [trans_chunks(p, r, numel, cut, two_phase=two, routes=routes) for r in range(p.ranks)]
     assert all(len(c) == len(cut) - 1 for c in chunks)
     play(chunks, memory, add=False)
     for r in range(p.ranks):
         for e in range(p.experts):
-            holds = bool(p.holds[e, r])
-            np.testing.assert_array_equal(memory[r][e], truth[e] if holds else np.full(numel, np.nan))
+            # a part that another rank passes on is right as well
+            others = np.isnan(memory[r][e]) & (not p.holds[e, r])
+            np.testing.assert_array_equal(memory[r][e][~others], truth[e][~others])
+            if not (two and routes and e in routes and routes[e].relays):
+                assert others.all() == (not p.holds[e, r])
 
 
 @QUICK
-@given(grouped(), st.integers(1, 40), cuts, st.booleans())
+@given(routed(), st.integers(1, 40), cuts, st.booleans())
 def test_agg_brings_every_gradient_home_once(
-    given_: tuple[Placement, dict[int, Groups] | None], numel: int, cut: tuple[int, ...], two: bool
+    given_: tuple[Placement, dict[int, Route] | None], numel: int, cut: tuple[int, ...], two: bool
 ) -> None:
-    p, groups = given_
+    p, routes = given_
     rng = np.random.default_rng(1)
     memory = [{e: np.zeros(numel) for e in range(p.experts)} for _ in range(p.ranks)]
     for e in range(p.experts):
         for r in np.flatnonzero(p.holds[e]):
             memory[r][e] = rng.integers(1, 1000, numel).astype(np.float64)
     totals = [sum(memory[r][e] for r in np.flatnonzero(p.holds[e])) for e in range(p.experts)]
-    chunks = [agg_chunks(p, r, numel, cut, two_phase=two, groups=groups) for r in range(p.ranks)]
+    chunks = [agg_chunks(p, r, numel, cut, two_phase=two, routes=routes) for r in range(p.ranks)]
     received = play(chunks, memory, add=True)
     for e in range(p.experts):
         for r in range(p.ranks):
@@ -170,19 +177,48 @@ def test_a_table_of_what_crosses_once() -> None:
     def shown(chunks: tuple[Chunk, ...]) -> list[str]:
         return [f"{x.phase} {p.source}->{p.target} [{p.start},{p.stop})" for c in chunks for x in c for p in x.recvs]
 
-    groups = {0: ((1,), (2, 3))}
-    assert [shown(trans_chunks(p, r, 6, two_phase=True, groups=groups)) for r in range(4)] == [
+    routes = {0: Route(((1,), (2, 3)))}
+    assert [shown(trans_chunks(p, r, 6, two_phase=True, routes=routes)) for r in range(4)] == [
         [],
         ["scatter 0->1 [0,6)"],
         ["scatter 0->2 [0,3)", "gather 3->2 [3,6)"],
         ["scatter 0->3 [3,6)", "gather 2->3 [0,3)"],
     ]
-    assert shown(agg_chunks(p, 0, 6, two_phase=True, groups=groups)) == [
+    assert shown(agg_chunks(p, 0, 6, two_phase=True, routes=routes)) == [
         "home 1->0 [0,6)",
         "home 2->0 [0,3)",
         "home 3->0 [3,6)",
     ]
-    assert shown(agg_chunks(p, 2, 6, two_phase=True, groups=groups)) == ["reduce 2->2 [0,3)", "reduce 3->2 [0,3)"]
+    assert shown(agg_chunks(p, 2, 6, two_phase=True, routes=routes)) == ["reduce 2->2 [0,3)", "reduce 3->2 [0,3)"]
+
+
+def test_a_table_of_what_relays_send() -> None:
+    """Two nodes of two ranks. One expert of six elements at home on rank 0, with replicas on ranks 1 and 3."""
+    p, routes = Placement.with_replicas([0], 4, [(0, 1), (0, 3)]), {0: Route(((1,), (3,)), (0, 1), ((0, 1), (2, 3)))}
+    assert routes == {0: relayed(0, (1, 3), Topology.uniform(4, ranks_per_node=2))}
+
+    def shown(chunks: tuple[Chunk, ...]) -> list[list[str]]:
+        return [
+            [f"{x.phase} {p.source}->{p.target} [{p.start},{p.stop})" for x in chunk for p in x.recvs]
+            for chunk in chunks
+        ]
+
+    assert [shown(trans_chunks(p, r, 6, two_phase=True, routes=routes)) for r in range(4)] == [
+        [[], []],
+        [["spread 0->1 [3,6)"], ["gather 0->1 [0,3)"]],
+        [["scatter 0->2 [0,3)"], []],
+        [["scatter 1->3 [3,6)"], ["gather 2->3 [0,3)"]],
+    ]
+    assert [shown(agg_chunks(p, r, 6, two_phase=True, routes=routes)) for r in range(4)] == [
+        [["reduce 1->0 [0,3)", "home 0->0 [0,3)", "home 2->0 [0,3)"], ["hand-over 1->0 [3,6)"]],
+        [["reduce 1->1 [3,6)", "home 1->1 [3,6)", "home 3->1 [3,6)"], []],
+        [["reduce 3->2 [0,3)"], []],
+        [["reduce 3->3 [3,6)"], []],
+    ]
+    phases = [
+        [(x.phase, x.sends_on) for x in c] for c in agg_chunks(p, 0, 6, (0, GRAIN), two_phase=True, routes=routes)
+    ]
+    assert phases == [[("reduce", False), ("home", True), ("hand-over", True)]]
 
 
 def test_phases_meet_next_to_the_middle_of_the_cut() -> None:

@@ -30,15 +30,15 @@ from prophet.spec import (
     FORM_NAMES,
     FloatArray,
     FormName,
-    Groups,
     LayerShape,
     Link,
     Placement,
     PlanContext,
+    Route,
     Split,
     Topology,
     Windows,
-    grouped,
+    routes_of,
 )
 from tests.helpers.planner_cases import Case, cases
 from tests.helpers.schedules import compute_s, uniform_durations
@@ -624,21 +624,20 @@ def test_chunks_of_all_forms_add_up_to_the_planners_cost(port_bytes_per_s: float
     seen: set[FormName] = set()
     for pairs in ([(0, 1), (0, 2), (0, 3), (3, 1)], [(1, 3)], []):
         placement = Placement.with_replicas(c.home, 4, pairs)
-        apart = grouped(placement, c.topology)
-        forms: list[tuple[FormName, dict[int, Groups]]] = [("direct", {}), ("two-phase", {})]
-        forms += [("node-once", apart)] * bool(apart)
+        forms: list[tuple[FormName, dict[int, Route]]] = [("direct", {}), ("two-phase", {})]
+        forms += [(form, routes) for form, routes in routes_of(placement, c.topology).items() if routes]
         seen.update(form for form, _ in forms)
         costs = transfer_seconds(placement, c.topology, 32), transfer_seconds(placement, c.topology, 32, sum_bytes=64)
         for cut in ((0, 256, 1024), (0, 1024), (0, 100, 512, 900, 1024)):
             for cost, sum_bytes in zip(costs, (None, 64), strict=True):
-                for form, groups in forms:
+                for form, routes in forms:
                     chunks = transfer_by_chunk(
                         placement,
                         c.topology,
                         32,
                         cut,
                         two_phase=form != "direct",
-                        groups=groups,
+                        routes=routes,
                         sum_bytes=sum_bytes,
                     )
                     assert chunks.shape == (len(cut) - 1, 4)

@@ -16,7 +16,18 @@ from prophet.scheduler.pieces import GRAIN, HALVES, Form, agg_chunks, trans_chun
 from prophet.scheduler.schedules import block_wise
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.windows import predicted_window_us
-from prophet.spec import LayerShape, Link, Placement, PlanContext, Split, Topology, TransferSeconds, Windows
+from prophet.spec import (
+    LayerShape,
+    Link,
+    Placement,
+    PlanContext,
+    Route,
+    Split,
+    Topology,
+    TransferSeconds,
+    Windows,
+    relayed,
+)
 from tests.helpers.launch import on_processes
 from tests.helpers.recorder import RecordingCollective
 from tests.helpers.support import FixedPlanner, on_threads
@@ -58,6 +69,7 @@ def test_both_forms_give_the_same_bits(schedule: str, variant: dict[str, object]
 @pytest.mark.parametrize("case", [
     replace(CASE, transfers="two-phase", microbatches=1),
     replace(CASE, transfers="node-once", ranks_per_node=2, refetch=True),
+    replace(CASE, transfers="spread", ranks_per_node=2, refetch=True),
 ])  # fmt: skip
 def test_two_phases_on_processes(case: Case) -> None:
     compare(expected(case), on_processes(4, train_in_process, case))
@@ -69,10 +81,11 @@ NODES = [(2, PAIRS), (3, [(0, 1), (0, 2), (0, 3), (7, 0), (7, 1), (3, 2), (3, 3)
 
 @pytest.mark.parametrize("variant", [*VARIANTS, {"refetch": True}, {"refetch": True, "uses": 2}])
 @pytest.mark.parametrize(("ranks_per_node", "pairs"), NODES)
+@pytest.mark.parametrize("transfers", ["node-once", "spread"])
 def test_what_crosses_once_gives_the_oracles_gradients(
-    variant: dict[str, object], ranks_per_node: int, pairs: list[tuple[int, int]]
+    transfers: str, variant: dict[str, object], ranks_per_node: int, pairs: list[tuple[int, int]]
 ) -> None:
-    case = replace(CASE, transfers="node-once", ranks_per_node=ranks_per_node, **variant)  # type: ignore[arg-type]
+    case = replace(CASE, transfers=transfers, ranks_per_node=ranks_per_node, **variant)  # type: ignore[arg-type]
 
     def run(case: Case) -> list[list[Step]]:
         return on_threads(4, lambda group: train(case, group, FixedPlanner(pairs)))
@@ -83,6 +96,19 @@ def test_what_crosses_once_gives_the_oracles_gradients(
     for first, second in zip(found, run(case), strict=True):
         for a, b in zip(first, second, strict=True):
             same_bits(a, b)
+
+
+def test_a_card_per_rank_is_used_where_it_pays() -> None:
+    """Of two nodes of four with a card each. Copies of expert 0 are far, those of expert 5 are near."""
+    pairs = [(0, 4), (0, 5), (0, 6), (5, 3)]
+    case = replace(CASE, ranks=8, ranks_per_node=4, own_cards=True, shapes=tuple((4,) for _ in range(8)))
+    found = on_threads(8, lambda group: train(case, group, FixedPlanner(pairs)))
+    compare(expected(case), found)
+    report = found[0][-1].report
+    assert report is not None
+    # the first block's second phase has no window
+    form = report.forms[1]
+    assert form.trans_routes == form.agg_routes == {0: Route(((4, 5, 6),), (0, 1, 2, 3), ((4, 5, 6, 7),))}
 
 
 @pytest.mark.parametrize(("transfers", "once"), [("auto", True), ("two-phase", False), ("node-once", True)])
@@ -96,20 +122,22 @@ def test_every_expert_has_the_groups_that_are_cheaper(transfers: Transfers, once
     form = FormChooser(transfers).form(placement, context)
     assert form.two_phase_trans
     assert form.two_phase_agg
-    apart = {0: ((1, 2, 3), (4, 5, 6, 7))} | ({1: ((5, 6),)} if transfers == "node-once" else {})
-    assert form.trans_groups == form.agg_groups == (apart if once else {})
+    apart = {0: Route(((1, 2, 3), (4, 5, 6, 7)))} | ({1: Route(((5, 6),))} if transfers == "node-once" else {})
+    assert form.trans_routes == form.agg_routes == (apart if once else {})
 
 
 def test_ports_are_crossed_once_by_what_the_ranks_send() -> None:
     """What the chunks list is what the model counts: bytes of every expert between the nodes."""
     p = Placement.with_replicas([0] * 8, 8, [(0, r) for r in range(1, 8)])
-    groups = {0: ((1, 2, 3), (4, 5, 6, 7))}
+    apart, everywhere = Route(((1, 2, 3), (4, 5, 6, 7))), range(1, 8)
+    two_nodes = Topology.uniform(8, ranks_per_node=4)
+    routes = {0: apart}, {0: relayed(0, everywhere, two_nodes)}, {}
     for chunks_of in (trans_chunks, agg_chunks):
-        for given, crossing in ((groups, 840), ({}, 840 * 4 // 7 + 2 * 3 * 4 * 840 // 7)):
+        for given, crossing in zip(routes, (840, 840, 840 * 4 // 7 + 2 * 3 * 4 * 840 // 7), strict=True):
             crossed = sum(
                 piece.size
                 for rank in range(8)
-                for chunk in chunks_of(p, rank, 840, two_phase=True, groups=given)
+                for chunk in chunks_of(p, rank, 840, two_phase=True, routes=given)
                 for exchange in chunk
                 for piece in exchange.sends
                 if piece.source // 4 != piece.target // 4
@@ -194,10 +222,10 @@ def test_published_policies_keep_to_the_forms_they_are_given() -> None:
     context = PlanContext(topology=topology, shape=LayerShape.feed_forward(dim=8, hidden=8), home=tuple(range(8)))
     everywhere = Placement.with_replicas(context.home, 8, [(0, r) for r in range(1, 8)])
     once = FormChooser().form(everywhere, context)
-    assert set(once.trans_groups) == set(once.agg_groups) == {0}
+    assert set(once.trans_routes) == set(once.agg_routes) == {0}
     published = FormChooser(("direct", "two-phase")).form(everywhere, context)
     assert published == FormChooser("two-phase").form(everywhere, context)
-    assert not published.trans_groups
+    assert not published.trans_routes
 
 
 def test_a_form_that_is_cheaper_but_hides_less_is_not_taken() -> None:

@@ -39,7 +39,9 @@ struct TransferSeconds {
     double direct_s;
     Phases two_phase;
     Phases once;  // of no meaning where `counts_once` is false
+    Phases spread;  // likewise
     bool counts_once;
+    bool counts_spread;
 };
 
 // Seconds by which one transfer lengthens a step, and how many of them one more second of forward products would hide.
@@ -75,20 +77,30 @@ struct Phase {
 };
 
 // Seconds of a transfer (Eq. 4 for Trans, Eq. 5 for Agg, with real pieces for the paper's mean). A direct one has the
-// first phase's bytes or, of Trans, those of either.
-TransferSeconds transfer_seconds(const Busiest& busiest, const Phase& first, const Phase& second,
+// first phase's bytes or, of Trans, those of either. In the spread form there are three exchanges, of which the first
+// two are the first phase.
+TransferSeconds transfer_seconds(const Busiest& busiest, const Phase& first, const Phase& second, bool is_trans,
                                  const Figures& figures) {
     const auto moved_s = [&](Int near, double n_bytes) {
         return exchange_seconds(busiest.units[near], busiest.units[near + 1], n_bytes, figures);
     };
-    // The kinds of the node-once form follow in the same order.
-    constexpr Int ONCE = ONCE_SCATTER_NEAR - SCATTER_NEAR;
-    Phases once{0.0, 0.0};
+    // The kinds of the other forms follow in the same order.
+    constexpr Int ONCE = ONCE_SCATTER_NEAR - SCATTER_NEAR, RELAYED = RELAYED_SCATTER_NEAR - SCATTER_NEAR;
+    Phases once{0.0, 0.0}, spread{0.0, 0.0};
     if (busiest.once) once = {moved_s(first.near + ONCE, first.n_bytes), moved_s(second.near + ONCE, second.n_bytes)};
+    if (busiest.spread) {
+        const double first_s = moved_s(first.near + RELAYED, first.n_bytes);
+        const double second_s = moved_s(second.near + RELAYED, second.n_bytes);
+        // Trans spreads parts before all else, and Agg hands sums over after all else.
+        if (is_trans) spread = {moved_s(SPREAD_NEAR, first.n_bytes) + first_s, second_s};
+        else spread = {first_s + second_s, moved_s(SPREAD_NEAR, second.n_bytes)};
+    }
     return {moved_s(DIRECT_NEAR, first.n_bytes),
             {moved_s(first.near, first.n_bytes), moved_s(second.near, second.n_bytes)},
             once,
-            busiest.once};
+            spread,
+            busiest.once,
+            busiest.spread};
 }
 
 // What hides Trans: the experts of the block before, then the rest of that block. No experts come before those of a
@@ -134,9 +146,15 @@ Exposed exposed_in_best_form(const TransferSeconds& transfer, const PhaseWindows
     Exposed best = exposed_direct(transfer, windows, overlap_cost);
     const Exposed two_phase = exposed_in_phases(transfer.two_phase, windows, overlap_cost);
     if (two_phase.seconds < best.seconds) best = two_phase;
-    if (!transfer.counts_once) return best;
-    const Exposed once = exposed_in_phases(transfer.once, windows, overlap_cost);
-    return once.seconds < best.seconds ? once : best;
+    if (transfer.counts_once) {
+        const Exposed once = exposed_in_phases(transfer.once, windows, overlap_cost);
+        if (once.seconds < best.seconds) best = once;
+    }
+    if (transfer.counts_spread) {
+        const Exposed spread = exposed_in_phases(transfer.spread, windows, overlap_cost);
+        if (spread.seconds < best.seconds) best = spread;
+    }
+    return best;
 }
 
 // Seconds by which Trans and Agg lengthen a step beside so many seconds of forward products (the last two terms of
@@ -145,35 +163,75 @@ ExposedSeconds exposed_seconds(const Busiest& busiest, double forward_s, const F
     const double taken = figures.overlap_cost;
     // Agg mirrors Trans: what was scattered and gathered is gathered, and the sums are brought home.
     const TransferSeconds trans =
-        transfer_seconds(busiest, {SCATTER_NEAR, figures.param_bytes}, {GATHER_NEAR, figures.param_bytes}, figures);
+        transfer_seconds(busiest, {SCATTER_NEAR, figures.param_bytes}, {GATHER_NEAR, figures.param_bytes}, true, figures);
     const TransferSeconds agg =
-        transfer_seconds(busiest, {GATHER_NEAR, figures.grad_bytes}, {SCATTER_NEAR, figures.sum_bytes}, figures);
+        transfer_seconds(busiest, {GATHER_NEAR, figures.grad_bytes}, {SCATTER_NEAR, figures.sum_bytes}, false, figures);
     const Exposed of_trans = exposed_in_best_form(trans, windows_over_trans(forward_s, figures), taken);
     const Exposed of_agg = exposed_in_best_form(agg, windows_over_agg(forward_s, figures), taken);
     // A second that is hidden still costs `taken` of it.
     return {of_trans.seconds, of_agg.seconds, (of_trans.hidden + of_agg.hidden) * (1.0 - taken)};
 }
 
-// Whether an expert gains by groups that are the replicas of every node, which `in_node` has: where those take less
-// time between nodes than one group of all. Twin of `crosses_once` in `prophet/spec/routes.py`.
-bool crosses_once(const Flow& flow, Int home) {
+// What takes a link between nodes, or a port, longest, in parts of which a copy has as many as there are replicas: one
+// group of all, and groups by node. `in_node` has the replicas.
+struct Crossings {
+    double together;
+    double apart;
+    Int copies;
+    Int groups;
+    Int most;    // replicas in one node
+    Int beyond;  // nodes with replicas beside the home's
+};
+
+Crossings crossings_of(const Flow& flow, Int home) {
     const double port_share = flow.problem->figures.port_share, alone = std::max(1.0, port_share);
     const Int nodes = flow.problem->nodes(), here = flow.in_node[flow.node_R[home]];
-    Int copies = 0, groups = 0, most = 0;
+    Crossings found{};
     for (Int v = 0; v < nodes; v++) {
-        copies += flow.in_node[v];
-        groups += flow.in_node[v] > 0;
-        most = std::max(most, flow.in_node[v]);
+        found.copies += flow.in_node[v];
+        found.groups += flow.in_node[v] > 0;
+        found.most = std::max(found.most, flow.in_node[v]);
     }
-    if (groups < 2 || most < 2) return false;
     double gather = 0.0;
     for (Int v = 0; v < nodes; v++) {
         const Int k = flow.in_node[v];
         if (k == 0) continue;
-        gather = std::max(gather, static_cast<double>(copies - k) * std::max(1.0, static_cast<double>(k) * port_share));
+        gather = std::max(gather,
+                          static_cast<double>(found.copies - k) * std::max(1.0, static_cast<double>(k) * port_share));
     }
-    const double scatter = static_cast<double>(copies - here) * alone;
-    return static_cast<double>(copies * (groups - (here > 0))) * alone < scatter + gather;
+    found.beyond = found.groups - (here > 0);
+    found.together = static_cast<double>(found.copies - here) * alone + gather;
+    found.apart = static_cast<double>(found.copies * found.beyond) * alone;
+    return found;
+}
+
+// Whether an expert gains by groups that are the replicas of every node, which `in_node` has: where those take less
+// time between nodes than one group of all. Twin of `crosses_once` in `prophet/spec/routes.py`.
+bool crosses_once(const Flow& flow, Int home) {
+    const Crossings found = crossings_of(flow, home);
+    return found.groups >= 2 && found.most >= 2 && found.apart < found.together;
+}
+
+Int ranks_of(const Flow& flow, Int node) {
+    return flow.problem->node_first[node + 1] - flow.problem->node_first[node];
+}
+
+// Whether relays take less time between nodes than the home alone does in any groups. Twin of `crosses_by_relays` in
+// `prophet/spec/routes.py`.
+bool crosses_by_relays(const Flow& flow, Int home) {
+    const Int own = flow.node_R[home], relays = ranks_of(flow, own);
+    const Crossings found = crossings_of(flow, home);
+    if (relays < 2 || found.beyond == 0) return false;
+    Int most = found.beyond;  // parts that one link moves; a smaller node's ranks receive several
+    for (Int v = 0; v < flow.problem->nodes(); v++) {
+        if (v == own || flow.in_node[v] == 0) continue;
+        const Int carriers = ranks_of(flow, v);
+        most = std::max(most, (relays + carriers - 1) / carriers);
+    }
+    const double through_port = static_cast<double>(found.beyond * relays) * flow.problem->figures.port_share;
+    const double crossing = std::max(static_cast<double>(most), through_port);
+    return static_cast<double>(found.copies) * crossing <
+           static_cast<double>(relays) * std::min(found.together, found.apart);
 }
 
 // Calls `use(arc, rank)` for the replicas of expert j.
@@ -189,25 +247,49 @@ void relink(Flow& flow, Int a, Int target) {
     flow.next_A[k] = target;
 }
 
-// The same in the node-once form, where `in_node` has an expert's `n` replicas.
-void count_once(Flow& flow, Int home, ConstInts ranks, Int n, double sign) {
+// The same in the node-once form, where `in_node` has an expert's `n` replicas, or without relays in the spread form:
+// `near_kind` is the first of its kinds.
+void count_once(Flow& flow, Int near_kind, Int home, ConstInts ranks, Int n, double sign) {
+    const Int gather_kind = near_kind + (GATHER_NEAR - SCATTER_NEAR);
     ConstInts node_R = flow.node_R;
     const bool once = crosses_once(flow, home);
     for (Int d : ranks) {
         if (d == home) continue;
         const Int level = node_R[d] == node_R[home] ? 0 : 1, near = flow.in_node[node_R[d]], group = once ? near : n;
         const double part = sign / static_cast<double>(group);
-        if (!once) flow.sent[ONCE_SCATTER_NEAR + level][home] += part;
-        flow.received[ONCE_SCATTER_NEAR + level][d] += part;
+        if (!once) flow.sent[near_kind + level][home] += part;
+        flow.received[near_kind + level][d] += part;
         for (FloatGrid side : {flow.sent, flow.received}) {
-            side[ONCE_GATHER_NEAR][d] += static_cast<double>(near - 1) * part;
-            side[ONCE_GATHER_FAR][d] += static_cast<double>(group - near) * part;
+            side[gather_kind][d] += static_cast<double>(near - 1) * part;
+            side[gather_kind + 1][d] += static_cast<double>(group - near) * part;
         }
     }
     // Whole copies: sums of parts of several sizes would depend on the order of the replicas.
     for (Int v = 0; once && v < flow.problem->nodes(); v++) {
         const Int level = v == node_R[home] ? 0 : 1;
-        if (flow.in_node[v] > 0) flow.sent[ONCE_SCATTER_NEAR + level][home] += sign;
+        if (flow.in_node[v] > 0) flow.sent[near_kind + level][home] += sign;
+    }
+}
+
+// The same with relays, all ranks of the home's node. The order of the replicas plays no part: all terms are alike.
+void count_relayed(Flow& flow, Int home, ConstInts ranks, double sign) {
+    const Int own = flow.node_R[home], relays = ranks_of(flow, own);
+    ConstInts first = flow.problem->node_first;
+    const double part = sign / static_cast<double>(relays);
+    const auto carrier = [&](Int v, Int j) { return first[v] + j % ranks_of(flow, v); };
+    const auto move = [&](Int kind, Int from, Int to) {
+        if (from == to) return;
+        flow.sent[kind][from] += part;
+        flow.received[kind][to] += part;
+    };
+    for (Int j = 0; j < relays; j++) {
+        move(SPREAD_NEAR, home, first[own] + j);
+        for (Int v = 0; v < flow.problem->nodes(); v++) {
+            if (v != own && flow.in_node[v] > 0) move(RELAYED_SCATTER_FAR, first[own] + j, carrier(v, j));
+        }
+        for (Int d : ranks) {
+            if (d != home) move(RELAYED_GATHER_NEAR, carrier(flow.node_R[d], j), d);
+        }
     }
 }
 
@@ -234,7 +316,9 @@ Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Works
     flow.far_out = ports ? room.floats(ranks) : flow.price[OUT_FAR];
     flow.far_in = ports ? room.floats(ranks) : flow.price[IN_FAR];
     const bool levels = problem.nodes() > 1 && problem.nodes() < ranks;
-    const Int kinds = once && levels ? Int{COPIES_WITH_ONCE} : Int{COPIES};
+    Int kinds = COPIES;
+    if (once && levels) kinds = COPIES_WITH_ONCE;
+    if (once && levels && problem.counts_spread && figures.port_share < 1.0) kinds = COPIES_WITH_SPREAD;
     for (FloatGrid* grid : {&flow.port_sent, &flow.port_received}) {
         if (ports) *grid = room.floats(kinds, problem.nodes());
     }
@@ -345,7 +429,9 @@ void count_copies(Flow& flow, Int home, ConstInts ranks, double sign) {
             side[GATHER_FAR][d] += static_cast<double>(n - near) * part;
         }
     }
-    if (flow.counts_once()) count_once(flow, home, ranks, n, sign);
+    if (flow.counts_once()) count_once(flow, ONCE_SCATTER_NEAR, home, ranks, n, sign);
+    if (flow.counts_spread() && crosses_by_relays(flow, home)) count_relayed(flow, home, ranks, sign);
+    else if (flow.counts_spread()) count_once(flow, RELAYED_SCATTER_NEAR, home, ranks, n, sign);
     for (Int d : ranks) in_node[node_R[d]] = 0;
 }
 
@@ -379,6 +465,7 @@ void count_busiest(Flow& flow) {
         for (Int r = 0; r < sent.size; r++) most = std::max({most, sent[r], received[r]});
         flow.busiest.units[i] = most;
     }
+    flow.busiest.spread = flow.counts_spread() && flow.busiest.units[SPREAD_NEAR] > 0.0;
     if (!flow.ports()) return;
     const Figures& figures = flow.problem->figures;
     for (Int i = DIRECT_FAR; i < flow.sent.rows; i += 2) {

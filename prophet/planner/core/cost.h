@@ -28,7 +28,9 @@ inline constexpr Int NOWHERE = -1;
 
 // Copies that a rank moves for Trans, or for Agg, which mirrors it: direct, scatter, gather, each within and between
 // nodes. In two phases all replicas of an expert are a group, whose parts are scattered and gathered. In the node-once
-// form those of every node are, where an expert gains by it; it is counted where nodes have several ranks.
+// form those of every node are, where an expert gains by it; it is counted where nodes have several ranks. In the spread
+// form the ranks of the home's node scatter, where an expert gains by that. The home first spreads parts over them. It
+// is counted where one rank does not fill its node's port.
 enum Copies : Int {
     DIRECT_NEAR,
     DIRECT_FAR,
@@ -41,11 +43,19 @@ enum Copies : Int {
     ONCE_SCATTER_FAR,
     ONCE_GATHER_NEAR,
     ONCE_GATHER_FAR,
-    COPIES_WITH_ONCE
+    COPIES_WITH_ONCE,
+    RELAYED_SCATTER_NEAR = COPIES_WITH_ONCE,
+    RELAYED_SCATTER_FAR,
+    RELAYED_GATHER_NEAR,
+    RELAYED_GATHER_FAR,
+    SPREAD_NEAR,
+    SPREAD_FAR,  // none
+    COPIES_WITH_SPREAD
 };
 struct Busiest {
-    double units[COPIES_WITH_ONCE];
-    bool once;  // whether the node-once form is counted
+    double units[COPIES_WITH_SPREAD];
+    bool once;    // whether the node-once form is counted
+    bool spread;  // whether the spread form is, and an expert gains by it
 };
 
 // Seconds.
@@ -93,7 +103,7 @@ struct Flow {
     FloatGrid price;           // [K, R] what one more token adds to the step
     FloatGrid work;            // [K, R] the powers that the norms are made of
     Floats far_out, far_in;    // [R] the price of OUT_FAR and IN_FAR with that of the node's port; without ports the same
-    FloatGrid sent, received;  // [COPIES or COPIES_WITH_ONCE, R]
+    FloatGrid sent, received;  // [COPIES, COPIES_WITH_ONCE or COPIES_WITH_SPREAD, R]
     FloatGrid port_sent, port_received;  // the same [.., nodes], where nodes have ports
     Busiest busiest;           // of all ranks
     Scale scale;
@@ -107,6 +117,7 @@ struct Flow {
     Int experts() const { return chosen_J.size; }
     bool ports() const { return busy.rows > RESOURCES; }
     bool counts_once() const { return sent.rows > COPIES; }
+    bool counts_spread() const { return sent.rows > COPIES_WITH_ONCE; }
     bool replicated(Int j) const { return next_A[j] >= 0; }
     Int level(Int from, Int to) const { return node_R[from] == node_R[to] ? Int{OUT_NEAR} : Int{OUT_FAR}; }
     // The resource of `rank` that sends to the holder; NOWHERE for what stays on the rank.
@@ -116,7 +127,7 @@ struct Flow {
 };
 
 // A flow without replicas, with room for `spare_arcs`. What is busy counts all tokens at home; those of the arcs are
-// still to be written, by `fill_homes`. Without `once` transfers take the other forms.
+// still to be written, by `fill_homes`. Without `once` transfers take the direct or the two-phase form.
 Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Workspace& room, bool once = true);
 void fill_homes(Flow& flow);
 

@@ -21,7 +21,9 @@ void plan_entry(const IntArray2D& load_RE, const IntArray& home_E, const IntArra
     nb::gil_scoped_release unlocked;
     Workspace& room = thread_workspace();
     Scope scope(room);
-    const Problem problem(given, room);
+    // Growth does not know the spread form. Tries would be compared by it and grow by others: some got stuck with few
+    // copies, and steps were up to 46 % longer. So steps with a plan may be shorter than it says, never longer.
+    const Problem problem(given, room, false);
     plan(problem, view(limit_R), view(previous_ER), effort, split_effort, view(out_holds_ER), room);
 }
 

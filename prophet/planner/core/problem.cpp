@@ -16,8 +16,9 @@ void gather_columns(ConstIntGrid load_RE, ConstInts experts, IntGrid into) {
     }
 }
 
-Problem::Problem(const Given& given, Workspace& room)
+Problem::Problem(const Given& given, Workspace& room, bool counts_spread)
     : Given(given),
+      counts_spread(counts_spread),
       total_E(room.ints(experts())),
       home_busy(room.ints(RESOURCES, ranks())),
       home_groups(room.ints(ranks())),

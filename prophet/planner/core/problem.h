@@ -58,8 +58,9 @@ struct Given {
 
 // The same with what follows from it, taken from `room`. Refuses a negative load.
 struct Problem : Given {
-    Problem(const Given& given, Workspace& room);
+    Problem(const Given& given, Workspace& room, bool counts_spread = true);
 
+    bool counts_spread;  // whether transfers may take the spread form
     Ints total_E;
     IntGrid home_busy;  // [RESOURCES, R] tokens
     Ints home_groups;   // [R] experts with tokens

@@ -13,24 +13,22 @@ This file is the definition; `core/cost.cpp` is the compiled twin, the only plac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import numpy.typing as npt
 
 from prophet.errors import SpecError
 from prophet.spec import (
     FloatArray,
-    Groups,
     IntArray,
     Link,
     Placement,
     PlanContext,
+    Routes,
     Split,
     StepCost,
     Topology,
     TransferSeconds,
-    grouped,
+    routes_of,
     transfer_pairs,
 )
 
@@ -139,7 +137,8 @@ def transfer_seconds(
 
     Direct: the home sends every replica a whole copy. Two-phase: it scatters one copy over its n replicas, which then
     exchange their n-th parts among themselves. Node-once: where that is cheaper for an expert, its replicas in every
-    node do so. A layer takes one form as a whole.
+    node do so. Spread: the ranks of the home's node send parts in its place, where that is cheaper. A layer takes one
+    form as a whole.
 
     Args:
         placement: The experts and their replicas.
@@ -148,16 +147,17 @@ def transfer_seconds(
         sum_bytes: Of Agg, bytes of a sum of gradients. It mirrors Trans in time: gather first, then sums go home. None
             for Trans.
     """
-    home_bytes = n_bytes if sum_bytes is None else sum_bytes
 
-    def seconds(groups: Mapping[int, Groups]) -> tuple[float, float, float]:
-        moved = transfer_pairs(placement, groups, n_bytes, home_bytes)
-        direct_s, scatter_s, gather_s = (exchange_seconds(pairs, topology) for pairs in moved)
-        return (direct_s, scatter_s, gather_s) if sum_bytes is None else (direct_s, gather_s, scatter_s)
+    def seconds(routes: Routes) -> tuple[float, float, float]:
+        direct, exchanges = transfer_pairs(placement, routes, n_bytes, sum_bytes)
+        *first_s, second_s = (exchange_seconds(pairs, topology) for pairs in exchanges)
+        return exchange_seconds(direct, topology), sum(first_s), second_s
 
-    groups = grouped(placement, topology)
+    once, spread = (
+        seconds(routes)[1:] if routes else (np.inf, np.inf) for routes in routes_of(placement, topology).values()
+    )
     # The direct form is the same
-    return TransferSeconds(*seconds({}), *(seconds(groups)[1:] if groups else ()))
+    return TransferSeconds(*seconds({}), *once, *spread)
 
 
 def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from prophet.errors import SpecError
-from prophet.spec import IntArray, Link, Placement, PlanContext, Windows, check_load
+from prophet.spec import FormName, IntArray, Link, Placement, PlanContext, Windows, check_load
 
 # The solver's status
 INFEASIBLE = 2
@@ -140,14 +140,14 @@ def _exchange(
 
 
 def _build(
-    load: IntArray, context: PlanContext, forms: tuple[bool, bool]
+    load: IntArray, context: PlanContext, forms: tuple[FormName, FormName]
 ) -> tuple[_Program, dict[tuple[int, int], int]]:
     """Build the program in which Trans and Agg take given forms.
 
     Args:
         load: Tokens [R, E].
         context: The machine and the layer, with times in a unit that suits the solver.
-        forms: Whether Trans and whether Agg has two phases.
+        forms: Of Trans and of Agg: "direct", "two-phase", which stands for node-once too, or "spread".
 
     Returns:
         The program, and its replica variables by expert and rank.
@@ -206,27 +206,32 @@ def _build(
     # Four all-to-alls per step
     for variable in a2a:
         program.price[variable] = 4.0
-    has_levels = context.topology.has_levels
-    trans = _transfers(program, copy, context, forms[0] if has_levels else any(forms))
     # Without levels there is one choice of groups, and one set of variables is enough
-    agg = _transfers(program, copy, context, forms[1]) if has_levels else trans
+    if context.topology.has_levels:
+        trans, agg = (_transfers(program, copy, context, form) for form in forms)
+    else:
+        trans = agg = _transfers(program, copy, context, "two-phase" if "two-phase" in forms else "direct")
     under = context.windows
     # The share of the forward products that runs beside Trans: all or nothing
     beside = float(under.experts)
-    whole = ((trans[0], beside, under.fnec_s),), ((agg[0], 2.0 * beside, under.bnec_s),)
-    first, second = ((beside, 0.0), (0.0, under.fnec_s)) if under.experts else ((0.0, under.fnec_s), (0.0, 0.0))
-    phases = (
-        ((trans[1], *first), (trans[2], *second)),
-        ((agg[2], 0.0, under.bnec_s), (agg[1], 2.0 * beside, 0.0)),
-    )
+    trans_s, agg_s = (beside, under.fnec_s), (2.0 * beside, under.bnec_s)
+    trans_windows = ((beside, 0.0), (0.0, under.fnec_s)) if under.experts else ((0.0, under.fnec_s), (0.0, 0.0))
+    agg_windows = ((0.0, under.bnec_s), (2.0 * beside, 0.0))
     most, taken = float(max(1, len(copy))) * ranks, topology.overlap_cost
-    # Of the first phase, or of the direct form, and of the second phase
-    phase_bytes = ((context.trans_bytes, context.trans_bytes), (context.agg_bytes, context.agg_sum_bytes))
-    for i, sizes in enumerate(phase_bytes):
-        for n_bytes, (pieces, factor, window_s) in zip(sizes, phases[i] if forms[i] else whole[i], strict=False):
+    # Of what is spread, scattered and gathered
+    sizes = (context.trans_bytes,) * 3, (context.agg_sum_bytes, context.agg_sum_bytes, context.agg_bytes)
+    directly = (context.trans_bytes, trans_s, trans_windows), (context.agg_bytes, agg_s, agg_windows)
+    for i, (form, (direct, *hops)) in enumerate(zip(forms, (trans, agg), strict=True)):
+        n_bytes, whole, windows = directly[i]
+        phases = [([(direct, n_bytes)], whole)]
+        if form != "direct":
+            # Spread, where there are relays, scatter and gather; of Agg in reverse order
+            moved_in_order = [*zip(hops, sizes[i], strict=True)][form != "spread" :][:: 1 - 2 * i]
+            phases = [(moved_in_order[:-1], windows[0]), (moved_in_order[-1:], windows[1])]
+        for exchanges, (factor, window_s) in phases:
             # Eq. 8, with an overlap cost t: exposed >= time - (1 - t) * window, and exposed >= t * time
             exposed = program.variable(price=1.0)
-            time = _exchange(program, pieces, context, n_bytes, most)
+            time = _plus(*((_exchange(program, pieces, context, n, most), 1.0) for pieces, n in exchanges))
             cover = {forward: factor * (1.0 - taken), exposed: 1.0}
             program.require(_plus((time, 1.0), (cover, -1.0)), high=window_s * (1.0 - taken))
             if taken > 0:
@@ -235,43 +240,98 @@ def _build(
 
 
 def _transfers(
-    program: _Program, copy: dict[tuple[int, int], int], context: PlanContext, two_phase: bool
+    program: _Program, copy: dict[tuple[int, int], int], context: PlanContext, form: FormName
 ) -> tuple[dict[tuple[int, int], Terms], ...]:
-    """Describe the copies moved from rank to rank: directly, in the scatter, in the gather among receivers.
+    """Describe the copies moved from rank to rank: directly, spread over relays, scattered, gathered among receivers.
 
-    In two phases the solver may choose every expert's groups: all replicas, or those of every node. The two-phase and
-    the node-once form of the model are two of these choices, so the optimum bounds both.
+    In two phases the solver may choose every expert's groups: all replicas, or those of every node. In the spread form
+    it may choose relays as well. All forms of the model are among these choices, so the optimum bounds them.
 
     Args:
         program: Gets the variables that two phases need.
         copy: Replica variables by expert and rank.
         context: The homes.
-        two_phase: Whether a transfer has two phases; else the last two are empty.
+        form: Of the transfer; where it is direct, only the first is not empty.
     """
     direct: dict[tuple[int, int], Terms] = {}
+    spread: dict[tuple[int, int], Terms] = {}
     scatter: dict[tuple[int, int], Terms] = {}
     gather: dict[tuple[int, int], Terms] = {}
     by_expert: dict[int, list[tuple[int, int]]] = {}
     for (e, r), v in copy.items():
         direct.setdefault((context.home[e], r), {})[v] = 1.0
         by_expert.setdefault(e, []).append((r, v))
-    if not two_phase:
-        return direct, scatter, gather
+    if form == "direct":
+        return direct, spread, scatter, gather
     topology = context.topology
+    relayed: Terms = {}
     for e, receivers in by_expert.items():
         home = context.home[e]
         nodes: dict[int, list[tuple[int, int]]] = {}
         for r, v in receivers:
             nodes.setdefault(topology.node_of(r), []).append((r, v))
-        if len(nodes) == 1 or max(map(len, nodes.values())) == 1:
-            _group(program, home, receivers, {}, scatter, gather)
-            continue
-        # 1 where the groups are those of every node
-        once = program.variable(upper=1.0, integer=True)
-        _group(program, home, receivers, {once: -1.0}, scatter, gather)
-        for found in nodes.values():
-            _group(program, home, found, {once: 1.0}, scatter, gather)
-    return direct, scatter, gather
+        not_together: Terms = {}
+        if form == "spread" and any(node != topology.node_of(home) for node in nodes):
+            # 1 where relays send its parts
+            by_relays = program.variable(upper=1.0, integer=True)
+            not_together[by_relays] = relayed[by_relays] = 1.0
+            _relay(program, home, nodes, by_relays, context, (spread, scatter, gather))
+        if len(nodes) > 1 and max(map(len, nodes.values())) > 1:
+            # 1 where the groups are those of every node
+            once = program.variable(upper=1.0, integer=True)
+            not_together[once] = 1.0
+            for found in nodes.values():
+                _group(program, home, found, {once: 1.0}, scatter, gather)
+        if len(not_together) > 1:
+            program.require(not_together, high=1.0)
+        _group(program, home, receivers, dict.fromkeys(not_together, -1.0), scatter, gather)
+    for v in copy.values() if form == "spread" else ():
+        # Without any relays it would be another form, whose phases have other windows
+        program.require(_plus(({v: 1.0}, 1.0), (relayed, -1.0)), high=0.0)
+    return direct, spread, scatter, gather
+
+
+def _relay(
+    program: _Program,
+    home: int,
+    nodes: dict[int, list[tuple[int, int]]],
+    by_relays: int,
+    context: PlanContext,
+    moved: tuple[dict[tuple[int, int], Terms], ...],
+) -> None:
+    """Add what the relays of an expert are sent, and send, and what is gathered from their carriers.
+
+    Args:
+        program: Gets the variables.
+        home: The expert's home.
+        nodes: Ranks that may have a replica, with its variable, by node.
+        by_relays: The variable that is 1 where there are relays.
+        context: The machine.
+        moved: Gets pieces spread, scattered and gathered.
+    """
+    topology = context.topology
+    own = topology.node_of(home)
+    relays, (spread, scatter, gather) = topology.ranks_of(own), moved
+    any_far: Terms = {v: 1.0 for node, found in nodes.items() if node != own for _, v in found}
+    # Relays are for what crosses
+    program.require(_plus(({by_relays: 1.0}, 1.0), (any_far, -1.0)), high=0.0)
+    for relay in relays:
+        if relay != home:
+            spread.setdefault((home, relay), {})[by_relays] = 1.0 / len(relays)
+    for node, found in nodes.items():
+        ranks = topology.ranks_of(node)
+        carriers = [ranks[j % len(ranks)] for j in range(len(relays))]
+        reached = program.variable(upper=1.0)
+        for rank, v in found:
+            receives = program.variable(upper=1.0)
+            program.require({v: 1.0, by_relays: 1.0, receives: -1.0}, high=1.0)
+            program.require({receives: 1.0, reached: -1.0}, high=0.0)
+            for carrier in carriers:
+                if carrier != rank:
+                    terms = gather.setdefault((carrier, rank), {})
+                    terms[receives] = terms.get(receives, 0.0) + 1.0 / len(relays)
+        for relay, carrier in zip(relays, carriers, strict=True) if node != own else ():
+            scatter.setdefault((relay, carrier), {})[reached] = 1.0 / len(relays)
 
 
 def _group(
@@ -352,7 +412,7 @@ def solve_exactly(
         context: The machine and the layer.
         within: Allows only the replicas of this placement, so that the best split over it is found.
         known_s: Seconds of a step that is known to be possible; longer ones are not searched.
-        time_limit_s: Seconds for each of the four combinations of forms. `Optimum.bound` is proven even where it stops
+        time_limit_s: Seconds for each combination of forms. `Optimum.bound` is proven even where it stops
             the solver.
 
     Raises:
@@ -367,7 +427,11 @@ def solve_exactly(
     unit_s = float(load.sum()) * context.shape.forward_flops_per_token / sum(context.topology.flops_per_s) or 1.0
     counted, cutoff = _counted_in(unit_s, context), known_s / unit_s * (1.0 + SLACK)
     best = Optimum(np.inf, np.inf, context.homes_only())
-    for forms in itertools.product((False, True), (False, True)):
+    topology = context.topology
+    names: list[FormName] = ["direct", "two-phase"]
+    # One rank that fills its node's port needs no relays
+    names += ["spread"] * (topology.has_levels and topology.port_share < 1.0)
+    for forms in itertools.product(names, names):
         program, copy = _build(load, counted, forms)
         if within is not None:
             for (e, r), v in copy.items():
