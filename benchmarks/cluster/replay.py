@@ -55,7 +55,7 @@ def step_of(report: StepReport, placements: Sequence[Placement], forms: Sequence
 
 def form_of(fields: Mapping[str, Any]) -> Form:
     """The form that `dataclasses.asdict` took apart, from JSON or not: its groups have experts' numbers as keys."""
-    read = {k: tuple(v) for k, v in fields.items() if isinstance(v, list | tuple)}
+    read: dict[str, Any] = {k: tuple(v) for k, v in fields.items() if isinstance(v, list | tuple)}
     for name in ("trans_groups", "agg_groups"):
         read[name] = {int(e): tuple(tuple(g) for g in groups) for e, groups in fields.get(name, {}).items()}
     return Form(**{**fields, **read})
