@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ def uniform_durations(
     counts_s: float = 0.0,
     update_s: float = 0.0,
     overlap_cost: float = 0.0,
-    **of_machine: float,
+    **of_machine: Any,
 ) -> StepDurations:
     """All blocks and ranks alike; trans_s and agg_s give seconds by chunk; of_machine: as `StepDurations`' fields."""
 
