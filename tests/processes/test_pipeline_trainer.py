@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.lost_losses import LostLosses
+from pipeline_balance.pipeline.model.registered import register
 from pipeline_balance.pipeline.run import executor
 from pipeline_balance.pipeline.run.generators import seeded
 from pipeline_balance.pipeline.trainer import ElasticPipeline
@@ -22,6 +23,7 @@ from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import (
+    DIM,
     LAYERS,
     TOLERANCE,
     batch,
@@ -208,6 +210,71 @@ def test_layers_that_stay_have_no_part_in_a_move(tied: bool) -> None:
     assert all(r["left"] == [] for r in results)
     # one pass shows which losses nobody adds, wherever its layers go then
     assert [r["watched"] for r in results] == [[2 * 4, 0], [2 * 2, 0], [2 * 1, 0]]
+
+
+class _Shares(nn.Module):
+    """A layer with a module that several layers share, which has a buffer and no parameter."""
+
+    def __init__(self, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.shared, self.linear = shared, nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.shared(x) if self.shared is not None else x)
+
+
+def _shared(rank: int, size: int, sharing: tuple[int, ...]) -> list[float]:
+    """Two moves of layers that share a buffer."""
+    torch.manual_seed(0)
+    scale = nn.BatchNorm1d(DIM, affine=False).eval()
+    layers = [_Shares(scale if i in sharing else None) for i in range(4)]
+    options: dict[str, Any] = {"make_optimizer": make_optimizer, "microbatches": 2, "timeout_s": 60.0}
+    run = ElasticPipeline.from_modules(layers, nn.functional.mse_loss, StageMap.contiguous((0, 2, 4)), **options)
+    given, wanted = torch.randn(4, DIM), torch.randn(4, DIM)
+    losses = [run.step(given, wanted)]
+    for cut in (3, 1):
+        run.rebuild(StageMap.contiguous((0, cut, 4)))
+        losses.append(run.step(given, wanted))
+    return losses
+
+
+@pytest.mark.parametrize("sharing", [(1, 2), (0, 1, 2, 3)])
+def test_layers_that_share_a_buffer_move_together_or_stay(sharing: tuple[int, ...]) -> None:
+    # the shared module must not be one that training changes
+    two, also = run_gloo(_shared, 2, sharing)
+    assert two == also
+    torch.manual_seed(0)
+    scale = nn.BatchNorm1d(DIM, affine=False).eval()
+    model = nn.Sequential(*(_Shares(scale if i in sharing else None) for i in range(4)))
+    optimizer = make_optimizer(list(model.named_parameters()))
+    given, wanted = torch.randn(4, DIM), torch.randn(4, DIM)
+    for loss in two:
+        expected = nn.functional.mse_loss(model(given), wanted)
+        assert loss == pytest.approx(expected.item(), rel=TOLERANCE)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+
+
+def _kept_by_one(rank: int, size: int) -> list[str | float]:
+    """A tensor that one of two holders keeps for a tied parameter."""
+    torch.manual_seed(0)
+    layers = [_Shares(None) for _ in range(4)]
+    layers[2].linear = layers[1].linear
+    options: dict[str, Any] = {"make_optimizer": make_optimizer, "microbatches": 2, "timeout_s": 60.0}
+    run = ElasticPipeline.from_modules(layers, nn.functional.mse_loss, StageMap.contiguous((0, 2, 4)), **options)
+    run.step(torch.ones(4, DIM), torch.ones(4, DIM))
+    if rank == 1:
+        register("mask", torch.ones(DIM, DIM), layers[1].linear.weight)
+    with pytest.raises(TransitionError) as refused:
+        run.rebuild(StageMap.contiguous((0, 3, 4)))
+    return [str(refused.value), run.step(torch.ones(4, DIM), torch.ones(4, DIM))]
+
+
+def test_what_one_holder_keeps_alone_ends_the_move_and_not_the_run() -> None:
+    (why, loss), also = run_gloo(_kept_by_one, 2)
+    assert also == [why, loss]
+    assert "1.linear.weight%mask is not kept here, as it is by others" in why
 
 
 def _stale(rank: int, size: int) -> list[float]:

@@ -188,8 +188,8 @@ class Ownership:
         return found
 
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several units hold, with those units."""
-        return {n: self.units_of[n] for n in self.parameters if len(self.units_of[n]) > 1}
+        """Parameters and buffers that several units hold, with those units."""
+        return {n: units for n, units in self.units_of.items() if len(units) > 1}
 
     def structure(self) -> int:
         """A digest of all names with their shapes and types, equal on ranks that built the same model."""

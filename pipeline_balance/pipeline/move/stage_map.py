@@ -480,7 +480,9 @@ class StageMove(Move):
 
     def state(self, pieces: Sequence[Piece]) -> State:
         assert isinstance(self._held, Held)
-        return {piece: self._held.tensors[piece.name] for piece in pieces}
+        held = self._held.tensors
+        # what is missing, `prepare` has said, and then nothing is sent
+        return {piece: held[piece.name] for piece in pieces if piece.name in held}
 
     def assemble(self, moved: Moved) -> Assignments:
         mover, passes, groups, owners = self.mover, self.passes, self.mover.groups, self._owners

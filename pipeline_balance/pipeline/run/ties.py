@@ -49,7 +49,8 @@ class Tie:
 
 def ties_of(owned: Ownership) -> tuple[Tie, ...]:
     """Find the parameters that several units hold, in the order of the unsplit model's names."""
-    return tuple(Tie(name=name, parameter=owned.parameters[name], units=units) for name, units in owned.tied().items())
+    tied = [(name, units) for name, units in owned.tied().items() if name in owned.parameters]
+    return tuple(Tie(name=name, parameter=owned.parameters[name], units=units) for name, units in tied)
 
 
 @torch.no_grad()
