@@ -10,7 +10,7 @@ Shape legend: B rows of a microbatch, T tokens of a row, N slices, E experts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -60,6 +60,7 @@ class SlicedTransformers(Sliced, Recomputing):
         self._owner: Any = model if (base := getattr(model, "get_base_model", None)) is None else base()
         self._configs = configs_of(model)
         _check_loss(self._owner)
+        _check_positions(self._configs)
         with attending(self._configs):
             Recomputing.__init__(self, model, recompute=slicing.recompute, **options)
 
@@ -332,6 +333,15 @@ def _met(layer: nn.Module, config: Any) -> Fraction:
 
 def _same(one: Any, other: Any) -> bool:
     return one == other if isinstance(one, bool | int | float | str) else True
+
+
+def _check_positions(configs: Sequence[Any]) -> None:
+    """Raise `SpecError` for attention that counts positions by itself: it would begin at 0 in every slice."""
+    # Llama 4 scales queries so; its factors are 1 in the first slices, so a trial of two of them sees nothing
+    if any(getattr(config, "attn_temperature_tuning", False) for config in configs):
+        raise SpecError(
+            "attn_temperature_tuning counts positions within attention, from 0 in every slice: set it to False"
+        )
 
 
 def _check_loss(model: Any) -> None:

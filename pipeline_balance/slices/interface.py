@@ -230,9 +230,32 @@ def mask(
     across = sees(at_T, (first - 1).clamp(min=0)) & (first > 0)
     if across.any():
         return Unfit("lets tokens see a part of other documents: slices cannot")
+    if others.get("use_vmap") and not _is_as_probed(mask_function, first, window):
+        return Unfit("has a mask of its own, neither causal nor a sliding window: slices cannot")
     if not _seeing[-1].note(new.long().cumsum(dim=1) if new.any() else None):
         return Unfit("tells other documents apart than another mask of the model: slices cannot")
     return window
+
+
+def _is_as_probed(mask_function: Callable[..., Tensor], first: Tensor, window: int | None) -> bool:
+    """Whether every token sees what a few probes of each say; a model's own masks may tell apart what these do not.
+
+    Args:
+        mask_function: As in `mask`.
+        first: [B, T] the first token of each token's document.
+        window: How many tokens a token sees, up to itself (None: all of its document).
+    """
+    rows, tokens = first.shape
+    row, head = torch.arange(rows, device=first.device)[:, None, None], first.new_zeros(())
+    key = torch.arange(tokens, device=first.device)
+    # in strips, as all pairs of tokens are many
+    for query in key.split(256):
+        from_first = torch.maximum(first[:, query], query - window + 1) if window is not None else first[:, query]
+        expected = (key <= query[:, None]) & (key >= from_first[:, :, None])
+        found = torch.as_tensor(mask_function(row, head, query[:, None], key), device=first.device)
+        if not torch.equal(found.expand_as(expected), expected):
+            return False
+    return True
 
 
 def configs_of(model: nn.Module) -> list[Any]:

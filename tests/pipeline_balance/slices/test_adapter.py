@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -78,6 +79,17 @@ def test_what_slices_would_get_wrong_is_refused_by_name(family: str, options: di
     with pytest.raises(SpecError, match=words):
         SlicedTransformers(model, SliceOptions(4))
     assert model.config._attn_implementation == before  # and the model is as it was
+
+
+def test_attention_that_counts_positions_by_itself_is_refused() -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "moe_layers": []}
+    for tuned in (True, False):
+        model = Llama4ForCausalLM(Llama4TextConfig(vocab_size=16, attn_temperature_tuning=tuned, **shape, **heads))
+        with pytest.raises(SpecError, match="attn_temperature_tuning") if tuned else nullcontext():
+            SlicedTransformers(model, SliceOptions(4))
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
@@ -226,6 +238,29 @@ def test_masks_that_are_no_windows_are_refused(function: Any, words: str) -> Non
     assert isinstance(found, Unfit)
     assert words in found.why
     assert documents is None
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        # two answers behind one prefix, documents that come back, the first tokens beside a window
+        lambda b, h, q, k: (k <= q) & ~((q >= 9) & (k >= 5) & (k < 9)),
+        lambda b, h, q, k: (k <= q) & ((q // 3) % 2 == (k // 3) % 2),
+        lambda b, h, q, k: (k <= q) & ((k < 3) | (k > q - 8)),
+        # one later token, and keys of the same parity
+        lambda b, h, q, k: (k <= q) | ((q == 3) & (k == 7)),
+        lambda b, h, q, k: (k <= q) & (q % 2 == k % 2),
+    ],
+)
+def test_masks_of_a_models_own_are_read_whole(own: Any) -> None:
+    with seeing() as seen:
+        # what transformers says where a model gives functions of its own
+        assert mask(2, _causal, q_length=12, use_vmap=True) is None
+        window = mask(2, lambda b, h, q, k: (k <= q) & (k > q - 4), q_length=12, use_vmap=True)
+        found = mask(2, own, q_length=12, use_vmap=True)
+        assert seen.masks == 2
+    assert window == Window(4)
+    assert isinstance(found, Unfit)
 
 
 def test_masks_that_tell_other_documents_apart_are_refused() -> None:
