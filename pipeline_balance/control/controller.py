@@ -166,7 +166,8 @@ class Controller:
         self._decided: _Ready | None = None
         # two numbers of microbatches, and the number that the next step is to have (None: the one in force)
         self._trial: Trial | None = None
-        self._wanted: int | None = None
+        # another controller may have been trying a number when it was replaced
+        self._wanted: int | None = None if self.pipeline.fixed_microbatches else self.pipeline.settled_microbatches
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
         self._trainable = self.pipeline.owned.trainable()
@@ -408,6 +409,8 @@ class Controller:
                 self._close_move()
                 with self._spending("move"):
                     self.pipeline.change_microbatches(wanted)
+                if self._trial is not None:
+                    self.pipeline.settled_microbatches = self._trial.now
                 # samples are of the coming steps alone
                 self._timed_from = self.learner.timer.step + 1
         self._count()

@@ -112,8 +112,8 @@ class ElasticPipeline:
         schedule: str | MakeSchedule | None = None,
     ) -> None:
         self.groups, self.in_job = PipelineGroups(group, timeout_s), rank_assignment is not None
-        # the number in force may become another, see `change_microbatches`
-        self.first_microbatches = microbatches
+        # the number in force may become another, see `change_microbatches`; in a trial it is not the one to go on with
+        self.first_microbatches = self.settled_microbatches = microbatches
         at = device if device is not None else torch.device("cpu")
         # A controller measures the steps that it needs. On a device marks take host time, so others have none.
         self.meter = meter if meter is not None else Meter(clock=clock_on(at), enabled=at.type == "cpu")
@@ -146,7 +146,7 @@ class ElasticPipeline:
             return self._description(None if joins else built[0], Progress(first_ranks=self.ranks))
 
         agreed, now, progress = agree_on_model(check, self.groups.world)
-        self._cut_into(now)
+        self._cut_into(*now)
         # making communicators is collective, so it waits until all have the same replicas
         if rank_assignment is None:
             self.groups.divide()
@@ -599,10 +599,11 @@ class ElasticPipeline:
         known = self.meter.activation_bytes
         # until they are counted anew
         known.update({i: -(-n * self.config.microbatches // microbatches) for i, n in known.items()})
-        self.builder.config = config
+        self.builder.config, self.settled_microbatches = config, microbatches
         self._passes.go_on(stages, self.owners)
 
-    def _cut_into(self, microbatches: int) -> None:
+    def _cut_into(self, microbatches: int, settled: int) -> None:
+        self.settled_microbatches = settled
         if microbatches != self.config.microbatches:
             self.builder.config = replace(self.config, microbatches=microbatches)
 
@@ -670,7 +671,7 @@ class ElasticPipeline:
             known = replace(self.stages, stage_map=StageMap(now.boundaries, tuple(ranks[r] for r in now.ranks)))
         world = self.groups.world
         agreed, microbatches, progress = agree_on_model(lambda: self._description(known, self.progress), world)
-        self._cut_into(microbatches)
+        self._cut_into(*microbatches)
         self.groups.divide()
         # its means over replicas use the new columns
         self._passes.switch()
@@ -698,7 +699,7 @@ class ElasticPipeline:
             "settings": {**settings, "replicas": self.groups.replicas, "slices": str(self.model.slicing)},
             "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
             "schedule": stages.schedule if stages is not None else 0,
-            "microbatches": self.config.microbatches,
+            "microbatches": [self.config.microbatches, self.settled_microbatches],
             "progress": progress.to_json(),
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,30 @@ def test_batches_that_come_by_microbatch_keep_their_number() -> None:
     (choice,) = found[0]["choices"]
     assert choice.reason == "8 microbatches stay: batches come by microbatch"
     assert set(found[0]["numbers"]) == {8}
+
+
+def _attached_anew(rank: int, size: int) -> list[int]:
+    """The number of microbatches at every step, with another controller from the middle of a trial on."""
+    run = slow(1e-3, 1e-4)
+    numbers: list[int] = []
+
+    def train(balanced: Any, until: Callable[[], bool]) -> None:
+        while not until():
+            x = torch.randn(ROWS, WIDE, generator=torch.Generator().manual_seed(len(numbers)))
+            balanced.step(x, x.flip(1))
+            numbers.append(run.config.microbatches)
+
+    config = ControllerConfig(every_steps=4, min_gain=0.5)
+    balanced = pipeline_balance.attach(run, None, config)
+    balanced.choose_microbatches()
+    train(balanced, lambda: run.config.microbatches != 8)
+    tried = len(numbers)
+    train(pipeline_balance.attach(run, None, config), lambda: len(numbers) == tried + 2)
+    return numbers[tried - 1 :]
+
+
+def test_a_trial_ends_where_another_controller_is_attached() -> None:
+    assert run_gloo(_attached_anew, 2) == [[4, 8, 8]] * 2
 
 
 def _comes_back(rank: int, size: int, path: str) -> list[float]:

@@ -331,16 +331,16 @@ def agree_on_batch(
 
 def agree_on_model(
     describe: Callable[[], Mapping[str, Any]], collective: Collective
-) -> tuple[StageMap, int, dict[str, Any]]:
+) -> tuple[StageMap, list[int], dict[str, Any]]:
     """Compare the ranks' models and find the stage map of those that know it; collective.
 
     Args:
         describe: Describes this rank's pipeline: its "model", the "settings", the "map" (None where it is not known)
-            with a digest of its "schedule", the number of "microbatches" in force, and the "progress".
+            with a digest of its "schedule", the "microbatches" in force and those to go on with, and the "progress".
         collective: Over all ranks.
 
     Returns:
-        The stage map, the number of microbatches and the counters of the run, of the first rank that knows them.
+        The stage map, both numbers of microbatches and the counters of the run, of the first rank that knows them.
 
     Raises:
         SpecError: On all ranks where one cannot be described, or any of them differ.

@@ -34,6 +34,8 @@ LATE = [1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
 class _Pretended:
     """One rank of a pipeline: a step begins its backward pass where `backward` says so; nothing moves."""
 
+    fixed_microbatches = "it only pretends"
+
     in_job = False
 
     def __init__(self, collective: Collective, *, backward: bool = True, timeout_s: float = 10.0) -> None:
