@@ -3,8 +3,10 @@
 Shape legend: S stages, P ranks, M microbatches, N slices of a microbatch. What passes the stages is a unit: a
 microbatch, or slice n of microbatch m, which is unit m N + n. An action prints as stage, kind, unit (`2F0`), the
 notation of `torch.distributed.pipelining`, so a printed schedule can be handed to torch's runtime. Kinds: F forward, I
-backward for the input only, W backward for the weights only, B both at once. H, which torch does not have, is of a rank
-without a pass that helps others with theirs; its number is that of the time slot, and its stage one of the rank's.
+backward for the input only, W backward for the weights only, B both at once. Torch does not have the others. H is of a
+rank without a pass that helps others with theirs; its number is that of the time slot, and its stage one of the rank's.
+With a vocabulary that is split over the ranks, every rank has four more actions for each unit, see
+`schedules.vocabulary`: E and G of the embedding, S and T of the head. Their stage is one of the rank's.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from typing import Literal, cast, get_args
 
 from prophet.errors import SpecError
 
-Kind = Literal["F", "I", "W", "B", "H"]
+Kind = Literal["F", "I", "W", "B", "H", "E", "S", "T", "G"]
+SHARED = "ESTG"
+"""Kinds that every rank runs for every unit."""
 # the notation of torch.distributed.pipelining
-_ACTION = re.compile(r"(\d+)([FIWBH])(\d+)")
+_ACTION = re.compile(r"(\d+)([FIWBHESTG])(\d+)")
 
 
 class ScheduleError(SpecError):
@@ -85,6 +89,7 @@ class Schedule:
                 self._check_action(action, rank, home, seen)
                 seen.add(action)
         self._check_complete(seen)
+        self._check_shared()
 
     def _check_action(self, action: Action, rank: int, home: dict[int, int], seen: set[Action]) -> None:
         if action.stage >= self.stages or (action.microbatch >= self.units and action.kind != "H"):
@@ -115,10 +120,50 @@ class Schedule:
     def _check_complete(self, seen: set[Action]) -> None:
         for s, u in product(range(self.stages), range(self.units)):
             # in the order F, I, W, B of the type: so "FB" and "FIW"
-            kinds = "".join(k for k in get_args(Kind) if k != "H" and Action(s, k, u) in seen)
+            kinds = "".join(k for k in get_args(Kind) if k in "FIWB" and Action(s, k, u) in seen)
             if kinds not in ("FB", "FIW"):
                 runs = kinds or "nothing"
                 raise ScheduleError(f"{self._unit} {u} in stage {s} runs {runs}, expected F and B, or F, I and W")
+
+    def _check_shared(self) -> None:
+        """Raise unless each rank has its part in the embedding and the head of each unit, in one order on all ranks."""
+        orders = [[(a.kind, a.microbatch) for a in row if a.kind in SHARED] for row in self.actions]
+        if not any(orders):
+            return
+        home = self.stage_ranks
+        for rank, (row, order) in enumerate(zip(self.actions, orders, strict=True)):
+            wanted = product(SHARED, range(self.units))
+            lacks = [f"{kind} of {self._unit} {unit}" for kind, unit in wanted if (kind, unit) not in set(order)]
+            if lacks:
+                raise ScheduleError(f"rank {rank} skips {lacks[0]}, in which every rank has a part")
+            # ranks exchange messages in it
+            odd = next(((a, b) for a, b in zip(order, orders[0], strict=False) if a != b), None)
+            if odd is not None or len(order) != len(orders[0]):
+                mine, first = (f"{kind}{unit}" for kind, unit in odd or (order[-1], orders[0][-1]))
+                raise ScheduleError(f"rank {rank} runs {mine} where rank 0 runs {first}: their order must be the same")
+            at: dict[tuple[str, int, int], int] = {(a.kind, a.stage, a.microbatch): i for i, a in enumerate(row)}
+            at |= {(a.kind, -1, a.microbatch): i for i, a in enumerate(row) if a.kind in SHARED}
+            last = self.stages - 1
+            for unit in range(self.units):
+                pairs = [(("S", -1), ("T", -1))]
+                if home[0] == rank:
+                    pairs += [(("E", -1), ("F", 0)), *(((kind, 0), ("G", -1)) for kind in "BI")]
+                if home[last] == rank:
+                    pairs += [(("F", last), ("S", -1)), *((("T", -1), (kind, last)) for kind in "BI")]
+                for before, after in pairs:
+                    i, j = at.get((*before, unit)), at.get((*after, unit))
+                    if i is not None and j is not None and i > j:
+                        raise ScheduleError(f"rank {rank}: {row[j]} comes before {row[i]}, whose result it needs")
+
+    @property
+    def shares(self) -> bool:
+        """Whether ranks share a split vocabulary."""
+        return any(a.kind in SHARED for a in self.actions[0])
+
+    def passes(self) -> Schedule:
+        """The same without what ranks share."""
+        rows = [[a for a in row if a.kind not in SHARED] for row in self.actions]
+        return build(rows, self.stages, self.microbatches, self.slices) if self.shares else self
 
     @property
     def units(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError, build
+from pipeline_balance.schedules.actions import SHARED, Action, Schedule, ScheduleError, build
 from pipeline_balance.schedules.classic import gpipe, interleaved, one_f_one_b
 from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.simulate import Durations, simulate
@@ -110,6 +110,9 @@ def _check(made: Schedule, stage_ranks: tuple[int, ...], microbatches: int, *, s
     helps = [a for row in made.actions for a in row if a.kind == "H"]
     if helps:
         raise ScheduleError(f"{helps[0]} helps other ranks, which whole microbatches do not need")
+    shared = next((a for row in made.actions for a in row if a.kind in SHARED), None)
+    if shared is not None:
+        raise ScheduleError(f"{shared} is of a split vocabulary, whose actions a schedule gets by itself")
     ranks = len(set(stage_ranks))
     if made.ranks != ranks:
         raise ScheduleError(f"expected a row of actions for each of {ranks} ranks, got {made.ranks}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError
+from pipeline_balance.schedules.actions import SHARED, Action, Schedule, ScheduleError
 from pipeline_balance.schedules.links import Transfers, between_stages
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
@@ -36,6 +36,7 @@ class Durations:
         between_s: What the runtime takes on a rank from the end of one action to the next one's start.
         all_reduce_s: [S]: what averaging a stage's gradients over replicas takes after its last backward. The stages of
             a rank take turns at that, beside what the rank still computes.
+        vocabulary_s: What a unit's S and T take on each rank, where ranks share a vocabulary.
     """
 
     forward_s: FloatArray
@@ -47,6 +48,7 @@ class Durations:
     chunk_gradient_bytes: Sequence[int] | Sequence[Sequence[int]] = ()
     between_s: float = 0.0
     all_reduce_s: FloatArray = field(default_factory=lambda: np.zeros(0))
+    vocabulary_s: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def uniform(
@@ -186,16 +188,34 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
     busy = [0.0] * schedule.ranks
     position = [0] * schedule.ranks
 
+    # when the ranks have run an S and the like of a unit
+    shared: dict[tuple[str, int], list[float]] = {}
+    other_s = {"S": durations.vocabulary_s[0], "T": durations.vocabulary_s[1]}
+
+    def of_all(kind: str, unit: int) -> float | None:
+        ends = shared.get((kind, unit), [])
+        return max(ends) if len(ends) == schedule.ranks else None
+
     def ready_s(action: Action) -> float | None:
         """When the action's input is on its rank; None while that is not known."""
         s, m = action.stage, action.microbatch
+        if action.kind == "S":
+            return end.get(Action(stages - 1, "F", m))
+        if action.kind == "T":
+            return of_all("S", m)
+        if action.kind == "G":
+            return end.get(Action(0, "I", m), end.get(Action(0, "B", m)))
+        if schedule.shares and (action.kind, s) == ("F", 0):
+            return of_all("E", m)
+        if schedule.shares and action.kind in "BI" and s == stages - 1:
+            return of_all("T", m)
         if action.kind == "F":
             if s == 0:
                 return 0.0
             before = end.get(Action(s - 1, "F", m))
             return None if before is None else before + (down[s - 1] if home[s - 1] != home[s] else 0.0)
         # the row's own order already puts F before I or B, and I before W
-        if action.kind in "WH" or s == stages - 1:
+        if action.kind in "WHE" or s == stages - 1:
             return 0.0
         after = end.get(Action(s + 1, "I", m), end.get(Action(s + 1, "B", m)))
         return None if after is None else after + (up[s] if home[s + 1] != home[s] else 0.0)
@@ -214,10 +234,13 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
                 # the first action has none before it
                 began = max(free[rank] + (durations.between_s if position[rank] else 0.0), ready)
                 # nobody is helped here: see `exchange_times`
-                taken = seconds[action.kind][action.stage][action.microbatch] if action.kind != "H" else 0.0
+                known = seconds.get(action.kind)
+                taken = known[action.stage][action.microbatch] if known else other_s.get(action.kind, 0.0)
                 start[action], end[action] = began, began + taken
                 free[rank] = began + taken
                 busy[rank] += taken
+                if action.kind in SHARED:
+                    shared.setdefault((action.kind, action.microbatch), []).append(end[action])
                 position[rank] += 1
                 moved = True
     # the head of each row that is left names the circle

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline_balance.schedules.actions import Action, ScheduleError
+from pipeline_balance.schedules.actions import SHARED, Action, ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,10 @@ def with_messages(rows: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) 
     out: list[list[Step]] = [[] for _ in rows]
     # inputs of the first stage are there from the start
     ready = {("F", 0, a.microbatch) for row in rows for a in row if a.kind == "F"}
+    # a stage of each rank that shares a vocabulary
+    sharing = {a.stage for row in rows for a in row if a.kind == "S"}
     while any(left):
-        turn = [(r, row[-1]) for r, row in enumerate(left) if row and _may_run(row[-1], stages, ready)]
+        turn = [(r, row[-1]) for r, row in enumerate(left) if row and _may_run(row[-1], stages, ready, sharing)]
         if not turn:
             waiting = ", ".join(str(row[-1]) for row in left if row)
             raise ScheduleError(f"the actions wait for each other: {waiting}")
@@ -66,7 +68,7 @@ def with_messages(rows: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) 
             s, m = action.stage, action.microbatch
             forward = action.kind == "F"
             ready.add((f"done {action.kind}", s, m))
-            if action.kind in "WH":
+            if action.kind in f"WH{SHARED}":
                 continue
             neighbour = s + 1 if forward else s - 1
             if not 0 <= neighbour < stages:
@@ -114,15 +116,25 @@ def _brings_for(message: Message, step: Step) -> bool:
     )
 
 
-def _may_run(action: Action, stages: int, ready: set[tuple[str, int, int]]) -> bool:
+def _may_run(action: Action, stages: int, ready: set[tuple[str, int, int]], sharing: set[int]) -> bool:
     s, m = action.stage, action.microbatch
-    if action.kind == "H":
+
+    def of_all(kind: str) -> bool:
+        return all((f"done {kind}", stage, m) in ready for stage in sharing)
+
+    if action.kind in "HE":
         return True
+    if action.kind == "S":
+        return ("done F", stages - 1, m) in ready
+    if action.kind == "T":
+        return of_all("S")
+    if action.kind == "G":
+        return not ready.isdisjoint({("done B", 0, m), ("done I", 0, m)})
     if action.kind == "F":
-        return ("F", s, m) in ready
+        return ("F", s, m) in ready and (s > 0 or of_all("E"))
     if action.kind == "W":
         return ("done I", s, m) in ready
-    return ("done F", s, m) in ready and (s == stages - 1 or ("B", s, m) in ready)
+    return ("done F", s, m) in ready and (of_all("T") if s == stages - 1 else ("B", s, m) in ready)
 
 
 def forward_rows(stage_ranks: Sequence[int], microbatches: int) -> list[list[Action]]:
