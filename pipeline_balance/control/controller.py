@@ -29,7 +29,7 @@ from pipeline_balance.pipeline.measure.links import Noted
 from pipeline_balance.pipeline.measure.slice_costs import unit_costs
 from pipeline_balance.pipeline.run.failures import agreed_by_all
 from pipeline_balance.schedules.simulate import Durations
-from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
+from pipeline_balance.spec import MAX_BYTES, Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import CollectiveError, PlanMismatch, SpecError, TransitionError
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
@@ -125,6 +125,12 @@ class Controller:
             raise SpecError(
                 f"balancing gives every rank one stage, these slices ask for {slicing.stages_per_rank}: "
                 "change the stages with rebuild()"
+            )
+        bounded = any(limit.memory_bytes < MAX_BYTES for limit in limits or ())
+        if pipeline.model.vocabulary is not None and (bounded or getattr(config, "repack_slowdown", None) is not None):
+            raise SpecError(
+                "with split_vocabulary the balancer knows no limits of memory, as it counts neither a rank's rows nor "
+                "the microbatch more, and no fewer ranks, as every rank has rows"
             )
         self.pipeline = pipeline
         self.stages: BalancedStages = stages if stages is not None else PipelineStages(pipeline)

@@ -57,6 +57,8 @@ class Adapters:
         self._named: dict[str, Any] = {}
         # a pipeline model of the user's own class runs as it is: nobody knows how to cut its sequences
         self._cuts = not isinstance(built, PipelineModel) or type(built) is TransformersModel
+        if isinstance(built, PipelineModel) and built.vocabulary is not None:
+            raise SpecError("a job cannot split the vocabulary over its ranks, as they change: split_vocabulary=False")
         if not self._cuts:
             assert isinstance(built, PipelineModel)
             self.plain = built

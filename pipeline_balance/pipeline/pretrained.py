@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.ownership import Ownership, put
+from pipeline_balance.pipeline.model.vocabulary import rows_of, whole_shape
 from pipeline_balance.pipeline.run.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.run.failures import fails_together
 from prophet.errors import SpecError
@@ -116,8 +117,11 @@ def fill(owned: Ownership, values: Mapping[str, Tensor], device: torch.device) -
 def _fitting(name: str, own: Tensor, read: Tensor) -> Tensor:
     """`read` in the type of the model's own; `SpecError` where it has another shape, or would be rounded."""
     # transformers keeps some parameters in float32 whatever type is asked for, as the routers of DeepSeek-V3
-    if read.shape != own.shape:
-        raise SpecError(f"{name}: the model has a tensor {list(own.shape)}, the folder {list(read.shape)}")
+    if read.shape != whole_shape(own):
+        raise SpecError(f"{name}: the model has a tensor {list(whole_shape(own))}, the folder {list(read.shape)}")
+    rows = rows_of(own)
+    # a view would keep the memory of all rows
+    read = read if rows is None else read[rows.start : rows.stop].clone()
     # widening is exact; anything else would change the weights in silence
     if torch.promote_types(own.dtype, read.dtype) != own.dtype:
         raise SpecError(

@@ -135,6 +135,8 @@ class ElasticPipeline:
             self.groups.arrange(replicas, rank_assignment)
             made = model if isinstance(model, PipelineModel) else model()
             check_units(made.units, made.root)
+            if made.vocabulary is not None and (joins or self.in_job):
+                raise SpecError(f"split_vocabulary: {_STAYS}")
             self.owned = Ownership(made)
             self.builder = StageBuilder(
                 model=made, config=config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
@@ -150,6 +152,8 @@ class ElasticPipeline:
         # making communicators is collective, so it waits until all have the same replicas
         if rank_assignment is None:
             self.groups.divide()
+        if self.model.vocabulary is not None:
+            self.groups.share_vocabulary()
 
         def make() -> Optimizers:
             column = self.groups.grid.column(self.rank) if rank_assignment is None else ()
@@ -158,6 +162,7 @@ class ElasticPipeline:
                 built.append(self.builder.build(agreed))
             # before the device: only this rank's part must fit there
             self.owned.keep_only(() if joins else agreed.layers_on(self.rank))
+            self.owned.split_over(self.rank, self.ranks)
             self.owned.to_device(at)
             # with all parameters, those on `meta` too: groups and rates are the same on all ranks
             return Optimizers(make_optimizer, self.owned.parameters)
@@ -186,6 +191,7 @@ class ElasticPipeline:
         *,
         counted: CountLabels | None = None,
         slices: Slicer | None = None,
+        split_vocabulary: bool = False,
         **options: Any,
     ) -> ElasticPipeline:
         """Make a pipeline of modules, each called with what the one before it returns; see `ModuleChain`.
@@ -196,12 +202,16 @@ class ElasticPipeline:
             stage_map: Which rank runs which layers (None: spread evenly).
             counted: From labels to how many of them count (None: as `ModuleChain` finds by the loss).
             slices: Options of `pipeline_balance.slices`, which cut every sequence (None: microbatches pass whole).
+            split_vocabulary: Whether every rank of a replica has some rows of the first layer, an `nn.Embedding`, and
+                of the last one, an `nn.Linear`, and computes their part of the loss. It must be the plain cross
+                entropy.
             **options: Those of the constructor.
         """
 
         def make() -> PipelineModel:
             kind = ModuleChain if slices is None else partial(_models_of(slices).chain, slices)
-            return kind(layers, loss_fn, counted=counted, device=options.get("device"))
+            given: dict[str, Any] = {"device": options.get("device"), "split_vocabulary": split_vocabulary}
+            return kind(layers, loss_fn, counted=counted, **given)
 
         return cls(make, stage_map, **options)
 
@@ -214,6 +224,7 @@ class ElasticPipeline:
         layers: str | None = None,
         example: Mapping[str, Tensor] | None = None,
         slices: Slicer | None = None,
+        split_vocabulary: bool = False,
         **options: Any,
     ) -> ElasticPipeline:
         """Make a pipeline of a transformers model, or of one built like them, as it is; see `TransformersModel`.
@@ -227,12 +238,15 @@ class ElasticPipeline:
             layers: Dotted name of the model's list of layers, where it has several.
             example: Inputs for one forward of what comes before the layers (None: token ids).
             slices: `pipeline_balance.slices.SliceOptions`, which cut every sequence (None: microbatches pass whole).
+            split_vocabulary: Whether every rank of a replica has some rows of the embedding and of the head, tied or
+                not, and computes their part of the loss. It must be the plain cross entropy.
             **options: Those of the constructor.
         """
 
         def make() -> PipelineModel:
             kind = TransformersModel if slices is None else partial(_models_of(slices).transformers, slices)
-            return kind(model, layers=layers, example=example, device=options.get("device"))
+            given: dict[str, Any] = {"device": options.get("device"), "split_vocabulary": split_vocabulary}
+            return kind(model, layers=layers, example=example, **given)
 
         return cls(make, stage_map, **options)
 
@@ -440,7 +454,8 @@ class ElasticPipeline:
         """Return the costs of this rank's layers."""
         self._catch_up()
         stages = {s: self.stage_map.layers_of(s) for s in self.stage_map.stages_on(self.rank)}
-        return local_costs(self.layers, stages, self.meter, self.optimizers.state())
+        staying = {id(self.owned.parameters[name]) for name in self.owned.split}
+        return local_costs(self.layers, stages, self.meter, self.optimizers.state(), staying)
 
     @fails_together("measuring before step")
     def measure_links(self) -> LinkTimes:
@@ -659,7 +674,12 @@ class ElasticPipeline:
         `number` maps this rank's old group's ranks to the new one's and must hold every rank that runs a stage; None
         where this process comes back, and takes the others' map and counters. There are as many replicas as before,
         each of ranks in a row. `release.membership.Membership` calls this.
+
+        Raises:
+            SpecError: A vocabulary is split over the ranks.
         """
+        if self.model.vocabulary is not None:
+            raise SpecError(f"split_vocabulary: {_STAYS}")
         before, now = self.groups.grid, self.stage_map
         self.groups.enter(group)
         self.groups.arrange(before.replicas)
@@ -696,12 +716,16 @@ class ElasticPipeline:
         known = stages.stage_map if stages is not None else None
         return {
             "model": self.owned.structure(),
-            "settings": {**settings, "replicas": self.groups.replicas, "slices": str(self.model.slicing)},
+            "settings": {**settings, "replicas": self.groups.replicas, "slices": str(self.model.slicing)}
+            | {"split_vocabulary": self.model.vocabulary is not None},
             "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
             "schedule": stages.schedule if stages is not None else 0,
             "microbatches": [self.config.microbatches, self.settled_microbatches],
             "progress": progress.to_json(),
         }
+
+
+_STAYS = "rows stay on their ranks, so ranks cannot change, nor layouts: save, and load in a run on other ranks"
 
 
 def _models_of(slices: Slicer) -> Any:

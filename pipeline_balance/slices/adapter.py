@@ -17,11 +17,10 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from pipeline_balance.pipeline.model.adapter import IGNORED_LABEL, Recorded
+from pipeline_balance.pipeline.model.adapter import IGNORED_LABEL, Recorded, shifted
 from pipeline_balance.pipeline.model.expert_layers import collective_of
 from pipeline_balance.pipeline.model.layers import Activations, Microbatch
 from pipeline_balance.pipeline.model.router_losses import loss_of_sums
@@ -105,12 +104,12 @@ class SlicedTransformers(Sliced, Recomputing):
             inputs["position_ids"] = torch.arange(tokens, device=labels.device)[None]
         recorded, seen = self._whole(microbatch)
         # label t belongs to the output at t - 1
-        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        moved = shifted(labels)
         mask = inputs.get("attention_mask")
         # attention over slices reads no padding mask: causality keeps padding on the right from being seen
-        if mask is not None and mask.dim() == 2 and bool(((mask == 0) & (shifted != IGNORED_LABEL)).any()):
+        if mask is not None and mask.dim() == 2 and bool(((mask == 0) & (moved != IGNORED_LABEL)).any()):
             raise SpecError("labels count behind padding, where attention_mask is 0: set them to -100")
-        parts = self.parts(microbatch, inputs, shifted, seen.documents)
+        parts = self.parts(microbatch, inputs, moved, seen.documents)
         windows = [i for i, call in enumerate(recorded.calls) if any(isinstance(leaf, Window) for leaf in call.leaves)]
         self._check_exchange(tokens, windows)
         # all but the last unit, whose outputs are losses
@@ -122,6 +121,12 @@ class SlicedTransformers(Sliced, Recomputing):
             assert microbatch.labels is not None
             return int((microbatch.labels != IGNORED_LABEL).sum())
         return super().counted(microbatch)
+
+    def words(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        if isinstance(microbatch, SlicePart):
+            assert microbatch.labels is not None
+            return next(iter(microbatch.inputs.values())), microbatch.labels
+        return super().words(microbatch)
 
     # --- what layers are called with ---------------------------------------------------------------------------
 
@@ -186,6 +191,8 @@ class SlicedTransformers(Sliced, Recomputing):
     def _run_behind(self, activations: Activations, microbatch: Microbatch) -> Activations:
         """The sum of a slice's losses; the router's part of the microbatch comes with its last slice."""
         part, count = part_of(microbatch), self.counted(microbatch)
+        if self.vocabulary is not None:
+            return super()._run_behind(activations, part)
         sums, flowing = self._without_sums(len(self.layers), activations)
         if sums is None or self.router_loss is None:
             with self._shifted(int(count > 0)):

@@ -48,7 +48,7 @@ class SlicedChain(Sliced, ModuleChain):
             check_limits(self.units)
 
     def attentions(self, unit: int) -> tuple[Heads, ...]:
-        return self._attentions[unit, self._mode()]
+        return () if self._is_split(unit) else self._attentions[unit, self._mode()]
 
     def _output_of(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
         with tracing() as found:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -261,6 +261,23 @@ class Meter:
         self._last_end = ended
         return result
 
+    def run_shared(self, call: Callable[[], None]) -> None:
+        """Run what all ranks share; it counts for no layer, nor as waiting before the next action."""
+        if not self.enabled:
+            call()
+            return
+        began = self.clock()
+        call()
+        ended = self.clock()
+        self._between(self._shared, began, ended)
+        # what was waited before it stays a wait of the next action
+        last: Any = self._last_end
+        if on_host(ended) and on_host(last):
+            self._last_end = last + (ended - began)
+
+    def _shared(self, seconds: float) -> None:
+        self._compute_s += seconds
+
     def _waited_for(self, kind: str, seconds: float) -> None:
         self._wait_s[kind] += seconds
 
@@ -396,6 +413,7 @@ def local_costs(
     stages: Mapping[int, Sequence[int]],
     meter: Meter,
     state: Mapping[int, Mapping[str, Any]],
+    staying: Collection[int] = (),
 ) -> dict[int, LayerCost]:
     """Work out the costs of this rank's layers from what was measured.
 
@@ -404,6 +422,7 @@ def local_costs(
         stages: The layers of each of this rank's stages, by the stage's number as `meter` has it.
         meter: What was measured.
         state: What optimizers keep per parameter, by its id.
+        staying: Ids of parameters that stay on their ranks wherever the layer runs, and count for none.
 
     Returns:
         Seconds and bytes of a microbatch, by layer.
@@ -414,7 +433,8 @@ def local_costs(
     # only the rank of the model's last layer has seen a loss
     last = max(layers, default=-1)
     for index, layer in layers.items():
-        trainable = [p for p in layer.parameters() if p.requires_grad]
+        here = [p for p in layer.parameters() if id(p) not in staying]
+        trainable = [p for p in here if p.requires_grad]
         backward = _typical(meter.backward.get(index, ()))
         if index in weights:
             input_s, weight_s = backward, weights[index]
@@ -430,7 +450,7 @@ def local_costs(
             backward_input_s=input_s,
             backward_weight_s=weight_s,
             activation_bytes=meter.activation_bytes.get(index, 0),
-            parameter_bytes=sum(_n_bytes(p) for p in layer.parameters()),
+            parameter_bytes=sum(_n_bytes(p) for p in here),
             gradient_bytes=sum(_n_bytes(p) for p in trainable),
             optimizer_bytes=sum(
                 _n_bytes(v) for p in trainable for v in state.get(id(p), {}).values() if isinstance(v, Tensor)

@@ -11,7 +11,7 @@ Shape legend: L units (n + 2), n layers, B rows of a microbatch, T tokens of a r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +23,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from pipeline_balance.pipeline.model import shapes
 from pipeline_balance.pipeline.model.layers import Activations, Inputs, Microbatch, PipelineModel, zero_of
 from pipeline_balance.pipeline.model.router_losses import RouterLoss, find_router_loss
-from pipeline_balance.pipeline.model.skeleton import Readable, Skeleton, StandIn, Stop
+from pipeline_balance.pipeline.model.skeleton import Readable, Skeleton, StandIn, Stop, standing
+from pipeline_balance.pipeline.model.vocabulary import IGNORED, Vocabulary, check_plain, made_up_labels
 from prophet.errors import SpecError
 from prophet.trials import RandomState
 
 # transformers leaves these out of its losses
-IGNORED_LABEL = -100
+IGNORED_LABEL = IGNORED
 # losses whose label t belongs to the output at t - 1
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
 _PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")
@@ -88,6 +89,8 @@ class TransformersModel(PipelineModel):
         example: Inputs for one forward of what comes before the layers, by name; made with the model. By default token
             ids.
         device: Where ranks compute; the CPU by default.
+        split_vocabulary: Whether every rank has some rows of the embedding and of the head. The model's loss must be
+            the plain cross entropy.
 
     Raises:
         SpecError: The layers cannot be found, or the model does something that a pipeline would get wrong.
@@ -100,6 +103,7 @@ class TransformersModel(PipelineModel):
         layers: str | None = None,
         example: Mapping[str, Tensor] | None = None,
         device: torch.device | None = None,
+        split_vocabulary: bool = False,
     ) -> None:
         self.root = model
         self.device = device if device is not None else torch.device("cpu")
@@ -119,7 +123,12 @@ class TransformersModel(PipelineModel):
         self._ends = (_Held(), _Held())
         self.units = (self._ends[0], *self.layers, self._ends[1])
         self.skeleton.to_device()
+        if split_vocabulary:
+            asked = [getattr(model, f"get_{name}_embeddings", lambda: None)() for name in ("input", "output")]
+            self.vocabulary = Vocabulary(*asked)
         self.look()
+        if self.vocabulary is not None:
+            self._check_plain(self.vocabulary)
 
     # --- the batch ---------------------------------------------------------------------------------------------
 
@@ -137,6 +146,8 @@ class TransformersModel(PipelineModel):
         """
         if labels is None:
             raise SpecError("a transformers model computes its loss from labels: give them on every rank")
+        if self.vocabulary is not None:
+            self.vocabulary.check_autocast(self.device)
         named, rows = self._named(inputs), labels.shape[0]
         # microbatches are detached between stages, so a gradient of an input would never reach the caller
         grad = [name for name, t in named.items() if t.requires_grad]
@@ -171,7 +182,7 @@ class TransformersModel(PipelineModel):
 
     def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
         if unit == 0:
-            found = self._run_front(microbatch)
+            found = self._run_front(microbatch, activations)
         elif unit == len(self.units) - 1:
             found = self._run_behind(activations, microbatch)
         else:
@@ -184,7 +195,14 @@ class TransformersModel(PipelineModel):
     def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
         return activations[0] * self.counted(microbatch)
 
-    def _run_front(self, microbatch: Microbatch) -> Activations:
+    def words(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        labels = microbatch.labels
+        assert labels is not None, "cut has asked for labels"
+        kind = getattr(self.root, "loss_type", None) or "ForCausalLM"
+        ids = next(iter(microbatch.inputs.values()))
+        return ids, shifted(labels) if kind in _SHIFTED else labels
+
+    def _run_front(self, microbatch: Microbatch, embedded: Activations = ()) -> Activations:
         takes = self.recorded(microbatch).calls[0].takes
         found: list[Tensor] = []
 
@@ -194,8 +212,17 @@ class TransformersModel(PipelineModel):
             found.extend(leaves[place] for place in takes)
             raise Stop
 
+        places: dict[int, nn.Module] = {}
+        if self.vocabulary is not None:
+            module = self.vocabulary.embedding
+            places[id(module)] = standing(module, lambda ids: embedded[0])
         self.skeleton.forward(
-            self.kwargs_of(microbatch), first, held=self._front, readable=Readable(allowed=False), hooks=lambda: True
+            self.kwargs_of(microbatch),
+            first,
+            held=self._front,
+            readable=Readable(allowed=False),
+            hooks=lambda: True,
+            places=places,
         )
         return tuple(found)
 
@@ -238,14 +265,20 @@ class TransformersModel(PipelineModel):
                 own[place] = tensor
             return tree_unflatten(own, structure)
 
-        counts = self.counted(microbatch) > 0
+        places: dict[int, nn.Module] = {}
+        hidden: list[Tensor] = []
+        if self.vocabulary is not None:
+            places[id(self.vocabulary.head)] = standing(self.vocabulary.head, _ending_in(hidden))
+        counts = self.counted(microbatch) > 0 and self.vocabulary is None
         asked = self.kwargs_of(microbatch, labels=microbatch.labels if counts else None)
         with ExitStack() as stack:
             if sums is not None and self.router_loss is not None:
                 stack.enter_context(self.router_loss.given(sums, microbatch.inputs.get("attention_mask")))
             out = self.skeleton.forward(
-                asked, stand, held=self._behind, readable=readable, hooks=lambda: not readable.allowed
+                asked, stand, held=self._behind, readable=readable, hooks=lambda: not readable.allowed, places=places
             )
+        if self.vocabulary is not None:
+            return tuple(hidden)
         loss = out[0] if isinstance(out, tuple) else out["loss" if counts else "logits"]
         if counts:
             # sums over labels and microbatches need more than the bits of a half precision
@@ -362,24 +395,61 @@ class TransformersModel(PipelineModel):
         requires_grad = tuple(_requires_grad(unit) for unit in self.units)
         key = (microbatch.shapes(), requires_grad, self._mode(), torch.is_grad_enabled())
         if key not in self._known:
-            self._known[key] = self._activations(self.recorded(microbatch), requires_grad)
+            ids = next(iter(microbatch.inputs.values()))
+            self._known[key] = self._activations(self.recorded(microbatch), requires_grad, ids)
         return self._known[key]
 
-    def _activations(self, recorded: Recorded, requires_grad: tuple[bool, ...]) -> list[Activations]:
-        found: list[Activations] = [(), recorded.first_inputs]
+    def _activations(self, recorded: Recorded, requires_grad: tuple[bool, ...], ids: Tensor) -> list[Activations]:
+        embedded = () if self.vocabulary is None else (self.vocabulary.embedded_like(ids),)
+        found: list[Activations] = [embedded, recorded.first_inputs]
         for layer, ((leaves, _), gives) in enumerate(zip(recorded.outputs, recorded.gives, strict=True)):
             carried = tuple(leaves[place] for place in gives)
             if self.router_loss is not None and layer >= self.router_loss.first():
                 carried += (torch.empty(self.router_loss.numbers, dtype=torch.float32, device="meta"),)
             found.append(carried)
-        found.append((torch.empty((), device="meta"),))
+        # with a split vocabulary, what the head gets: a norm changes no shape
+        found.append((torch.empty((), device="meta"),) if self.vocabulary is None else found[-1][:1])
         grad = torch.is_grad_enabled()
         # a gradient comes back over a boundary only if a unit in front of it trains
-        below = [False, *(grad and any(requires_grad[: unit + 1]) for unit in range(len(self.units)))]
+        words = self.vocabulary is not None and self.vocabulary.embedding.weight.requires_grad
+        below = [grad and words, *(grad and any(requires_grad[: unit + 1]) for unit in range(len(self.units)))]
         return [
             tuple(t.detach().requires_grad_(passes and t.is_floating_point()) for t in activations)
             for passes, activations in zip(below, found, strict=True)
         ]
+
+    def _check_plain(self, vocabulary: Vocabulary) -> None:
+        """Raise `SpecError` unless the model's loss is the plain cross entropy of its head's logits."""
+        name = type(self.root).__name__
+        if self.router_loss is not None:
+            raise SpecError(f"split_vocabulary needs the plain cross entropy, and {name} adds its routers' loss to it")
+        asked = self._example()
+        recorded, last = self._record(asked, Readable(allowed=True)), len(self.layers) - 1
+        ids = next(iter(asked.values()))
+        weight, labels = vocabulary.head.weight, made_up_labels(ids.shape[:2], vocabulary.words, self.device)
+
+        def stand(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if layer < last:
+                return recorded.stands[layer]
+            leaves, structure = recorded.outputs[layer]
+            zeros = [torch.zeros_like(t, device=self.device) if isinstance(t, Tensor) else t for t in leaves]
+            return tree_unflatten(zeros, structure)
+
+        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+            places = {id(vocabulary.head): standing(vocabulary.head, lambda hidden: logits)}
+            given = self.kwargs_of(Microbatch(0, asked, None), labels=labels)
+            readable = Readable(allowed=True)
+            out = self.skeleton.forward(given, stand, held=frozenset(), readable=readable, places=places)
+            found: Tensor = out[0] if isinstance(out, tuple) else out["loss"]
+            return found.detach()
+
+        random = RandomState(self.device)
+        logits = torch.empty((*labels.shape, vocabulary.words), dtype=weight.dtype, device="meta")
+        _, wanted = self.words(Microbatch(0, {"ids": ids}, labels))
+        try:
+            check_plain(loss_of, logits, labels, name, wanted)
+        finally:
+            random.put_back()
 
     # --- construction ------------------------------------------------------------------------------------------
 
@@ -408,12 +478,8 @@ class TransformersModel(PipelineModel):
 
     def _find_front(self, slots: Mapping[str, Tensor]) -> frozenset[str]:
         """Which parameters the model reads before its first layer; its layers' arguments may not depend on them."""
-        example = self.example
-        if example is None:
-            dummy = getattr(self.root, "dummy_inputs", None)
-            example = dummy if isinstance(dummy, Mapping) else {"input_ids": _DEFAULT_EXAMPLE}
-        asked = self.kwargs_of(Microbatch(0, {n: t.to(self.device) for n, t in example.items()}, None))
-        readable = Readable(allowed=True)
+        asked, readable = self._example(), Readable(allowed=True)
+        example = [name for name, value in asked.items() if isinstance(value, Tensor)]
         try:
             # two runs with other numbers for all weights: an argument that differs between them depends on weights
             found = [self._record(asked, readable, fill) for fill in (0.0, 1.0)]
@@ -432,6 +498,14 @@ class TransformersModel(PipelineModel):
                         "the layers, which other ranks do not have. Let it travel as part of what layers return"
                     )
         return frozenset(readable.read & slots.keys())
+
+    def _example(self) -> dict[str, Any]:
+        """Arguments for one forward of what comes before the layers."""
+        example = self.example
+        if example is None:
+            dummy = getattr(self.root, "dummy_inputs", None)
+            example = dummy if isinstance(dummy, Mapping) else {"input_ids": _DEFAULT_EXAMPLE}
+        return self.kwargs_of(Microbatch(0, {n: t.to(self.device) for n, t in example.items()}, None))
 
 
 class _Held(nn.Module):
@@ -477,6 +551,21 @@ def _from_parameters(leaves: list[Any]) -> tuple[int, ...]:
     """Which of layer 0's arguments the front computes from parameters, else the first that could be hidden states."""
     floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return tuple(i for i in floating if leaves[i].requires_grad) or tuple(floating[:1])
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels at the outputs that they belong to, where label t belongs to the output at t - 1."""
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def _ending_in(found: list[Tensor]) -> Callable[[Tensor], Any]:
+    """A forward that keeps what it is given in `found`, and ends the model's."""
+
+    def call(given: Tensor) -> Any:
+        found.append(given)
+        raise Stop
+
+    return call
 
 
 def _constant(leaf: Any) -> Any:

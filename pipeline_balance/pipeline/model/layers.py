@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline_balance.pipeline.model.shapes import output_of
+from pipeline_balance.pipeline.model.vocabulary import Vocabulary, check_plain, made_up_labels
 from pipeline_balance.schedules.actions import Action, Schedule
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
@@ -118,6 +119,8 @@ class PipelineModel(ABC):
         root: The unsplit model: names of parameters and buffers are its own.
         units: [L] the modules whose state moves.
         slicing: How microbatches are cut into slices; None where they pass the stages whole.
+        vocabulary: The embedding and the head, of which every rank has some rows; None where they are whole. Then unit
+            0 is given what the embedding finds, and the last unit returns what the head would get.
         metered: Whether times and memory of its units are measured.
         leads: Whether this process reports the loss, of those that compute the same one.
         watched: Whether the coming training pass is watched for losses that layers compute and nobody adds. A
@@ -127,6 +130,7 @@ class PipelineModel(ABC):
     root: nn.Module
     units: tuple[nn.Module, ...]
     slicing: Slicing | None = None
+    vocabulary: Vocabulary | None = None
     metered: bool = True
     leads: bool = True
     watched: bool = False
@@ -192,6 +196,13 @@ class PipelineModel(ABC):
     def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
         """The sum of the losses of the labels that count, a scalar with its graph."""
 
+    def words(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """What a split vocabulary's embedding looks up [...], and the labels of what its head gets, of the same shape.
+
+        Labels that do not count are `vocabulary.IGNORED`.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def counted(self, microbatch: Microbatch) -> float:
         """How many labels count in this microbatch, or their weight; known on every rank without running anything."""
@@ -245,6 +256,8 @@ class ModuleChain(PipelineModel):
         counted: From labels to how many of them count. By default, cross entropy counts labels other than its
             `ignore_index`, by the weights of their classes if it has some; any other loss counts the rows.
         device: Where ranks compute; the CPU by default.
+        split_vocabulary: Whether every rank has some rows of the first layer, a plain `nn.Embedding`, and of the last
+            one, a plain `nn.Linear`. The loss must be the plain cross entropy.
 
     Raises:
         SpecError: A loss of torch's is no mean, or there are labels of -100, no `counted`, and another loss than cross
@@ -258,6 +271,7 @@ class ModuleChain(PipelineModel):
         *,
         counted: CountLabels | None = None,
         device: torch.device | None = None,
+        split_vocabulary: bool = False,
     ) -> None:
         # `children` would leave out a module that comes twice
         given = layers._modules.values() if isinstance(layers, nn.Module) else layers
@@ -272,14 +286,51 @@ class ModuleChain(PipelineModel):
         self.device = device if device is not None else torch.device("cpu")
         self.structures: tuple[TreeSpec, ...] = ()
         self._known: dict[Any, tuple[list[Activations], tuple[TreeSpec, ...]]] = {}
+        if split_vocabulary:
+            self.vocabulary = Vocabulary(self.units[0], self.units[-1])
+        # how many dimensions labels have with which the loss has turned out to be plain
+        self._plain: set[int] = set()
 
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
         named = {"input": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        if self.vocabulary is not None:
+            self._check_words(named, labels)
         return split_rows(named, labels, microbatches, first)
 
+    def _check_words(self, named: Mapping[str, Tensor], labels: Tensor | None) -> None:
+        """Raise `SpecError` where a split vocabulary would compute something else than the layers and the loss."""
+        ids = next(iter(named.values()))
+        if len(named) != 1 or labels is None or ids.shape != labels.shape:
+            got = {
+                **{n: list(t.shape) for n, t in named.items()},
+                "labels": None if labels is None else [*labels.shape],
+            }
+            raise SpecError(f"split_vocabulary needs words as the one input, and a label for each of them, got {got}")
+        assert self.vocabulary is not None
+        self.vocabulary.check_autocast(self.device)
+        if labels.dim() not in self._plain:
+            head, dims = self.vocabulary.head, labels.dim()
+            # no dimension but the vocabulary's is that long, so that a loss cannot take another one for it
+            shape = (2,) * (dims - 1) + (3,)
+            tried = made_up_labels(shape, self.vocabulary.words, self.device)
+            logits = torch.empty((*shape, self.vocabulary.words), dtype=head.weight.dtype, device="meta")
+            check_plain(self.loss_fn, logits, tried, getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__))
+            self._plain.add(dims)
+
+    def words(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        labels = microbatch.labels
+        assert labels is not None, "cut has asked for labels"
+        return next(iter(microbatch.inputs.values())), labels
+
     def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
+        if self._is_split(unit):
+            return activations
         args, kwargs = self.arguments_of(unit, activations, microbatch)
         return tuple(tree_flatten(self.units[unit](*args, **kwargs))[0])
+
+    def _is_split(self, unit: int) -> bool:
+        """Whether all ranks run a unit, by their rows of it."""
+        return self.vocabulary is not None and unit in (0, len(self.units) - 1)
 
     def arguments_of(
         self, unit: int, activations: Activations, microbatch: Microbatch
@@ -324,6 +375,8 @@ class ModuleChain(PipelineModel):
         now = tuple(layer for layer in self.root._modules.values() if layer is not None)
         if len(now) != len(self.units):
             raise SpecError(f"the model has {len(now)} layers now, the pipeline has {len(self.units)}")
+        if self.vocabulary is not None and (now[0], now[-1]) != (self.vocabulary.embedding, self.vocabulary.head):
+            raise SpecError("the first or the last layer was replaced, and their rows are split over the ranks")
         # a wrapped layer, as adapters make it, takes the place of the bare one
         self.units = now
 
@@ -348,9 +401,17 @@ class ModuleChain(PipelineModel):
         found: list[Activations] = [()]
         grad = False
         structures: list[TreeSpec] = []
+        if self.vocabulary is not None:
+            # as if the embedding came before unit 0
+            found = [(self.vocabulary.embedded_like(self.words(microbatch)[0]),)]
         for unit, module in enumerate(self.units):
             # `arguments_of` of this unit nests the output of the one before it
             self.structures = tuple(structures)
+            if self._is_split(unit):
+                grad = (grad or any(p.requires_grad for p in module.parameters())) and torch.is_grad_enabled()
+                found.append(tuple(t.detach().requires_grad_(grad and t.is_floating_point()) for t in found[-1]))
+                structures.append(structures[-1] if structures else tree_flatten(found[0][0])[1])
+                continue
             args, kwargs = self.arguments_of(unit, found[-1], microbatch)
             given = found[-1] if unit else tuple(microbatch.inputs.values())
             try:

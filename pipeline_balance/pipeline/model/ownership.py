@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.layers import PipelineModel
+from pipeline_balance.pipeline.model.vocabulary import mark, whole_shape
 from prophet.errors import SpecError
 from prophet.sharing import places_of
 
@@ -82,6 +83,8 @@ class Ownership:
         self.buffers: dict[str, HeldBuffer] = {}
         self.units_of: dict[str, tuple[int, ...]] = {}
         self._dense: dict[str, Callable[[Tensor], Tensor]] = {}
+        # names of what a vocabulary splits over all ranks
+        self.split: frozenset[str] = frozenset()
         self._read: list[tuple[int, ...]] = []
         self._structure = 0
         self._split: dict[tuple[int, ...], tuple[list[str], list[str]]] = {}
@@ -111,6 +114,8 @@ class Ownership:
         units_of: dict[str, tuple[int, ...]] = {}
         dense: dict[str, Callable[[Tensor], Tensor]] = {}
         seen: set[int] = set()
+        vocabulary = self.model.vocabulary
+        everywhere = {id(p) for p in vocabulary.parameters} if vocabulary is not None else set[int]()
         for path, module in self.model.root.named_modules():
             dot = f"{path}." if path else ""
             # of the class: a wrapper may give its module's attributes through
@@ -126,13 +131,16 @@ class Ownership:
                 name = f"{dot}{attribute}"
                 if id(parameter) not in holders:
                     raise SpecError(f"parameter {name} belongs to no layer of the pipeline, so no rank would train it")
-                parameters[name], units_of[name] = parameter, tuple(holders[id(parameter)])
+                # every rank has some of the rows, whatever its units
+                units = range(len(self.model.units)) if id(parameter) in everywhere else holders[id(parameter)]
+                parameters[name], units_of[name] = parameter, tuple(units)
             for attribute, buffer in module._buffers.items():
                 if buffer is not None and id(module) in holders:
                     buffers[f"{dot}{attribute}"] = HeldBuffer(module, attribute, tuple(holders[id(module)]))
         units_of |= {name: buffer.units for name, buffer in buffers.items()}
         check_names(units_of)
         self.parameters, self.buffers, self.units_of, self._dense = parameters, buffers, units_of, dense
+        self.split = frozenset(name for name, p in parameters.items() if id(p) in everywhere)
         self._read, self._split, self._structure = now, {}, self._digest()
 
     def as_read(self) -> Ownership:
@@ -153,6 +161,9 @@ class Ownership:
     def whole(self, name: str) -> Tensor:
         """A parameter or buffer with the shape and type that it has in checkpoints, the same on all ranks."""
         tensor = self.buffers[name].tensor if name in self.buffers else self.parameters[name].detach()
+        if name in self.split:
+            # all ranks' rows, which nobody has
+            return torch.empty(whole_shape(self.parameters[name]), dtype=tensor.dtype, device="meta")
         if name not in self._dense or hasattr(tensor, "to_local"):
             # no shard has another form
             return tensor
@@ -189,7 +200,26 @@ class Ownership:
 
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Parameters and buffers that several units hold, with those units."""
-        return {n: units for n, units in self.units_of.items() if len(units) > 1}
+        return {n: units for n, units in self.units_of.items() if len(units) > 1 and n not in self.split}
+
+    def cut(self) -> dict[str, int]:
+        """Parameters of which every rank has some rows, with the rows of all ranks."""
+        return {n: whole_shape(self.parameters[n])[0] for n in self.parameters if n in self.split}
+
+    def split_over(self, rank: int, ranks: int) -> None:
+        """Keep this rank's rows of what a vocabulary splits.
+
+        Args:
+            rank: The pipeline rank.
+            ranks: P.
+        """
+        if self.model.vocabulary is None:
+            return
+        for parameter, rows in self.model.vocabulary.rows_on(rank, ranks):
+            # a view would keep the memory of all rows
+            own = parameter.detach()[rows.start : rows.stop].clone()
+            put(parameter, nn.Parameter(own, requires_grad=parameter.requires_grad))
+            mark(parameter, rows)
 
     def structure(self) -> int:
         """A digest of all names with their shapes and types, equal on ranks that built the same model."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipeline_balance.pipeline.model.vocabulary import whole_shape
 from prophet.errors import SpecError
 
 LayerCall = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -63,7 +64,9 @@ class StandIn(Tensor):
         """
         # one element, expanded: as large as an embedding in shape, and a few bytes in memory
         one = torch.full((), fill, dtype=tensor.dtype, device=device)
-        made: StandIn = Tensor._make_subclass(StandIn, one.expand(tensor.shape), tensor.is_floating_point())
+        # of the unsplit model: inputs count its words
+        whole = one.expand(whole_shape(tensor))
+        made: StandIn = Tensor._make_subclass(StandIn, whole, tensor.is_floating_point())
         made.called, made.readable = name, readable
         return made
 
@@ -148,6 +151,7 @@ class Skeleton:
         readable: Readable,
         hooks: Callable[[], bool] | None = None,
         fill: float = 0.0,
+        places: Mapping[int, nn.Module] | None = None,
     ) -> Any:
         """Run the model's own forward with `call` in the place of its layers.
 
@@ -158,6 +162,7 @@ class Skeleton:
             readable: What stand-ins obey.
             hooks: Whether hooks on modules around the layers run at this moment (None: never).
             fill: The number that stand-ins are made of.
+            places: What stands for other modules, by their ids.
 
         Returns:
             The model's output; None if `call` raised `Stop`.
@@ -171,12 +176,22 @@ class Skeleton:
                 stand_ins[name] = StandIn.like(parameter, self.device, name, readable, fill)
             return stand_ins[name]
 
-        places = {id(layer): _Place(layer, i, call) for i, layer in enumerate(self.layers.children())}
-        copy = copy_of(self.root, slot, places, hooks=lambda kind: hooks)
+        own = {id(layer): _Place(layer, i, call) for i, layer in enumerate(self.layers.children())}
+        copy = copy_of(self.root, slot, {**own, **(places or {})}, hooks=lambda kind: hooks)
         try:
             return copy(**inputs)
         except Stop:
             return None
+
+
+def standing(module: nn.Module, call: Callable[[Any], Any]) -> nn.Module:
+    """Make what stands for a module that takes one argument: `call` gets it.
+
+    Args:
+        module: The module, whose attributes are given through.
+        call: Its forward there.
+    """
+    return _Place(module, 0, lambda number, args, kwargs: call([*args, *kwargs.values()][0]))
 
 
 class _Place(nn.Module):

@@ -156,7 +156,9 @@ class PipelineState:
 
     def described(self, found: list[Item] | str) -> Held | str:
         """Describe what was found, or return the reason why it cannot be moved; in any thread."""
-        held: Held | str = found if isinstance(found, str) else self.mover.attempt(lambda: Held.of(found))
+        held: Held | str = (
+            found if isinstance(found, str) else self.mover.attempt(lambda: Held.of(found, self.mover.owned.cut()))
+        )
         return held
 
     def describe(self) -> Held | str:
@@ -203,14 +205,14 @@ class PipelineState:
             target: The layout (None: what is in force).
             processes: N, spare ones included.
         """
-        tied = self.mover.owned.tied()
+        tied, cut = self.mover.owned.tied(), self.mover.owned.cut()
         if target is not None:
-            return layout_over(
-                space, target.rank_assignment.grid.rows, target.stage_map, target.owners, tied, processes
-            )
+            rows = target.rank_assignment.grid.rows
+            return layout_over(space, rows, target.stage_map, target.owners, tied, processes, cut=cut)
         # replicas may differ in buffers, such as running means, so the first replica's count
         grid = self.mover.groups.grid
-        return layout_over(space, grid.rows, self.now.stage_map, self.passes.owners, tied, processes, first=True)
+        own: tuple[StageMap, Owners] = (self.now.stage_map, self.passes.owners)
+        return layout_over(space, grid.rows, *own, tied, processes, first=True, cut=cut)
 
     def check_free(self) -> None:
         """Raise `SpecError` where something holds what a switch replaces, and would go on with the old values."""

@@ -174,12 +174,12 @@ class StateMover:
             described = mine.of_replica(owners[0], groups.rank, groups.replica)
             names = {name: without_replica(name)[0] for name in described.tensors}
         space, _ = share(described, collective, range(groups.world.size))
-        grid, tied = groups.grid, self.owned.tied()
+        grid, tied, cut = groups.grid, self.owned.tied(), self.owned.cut()
 
         def placed(stage_map: StageMap, owners: Owners) -> Layout:
             if plain:
-                return by_layer(space, stage_map, grid.pipeline_ranks, tied)
-            return layout_over(space, grid.rows, stage_map, owners, tied, groups.world.size)
+                return by_layer(space, stage_map, grid.pipeline_ranks, tied, cut)
+            return layout_over(space, grid.rows, stage_map, owners, tied, groups.world.size, cut=cut)
 
         before, after = placed(now.stage_map, owners[0]), placed(stage_map, owners[1])
         schedule = RouteSchedule(route(before, after), groups.world.rank)
@@ -235,7 +235,9 @@ class StateMover:
         if owners.zero:
             return frozenset(range(before.layers))
         found = {move.layer for move in before.moves_to(after)}
-        ties, more = [set(units) for units in self.owned.tied().values()], True
+        # rows of a vocabulary are of all units
+        several = (*self.owned.split, *self.owned.tied())
+        ties, more = [set(self.owned.units_of[name]) for name in several], True
         while more:
             # what tied units share is on the ranks of all of them, so they move or stay together
             joined = found.union(*(units for units in ties if units & found))
@@ -266,7 +268,7 @@ class StateMover:
         """
         groups = self.groups
         units = [unit for unit in now.stage_map.layers_on(groups.rank) if unit in moving]
-        held = Held.of(expected_gradients(self.owned, units))
+        held = Held.of(expected_gradients(self.owned, units), self.owned.cut())
         return held.of_replica(owners, groups.rank, groups.replica) if owners.zero else held
 
     def change(
@@ -331,12 +333,12 @@ class StateMover:
             before: The map in force, and who updates what under it.
             after: Those to go to.
         """
-        grid, tied, world = self.groups.grid, self.owned.tied(), self.groups.world
+        grid, tied, cut, world = self.groups.grid, self.owned.tied(), self.owned.cut(), self.groups.world
 
         def placed(stage_map: StageMap, owners: Owners) -> Layout:
             if owners.zero:
-                return layout_over(space, grid.rows, stage_map, owners, tied, world.size)
-            return by_layer(space, stage_map, carrier.size, tied)
+                return layout_over(space, grid.rows, stage_map, owners, tied, world.size, cut=cut)
+            return by_layer(space, stage_map, carrier.size, tied, cut)
 
         carrier = self.carrier(before[1])
         return RouteSchedule(route(placed(*before), placed(*after)), carrier.rank)

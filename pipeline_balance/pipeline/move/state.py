@@ -21,8 +21,8 @@ from pipeline_balance.pipeline.run.optimizers import Optimizers
 from pipeline_balance.pipeline.run.zero1 import Owners
 from pipeline_balance.spec import StageMap
 from prophet.errors import LayoutError
-from prophet.state.layout import Layout, whole_tensors
-from prophet.state.space import ITEM_BYTES, Space, StateKind, TensorSpec
+from prophet.state.layout import Layout, layout_from, slice_box, whole_tensors
+from prophet.state.space import ITEM_BYTES, Box, Space, StateKind, TensorSpec
 
 _OF = " of replica "
 
@@ -42,14 +42,28 @@ class Held:
     scalars: dict[str, int | float | bool | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Sequence[Item]) -> Held:
-        """Describe what was found; any thread may ask, as no step changes the form of what is there."""
+    def of(cls, found: Sequence[Item], cut: Mapping[str, int] | None = None) -> Held:
+        """Describe what was found; any thread may ask, as no step changes the form of what is there.
+
+        Args:
+            found: The tensors and entries.
+            cut: Parameters of which every rank has some rows, with the rows of all ranks.
+        """
         held = cls()
         for item in found:
             if item.parameter is None:
                 held.add(item.name, item.value, item.kind, item.unit)
             else:
                 held.add_state(item.name, item.entry, item.value, item.parameter.device, item.unit)
+        own = {name: held.tensors[name].shape[0] for name in cut or {} if name in held.tensors}
+        own |= {
+            n: s.shape[0] for n in cut or {} if n not in own for s in held.specs if base_name(s.name) == n and s.shape
+        }
+        for i, spec in enumerate(held.specs):
+            name = base_name(spec.name)
+            # moments are cut as their parameter is
+            if cut and name in own and spec.shape[:1] == (own[name],):
+                held.specs[i] = replace(spec, shape=(cut[name], *spec.shape[1:]))
         return held
 
     def with_(self, other: Held) -> Held:
@@ -217,7 +231,7 @@ def collect(owned: Ownership, optimizers: Optimizers, units: Collection[int], *,
         units: The units that run here.
         gradients: Whether gradients count.
     """
-    return Held.of(items(owned, optimizers, units, gradients=gradients))
+    return Held.of(items(owned, optimizers, units, gradients=gradients), owned.cut())
 
 
 def space_of(rows: Sequence[Sequence[Any]]) -> Space:
@@ -270,7 +284,11 @@ def without_replica(name: str) -> tuple[str, int | None]:
 
 
 def by_layer(
-    space: Space, stage_map: StageMap, ranks: int, tied: Mapping[str, tuple[int, ...]] | None = None
+    space: Space,
+    stage_map: StageMap,
+    ranks: int,
+    tied: Mapping[str, tuple[int, ...]] | None = None,
+    cut: Mapping[str, int] | None = None,
 ) -> Layout:
     """Place whole tensors on the rank that runs their layer; tensors without a layer on all ranks.
 
@@ -279,6 +297,7 @@ def by_layer(
         stage_map: Which rank runs which layer.
         ranks: P.
         tied: The layers of each tied parameter, by name: what belongs to it is on the ranks of all of them.
+        cut: Parameters of which every rank has some rows, with the rows of all ranks.
 
     Raises:
         LayoutError: A tensor's layer or rank does not exist.
@@ -287,7 +306,7 @@ def by_layer(
     home = stage_map.assignment()
     holders: list[Sequence[int]] = []
     for tensor in space.tensors:
-        if tensor.layer is None:
+        if tensor.layer is None or base_name(tensor.name) in (cut or {}):
             holders.append(range(ranks))
             continue
         if not 0 <= tensor.layer < stage_map.layers:
@@ -296,7 +315,36 @@ def by_layer(
         holders.append(sorted({home[u] for u in units}))
         if holders[-1][-1] >= ranks:
             raise LayoutError(f"{tensor.name} is to live on rank {holders[-1][-1]} of {ranks}")
+    if cut:
+        return _in_rows(space, ranks, holders, cut, [[rank] for rank in range(ranks)])
     return whole_tensors(space, ranks, holders)
+
+
+def _in_rows(
+    space: Space,
+    ranks: int,
+    holders: Sequence[Sequence[int]],
+    cut: Mapping[str, int],
+    columns: Sequence[Sequence[int]],
+) -> Layout:
+    """Place tensors on their holders, and of those that are cut the k-th part on those of them in the k-th column.
+
+    Args:
+        space: All tensors.
+        ranks: Number of ranks in the layout.
+        holders: Ranks that hold each tensor, in the order of the space.
+        cut: Parameters of which every column has some rows, with the rows of all.
+        columns: The ranks of each part.
+    """
+    found: dict[int, list[tuple[str, Box]]] = {}
+    for tensor, mine in zip(space.tensors, holders, strict=True):
+        whole = cut.get(base_name(tensor.name))
+        for k, column in enumerate(columns):
+            apart = whole is not None and tensor.shape[:1] == (whole,)
+            box = slice_box(tensor.shape, 0, len(columns), k) if apart else tensor.box
+            for rank in set(column).intersection(mine):
+                found.setdefault(rank, []).append((tensor.name, box))
+    return layout_from(space, ranks, found)
 
 
 def layout_over(
@@ -308,6 +356,7 @@ def layout_over(
     processes: int,
     *,
     first: bool = False,
+    cut: Mapping[str, int] | None = None,
 ) -> Layout:
     """Place whole tensors on processes.
 
@@ -321,7 +370,9 @@ def layout_over(
         tied: The layers of each tied parameter, by name.
         processes: N.
         first: Whether buffers count as the first replica's alone, since replicas may differ in them.
+        cut: Parameters of which every pipeline rank has some rows, with the rows of all.
     """
+    pipeline_ranks = range(len(rows[0]))
     home = stage_map.assignment()
     holders: list[list[int]] = []
     for tensor in space.tensors:
@@ -330,7 +381,8 @@ def layout_over(
         assert tensor.layer is not None
         holders.append([])
         # a tied parameter is on the ranks of all its units
-        for p in sorted({home[unit] for unit in tied.get(name, (tensor.layer,))}):
+        everywhere = cut is not None and name in cut
+        for p in pipeline_ranks if everywhere else sorted({home[unit] for unit in tied.get(name, (tensor.layer,))}):
             column = tuple(row[p] for row in rows)
             if replica is not None:
                 column = column[replica : replica + 1]
@@ -340,6 +392,8 @@ def layout_over(
             elif tensor.kind == "buffer" and first:
                 column = column[:1]
             holders[-1] += column
+    if cut:
+        return _in_rows(space, processes, holders, cut, [[row[p] for row in rows] for p in pipeline_ranks])
     return whole_tensors(space, processes, holders)
 
 

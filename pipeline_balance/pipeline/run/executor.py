@@ -27,10 +27,12 @@ from pipeline_balance.pipeline.model.layers import (
     TrainingPass,
 )
 from pipeline_balance.pipeline.model.lost_losses import LostLosses, is_loss, lost_loss
+from pipeline_balance.pipeline.model.vocabulary import unsplit
 from pipeline_balance.pipeline.run.failures import Failures
 from pipeline_balance.pipeline.run.generators import seeded, unit_seed
 from pipeline_balance.pipeline.run.gradients.wide_sums import WideSums
-from pipeline_balance.schedules.actions import Action
+from pipeline_balance.pipeline.run.vocabulary import VocabularyPasses
+from pipeline_balance.schedules.actions import SHARED, Action
 from pipeline_balance.schedules.transfers import Message, Step, received_ahead
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Pending
@@ -97,6 +99,7 @@ class Executor:
         on_stage_done: Called with a stage's number after its last backward action of a pass.
         training_pass: What all ranks run, of the microbatches of a pass; the model is told.
         reuse: Whether buffers are used again, as of slices. Gradients in half precision are then summed in float32.
+        vocabulary: This rank's parts of a split vocabulary (None: it is not split).
     """
 
     def __init__(
@@ -115,7 +118,9 @@ class Executor:
         on_stage_done: Callable[[int], None],
         training_pass: Callable[[Sequence[Microbatch]], TrainingPass],
         reuse: bool = False,
+        vocabulary: VocabularyPasses | None = None,
     ) -> None:
+        self.vocabulary = vocabulary
         self.model, self.stages, self.total = model, stages, total_stages
         # a device has one queue per communicator, in which a receive would hold up what is sent after it
         ahead = reuse and device.type == "cpu"
@@ -141,12 +146,16 @@ class Executor:
         self._received: dict[tuple[bool, int, int], int] = {}
         self._sums: WideSums | None = None
         self._left = dict(self._actions)
+        # what the head gets of the last stage, until its sums have been found
+        self._hidden: dict[int, Tensor] = {}
 
     def run(self, run: Run) -> None:
         """Run all steps of the schedule; returns when everything sent has left."""
         self.meter.sent_bytes = self.meter.boundary_bytes = 0
         if self.reuse and run.training:
             self._sums = WideSums(p for s in self.stages for p in self._weights(s))
+        if self.vocabulary is not None:
+            self.vocabulary.begin()
         try:
             if run.training:
                 self.model.begin_pass(self._training_pass(run.microbatches))
@@ -158,6 +167,8 @@ class Executor:
                         self.run_action(step, run)
             while self._outgoing:
                 self._sent()
+            if self.vocabulary is not None:
+                self.vocabulary.finish()
             if run.training:
                 # One pass shows which losses nobody adds, also on the ranks that layers may come from. Watching costs a
                 # hook for every output.
@@ -180,10 +191,30 @@ class Executor:
 
     def run_action(self, action: Action, run: Run) -> None:
         """Run one action, once its input has come."""
+        if action.kind in SHARED:
+            self.meter.run_shared(lambda: self._run_shared(action.kind, action.microbatch, run))
+            return
         with self.model.acting(action) if run.training else nullcontext():
             # a help has no part: the model does it at the end of this context
             if action.kind != "H":
                 self._run_pass(action, run)
+
+    def _run_shared(self, kind: str, m: int, run: Run) -> None:
+        """This rank's part of the vocabulary in microbatch m."""
+        assert self.vocabulary is not None
+        shapes = run.shapes[m]
+        ids, labels = self.model.words(run.microbatches[m])
+        if kind == "E":
+            self.vocabulary.look_up(m, ids)
+        elif kind == "G":
+            # the embedding is the boundary in front of stage 0
+            (grad,) = self._arrived.pop((False, 0, m), (None,))
+            self.vocabulary.add_embedding_gradient(m, ids, grad, shapes[0][0])
+        elif kind == "S":
+            self.vocabulary.add_up(m, self._hidden.pop(m, None), labels, shapes[-1][0])
+        else:
+            loss = self.vocabulary.loss(m, run.scale, training=run.training)
+            run.losses += [loss.double()] if loss is not None else []
 
     def _run_pass(self, action: Action, run: Run) -> None:
         s, m = action.stage, action.microbatch
@@ -192,7 +223,7 @@ class Executor:
         if part.slice is not None and slicing is not None:
             self.meter.working_on = part.slice, slicing.slices, part.share
         if action.kind == "F":
-            given = self._take(True, s, m, run) if s else ()
+            given = self._take(True, s, m, run) if s else self._first_given(m)
             with self.model.working(run.microbatches[m]):
                 self.meter.run_action("F", s, lambda: self._forward(s, m, given, run))
             return
@@ -211,6 +242,10 @@ class Executor:
                 if self._sums is not None:
                     self._sums.settle(self._weights(s))
                 self.on_stage_done(s)
+
+    def _first_given(self, m: int) -> Activations:
+        """What stage 0 gets: nothing but what is in the microbatch, or what ranks have found of the embedding."""
+        return () if self.vocabulary is None else (self.vocabulary.embedded(m),)
 
     # --- forward ----------------------------------------------------------------------------------------------
 
@@ -231,7 +266,10 @@ class Executor:
                 "slices would change it"
             )
         run.losses += [value.double() * self.model.counted(part) for value in added.values]
-        if s == self.total - 1:
+        if s == self.total - 1 and self.vocabulary is not None:
+            # its gradient comes from all ranks, so autograd ends here
+            (self._hidden[m],) = out
+        elif s == self.total - 1:
             loss = self.meter.timed(lambda: self.model.loss(out, part))
             run.losses.append(loss.detach().double())
             out = (loss * run.scale,)
@@ -282,7 +320,9 @@ class Executor:
 
     def _backward(self, s: int, m: int, grads: Activations, run: Run, *, split: bool) -> None:
         kept = self._kept[s, m] if split else self._kept.pop((s, m))
-        if s == self.total - 1:
+        if s == self.total - 1 and self.vocabulary is not None:
+            wanted = [(t, self.vocabulary.hidden_gradient(m, t)) for t in kept.outputs]
+        elif s == self.total - 1:
             wanted = [(t, torch.ones_like(t)) for t in kept.outputs]
         else:
             agreed = run.shapes[m][self.stages[s][-1] + 1]
@@ -324,7 +364,8 @@ class Executor:
     def _weights(self, s: int) -> list[torch.nn.Parameter]:
         """Parameters of a stage that train."""
         every = (p for unit in self.stages[s] for p in self.model.units[unit].parameters())
-        return [p for p in dict.fromkeys(every) if p.requires_grad]
+        # rows of a vocabulary get theirs from all units at once
+        return [p for p in unsplit(dict.fromkeys(every)) if p.requires_grad]
 
     # --- messages ---------------------------------------------------------------------------------------------
 

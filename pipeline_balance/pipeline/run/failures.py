@@ -30,7 +30,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # seconds in which a rank whose wait has failed learns why
 GRACE_S = 3.0
-KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "H": "help"}
+KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "H": "help"} | {
+    "E": "embedding",
+    "S": "sums of the head",
+    "T": "gradients of the head",
+    "G": "gradient of the embedding",
+}
 # outside a stage's actions all ranks raise these together
 AGREED = (SpecError, TransitionError, PlanMismatch, ConfigMismatch, CheckpointError)
 # of a cause that travel to other ranks

@@ -22,10 +22,12 @@ from pipeline_balance.pipeline.model.ownership import number_of
 from pipeline_balance.pipeline.run.executor import Executor
 from pipeline_balance.pipeline.run.failures import Failures
 from pipeline_balance.pipeline.run.replicas import Grid
+from pipeline_balance.pipeline.run.vocabulary import VocabularyPasses
 from pipeline_balance.schedules.actions import Action, Schedule
 from pipeline_balance.schedules.named import FLEXIBLE, MakeSchedule, check_choice, schedule_for
 from pipeline_balance.schedules.simulate import Durations
-from pipeline_balance.schedules.transfers import forward_rows, with_messages
+from pipeline_balance.schedules.transfers import Step, forward_rows, with_messages
+from pipeline_balance.schedules.vocabulary import schedule_with_head, shared_rows, sharing
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
@@ -119,6 +121,7 @@ class PipelineGroups:
         self._included = [own]
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
+        self._vocabulary: Collective | None = None
         # one replica, until others are arranged
         self.arrange(1)
 
@@ -188,9 +191,20 @@ class PipelineGroups:
 
     def leave(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `enter` goes on in another one."""
-        self._side = None
+        self._side = self._vocabulary = None
         for collective in self._included:
             collective.close()
+
+    def share_vocabulary(self) -> None:
+        """Make the communicator of each replica for a split vocabulary; collective over all ranks."""
+        self._vocabulary = self._part(list(self.grid.rows))
+        self.include(self._vocabulary)
+
+    @property
+    def vocabulary(self) -> Collective:
+        """The communicator of this replica's ranks for a split vocabulary alone."""
+        assert self._vocabulary is not None
+        return self._vocabulary
 
     def side(self) -> Collective:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
@@ -253,6 +267,12 @@ class StageBuilder:
             raise SpecError(f"the stage map is of {stage_map.layers} layers, the model has {layers}")
         if max(stage_map.ranks) >= ranks:
             raise SpecError(f"the stage map names rank {max(stage_map.ranks)} of {ranks}")
+        vocabulary = self.model.vocabulary
+        if vocabulary is not None:
+            vocabulary.check(ranks)
+            if len(stage_map.used_ranks) < ranks:
+                idle = sorted(set(range(ranks)) - set(stage_map.used_ranks))
+                raise SpecError(f"split_vocabulary: every rank runs its rows between its stages, and {idle} have none")
         if self.model.slicing is not None:
             if self.config.split_backward:
                 raise SpecError("slices need split_backward=False: their backward frees keys and values at once")
@@ -276,11 +296,15 @@ class StageBuilder:
         """
         config, ranks = config or self.config, dense_ranks(stage_map).ranks
         if self.model.slicing is not None:
-            return self.model.slicing.schedule(ranks, config.microbatches)
+            made = self.model.slicing.schedule(ranks, config.microbatches)
+            return sharing(made) if self.model.vocabulary is not None else made
         # measured with other stages: they say nothing of these
         if durations is not None and len(durations.forward_s) != stage_map.stages:
             durations = None
         choice, split = config.schedule or FLEXIBLE, config.split_backward
+        if self.model.vocabulary is not None:
+            made = schedule_with_head(choice, ranks, config.microbatches, split_backward=split)
+            return sharing(made)
         return schedule_for(choice, ranks, config.microbatches, durations=durations, split_backward=split)
 
     def number(self, schedule: Schedule) -> int:
@@ -322,12 +346,25 @@ class StageBuilder:
             """Rows of the ranks in use at their ranks' places."""
             return [rows[used.index(r)] if r in used else [] for r in range(max(used) + 1)]
 
+        vocabulary: VocabularyPasses | None = None
+        if self.model.vocabulary is not None:
+            first, last = stage_map.ranks[0], stage_map.ranks[-1]
+            vocabulary = VocabularyPasses(self.model.vocabulary, lambda: self.groups.vocabulary, first, last)
+        # attention is exchanged in passes alone
+        passes = schedule.passes()
+
+        def evaluation(units: int) -> list[Step]:
+            rows: list[list[Action]] = forward_rows(stage_map.ranks, units)
+            if vocabulary is not None:
+                rows = shared_rows(rows, stage_map.stages)
+            return with_messages(rows, stage_map.ranks)[rank]
+
         return Executor(
             self.model,
             {s: stage_map.layers_of(s) for s in stage_map.stages_on(rank)},
             stage_map.stages,
             training=with_messages(spread([list(row) for row in schedule.actions]), stage_map.ranks)[rank],
-            evaluation=lambda n: with_messages(forward_rows(stage_map.ranks, n), stage_map.ranks)[rank],
+            evaluation=evaluation,
             # asked anew: stages are built before the communicators that they will use are in force
             collective=lambda: self.groups.collective,
             failures=lambda: self.groups.failures,
@@ -336,11 +373,12 @@ class StageBuilder:
             meter=self.meter,
             on_stage_done=self.on_stage_done,
             training_pass=lambda parts: TrainingPass(
-                schedule=schedule,
+                schedule=passes,
                 ranks=used,
                 stages=[stage_map.layers_of(s) for s in range(stage_map.stages)],
                 collective=self.groups.collective,
                 parts=parts,
             ),
             reuse=schedule.slices > 1,
+            vocabulary=vocabulary,
         )

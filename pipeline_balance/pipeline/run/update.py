@@ -117,6 +117,7 @@ class Gradients:
         ties = ties_of(self.owned)
         # means first, then sums over stages: both in one order on all holders
         mine = [t.parameter for t in ties if self.groups.rank in t.holders(stage_map)]
+        mine += [p for n, p in self.owned.parameters.items() if n in self.owned.split and not p.is_meta]
         self._means.start(mine, 0)
         self._means.finish()
         sum_tied_gradients(ties, stage_map, self.groups.collective)
@@ -146,8 +147,10 @@ class Gradients:
             The norm before, the same on all ranks.
         """
         owned, home, rank = self.owned, stage_map.assignment(), self.groups.rank
-        # a tied parameter counts on the rank of its first unit only
-        mine = [n for n in owned.of(stage_map.layers_on(rank)) if home[owned.units_of[n][0]] == rank]
+        # a tied parameter counts on the rank of its first unit only, rows of a split one wherever they are
+        mine = [
+            n for n in owned.of(stage_map.layers_on(rank)) if n in owned.split or home[owned.units_of[n][0]] == rank
+        ]
         # the gradients of others are copies of replica 0's, or of the first process that has the same experts
         replica, copies = self.groups.replica, self.groups.rank_assignment.copies
         shared = self.experts.parameters if copies is None or copies.rank == 0 else set()
