@@ -1,4 +1,4 @@
-"""`python -m benchmarks.vocabulary [--json OUT]`: a step with the vocabulary split over a pipeline, and the best without."""
+"""`python -m benchmarks.vocabulary [--json OUT]`: a pipeline's step with its vocabulary split, and the best without."""
 
 from __future__ import annotations
 

@@ -18,10 +18,11 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 from pipeline_balance.pipeline.model.vocabulary import IGNORED, Vocabulary, mark, rows_of
 from pipeline_balance.pipeline.run.vocabulary import Head, VocabularyPasses
 from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.spec import StageMap
 from prophet.ranks.process_group import ProcessGroupCollective
 from tests.helpers.launch import run_gloo
-from tests.helpers.sliced_models import adam, alone, apart, batch_of, model_of, no_update, whole_loss
+from tests.helpers.sliced_models import FREE, adam, alone, apart, batch_of, model_of, no_update, whole_loss
 from tests.helpers.transformers_models import LAYERS, VOCABULARY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
@@ -30,10 +31,10 @@ KINDS = ["plain", "packed", "padded", "plain"]
 
 
 class Case:
-    """One model, whose vocabulary is no multiple of the ranks."""
+    """One model, whose vocabulary is no multiple of the ranks, in slices if there are some."""
 
-    def __init__(self, family: str, kind: str = "plain", *, microbatches: int = 2, **options: Any) -> None:
-        self.family, self.kind, self.microbatches, self.options = family, kind, microbatches, options
+    def __init__(self, family: str, kind: str = "plain", *, slices: SliceOptions | None = None, **options: Any) -> None:
+        self.family, self.kind, self.slices, self.options = family, kind, slices, options
 
     @property
     def allowed(self) -> float:
@@ -43,7 +44,7 @@ class Case:
         return model_of(self.family, **{"vocab_size": VOCABULARY + 1, **self.options})
 
     def pipe(self, model: Any, **more: Any) -> ElasticPipeline:
-        given = {"make_optimizer": adam, "microbatches": self.microbatches, "timeout_s": 60.0, **more}
+        given = {"make_optimizer": adam, "microbatches": 2, "timeout_s": 60.0, "slices": self.slices, **more}
         return ElasticPipeline.from_transformers(model, split_vocabulary=True, **given)
 
 
@@ -57,6 +58,18 @@ UNTIED = [
     Case("llama", "silent"),
     Case("gpt2", "packed"),
     Case("llama", "packed", dtype=torch.float32),
+]
+TIED = [Case("llama", "packed", tied=True), Case("gpt2", "padded", tied=True, dtype=torch.float32)]
+EXCHANGE = SliceOptions(8, order="aligned", balance="exchange", exchange_costs=FREE)
+SLICES = [
+    Case("llama", "silent", slices=SliceOptions(4)),
+    Case("qwen3", "packed", slices=EXCHANGE, tied=True),
+]
+MORE = [
+    Case("llama", "packed", slices=SliceOptions(4, 2, recompute="full"), tied=True),
+    Case("qwen2", "padded", slices=SliceOptions(4, order="aligned", recompute="selective"), dtype=torch.float32),
+    Case("llama", "packed", slices=SliceOptions(3, balance="uneven", crossover_tokens=4)),
+    Case("gpt2", "packed", slices=EXCHANGE),
 ]
 
 
@@ -83,8 +96,10 @@ def _one_step(rank: int, size: int, cases: list[Case]) -> list[tuple[float, floa
     ("size", "cases"),
     [
         (2, UNTIED),
-        pytest.param(1, UNTIED[:1], marks=pytest.mark.slow),
-        pytest.param(4, UNTIED, marks=pytest.mark.slow),
+        (2, [*TIED, *SLICES]),
+        pytest.param(2, MORE, marks=pytest.mark.slow),
+        pytest.param(1, [UNTIED[0], TIED[0], *SLICES], marks=pytest.mark.slow),
+        pytest.param(4, [*UNTIED, *TIED, *SLICES, *MORE[1:]], marks=pytest.mark.slow),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_whole(size: int, cases: list[Case]) -> None:
