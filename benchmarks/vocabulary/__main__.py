@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"{row['case']:9} p={row['p']} m={row['m']} layers={row['layers']} head={row['head_share']:.2f} "
             f"{what:24} step over the best whole map: {row['ratio']:.3f}"
+            + (f", of processor time: {row['cpu_ratio']:.3f}" if "cpu_ratio" in row else "")
         )
     if args.json:
         write_rows(args.json, "vocabulary", rows)

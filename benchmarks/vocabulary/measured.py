@@ -67,13 +67,16 @@ def measure(
     even = StageMap((0, *inner, units), tuple(range(ranks)))
     pipes["split"] = _pipe(_model(words, hidden, layers, tokens), even, microbatches, split=True)
     taken: dict[str, list[float]] = {name: [] for name in pipes}
+    worked: dict[str, list[float]] = {name: [] for name in pipes}
     losses: dict[str, float] = {}
     for turn in range(repeats + 1):
         for name in rotated(list(pipes), turn):
-            seconds, losses[name] = _timed(pipes[name], ids)
+            step_s, cpu_s, losses[name] = _timed(pipes[name], ids)
             if turn:
-                taken[name].append(seconds)
+                taken[name].append(step_s)
+                worked[name].append(cpu_s)
     best = min(statistics.median(t) for name, t in taken.items() if name != "split")
+    least = min(statistics.median(t) for name, t in worked.items() if name != "split")
     each = layers * (4 * hidden**2 + 3 * hidden * (8 * hidden // 3) + tokens * hidden)
     head = words * hidden
     return [
@@ -91,6 +94,9 @@ def measure(
             "step_s": statistics.median(seconds),
             "step_s_all": seconds,
             "ratio": statistics.median(seconds) / best,
+            # of the rank that works most: no wait counts, nor what else the machine does
+            "cpu_s": statistics.median(worked[name]),
+            "cpu_ratio": statistics.median(worked[name]) / least,
         }
         for name, seconds in taken.items()
     ]
@@ -108,11 +114,11 @@ def _pipe(model: Any, stage_map: StageMap, microbatches: int, *, split: bool = F
     return ElasticPipeline.from_transformers(model, stage_map, **given)
 
 
-def _timed(pipe: ElasticPipeline, ids: Tensor) -> tuple[float, float]:
-    """Seconds of the slowest rank, and the loss."""
+def _timed(pipe: ElasticPipeline, ids: Tensor) -> tuple[float, float, float]:
+    """Seconds of the slowest rank and of the processor that works most, and the loss."""
     dist.barrier()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     loss = pipe.step(ids, ids)
-    found = torch.tensor([time.perf_counter() - began])
+    found = torch.tensor([time.perf_counter() - began, time.process_time() - worked])
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found), loss
+    return float(found[0]), float(found[1]), loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
+from pipeline_balance.control.controller import Controller
+from pipeline_balance.elastic.adapters import Adapters
+from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.vocabulary import IGNORED, Vocabulary, mark, rows_of
 from pipeline_balance.pipeline.run.vocabulary import Head, VocabularyPasses
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices.options import SliceOptions
-from pipeline_balance.spec import StageMap
+from pipeline_balance.spec import RankLimits, StageMap
+from prophet.errors import SpecError
 from prophet.ranks.process_group import ProcessGroupCollective
 from tests.helpers.launch import run_gloo
 from tests.helpers.sliced_models import FREE, adam, alone, apart, batch_of, model_of, no_update, whole_loss
@@ -27,6 +32,7 @@ from tests.helpers.transformers_models import LAYERS, VOCABULARY
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 UNITS, EXACT, SINGLE = LAYERS + 2, 1e-10, 1e-5
+CPU = torch.device("cpu")
 KINDS = ["plain", "packed", "padded", "plain"]
 
 
@@ -70,6 +76,8 @@ MORE = [
     Case("qwen2", "padded", slices=SliceOptions(4, order="aligned", recompute="selective"), dtype=torch.float32),
     Case("llama", "packed", slices=SliceOptions(3, balance="uneven", crossover_tokens=4)),
     Case("gpt2", "packed", slices=EXCHANGE),
+    # no label is shifted, and the head has a bias
+    Case("bert", "plain", dtype=torch.float32),
 ]
 
 
@@ -81,7 +89,9 @@ def _one_step(rank: int, size: int, cases: list[Case]) -> list[tuple[float, floa
         batch = batch_of(case.kind)
         loss = pipe.step(*batch)
         assert pipe.step(*batch) == loss
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and not p.is_meta}
+        # softmax does not see a bias of all keys: what is left of its gradient is rounding
+        named = [(n, p) for n, p in model.named_parameters() if not n.endswith("key.bias")]
+        grads = {n: p.grad for n, p in named if p.grad is not None and not p.is_meta}
         evaluated = pipe.evaluate(*batch)
         mine = {n: g for n, g in want.items() if n in grads}
         cut = {n: rows(n, mine, model) for n in mine}
@@ -107,7 +117,7 @@ def test_loss_and_gradients_are_those_of_the_whole(size: int, cases: list[Case])
         for case, (loss, evaluated, grads, split) in zip(cases, said, strict=True):
             print(case.family, case.options, loss, evaluated, grads)
             assert max(loss, evaluated, grads) <= case.allowed
-            assert split == (1 if case.options.get("tied") else 2)
+            assert split == (1 if case.options.get("tied") else 3 if case.family == "bert" else 2)
 
 
 # --- the head alone ----------------------------------------------------------------------------------------------
@@ -162,7 +172,7 @@ def test_loss_and_gradients_are_those_of_torchs_loss_parallel(block_bytes: int) 
 
 # --- training --------------------------------------------------------------------------------------------------
 
-MAPS = {
+MAPS: dict[int, list[StageMap]] = {
     2: [StageMap((0, 2, UNITS), (0, 1)), StageMap((0, 4, UNITS), (1, 0))],
     4: [StageMap((0, 1, 2, 4, UNITS), (0, 1, 2, 3)), StageMap((0, 2, 3, 4, UNITS), (3, 1, 0, 2))],
 }
@@ -172,12 +182,13 @@ def _twenty(rank: int, size: int, case: Case, folder: str) -> tuple[list[float],
     """20 steps of Adam over stages that move, with clipping; after ten the run goes on in another pipeline."""
     losses: list[float] = []
     for half in range(2):
-        pipe = case.pipe(case.model(), stage_map=MAPS[size][0])
+        first, second = MAPS[size] if size in MAPS else (None, None)
+        pipe = case.pipe(case.model(), stage_map=first)
         if half:
             pipe.load(folder)
         for step in range(10):
-            if step == 5:
-                pipe.rebuild(MAPS[size][1])
+            if step == 5 and second is not None:
+                pipe.rebuild(second)
             losses.append(pipe.step(*batch_of(KINDS[step % 4]), max_norm=0.5))
         pipe.save(folder)
     return losses, pipe.state_dict()
@@ -187,8 +198,12 @@ def _twenty(rank: int, size: int, case: Case, folder: str) -> tuple[list[float],
     ("size", "case"),
     [
         (2, Case("llama")),
+        pytest.param(1, Case("llama", tied=True), marks=pytest.mark.slow),
         pytest.param(4, Case("llama"), marks=pytest.mark.slow),
-        pytest.param(2, Case("gpt2", dtype=torch.float32), marks=pytest.mark.slow),
+        # without a bias of keys, whose gradient is rounding that Adam makes steps of
+        pytest.param(2, Case("llama", dtype=torch.float32), marks=pytest.mark.slow),
+        pytest.param(4, Case("gpt2", tied=True, slices=SliceOptions(4)), marks=pytest.mark.slow),
+        pytest.param(2, Case("qwen3", tied=True, slices=EXCHANGE), marks=pytest.mark.slow),
     ],
 )
 def test_twenty_steps_of_adam_are_those_of_the_whole(size: int, case: Case, tmp_path: Path) -> None:
@@ -231,3 +246,169 @@ def test_no_rank_holds_more_of_the_head_than_its_part_and_a_block(size: int) -> 
     for here, whole, block in run_gloo(_held, size):
         print(here, whole / size, block)
         assert here <= 1.1 / size * whole + block
+
+
+# --- modules, replicas, accumulation -------------------------------------------------------------------------------
+
+WORDS, DIM, ROWS = 11, 8, 16
+
+
+def _layers(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(3)
+    blocks = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(WORDS, DIM, padding_idx=2), *blocks, nn.Linear(DIM, WORDS, bias=bias)).double()
+
+
+def _words(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(WORDS, (ROWS,), generator=generator)
+    labels = (ids * 3 + 1) % WORDS
+    labels[::5] = IGNORED
+    return ids, labels
+
+
+def _chain(rank: int, size: int, replicas: int, more: dict[str, Any], folder: str) -> tuple[list[float], Any, int]:
+    pipe = ElasticPipeline.from_modules(
+        _layers(), nn.functional.cross_entropy, split_vocabulary=True, make_optimizer=adam, microbatches=2,
+        replicas=replicas, timeout_s=60.0, **more,
+    )  # fmt: skip
+    losses = []
+    for step in range(6):
+        ids, labels = (t.chunk(replicas)[pipe.replica] for t in _words(step))
+        half = len(ids) // 2
+        pipe.step(ids[:half], labels[:half], update=False)
+        losses.append(pipe.step(ids[half:], labels[half:], max_norm=0.1))
+    pipe.save(folder)
+    return losses, pipe.state_dict(), pipe.progress.updates
+
+
+def _plain_chain() -> tuple[list[float], dict[str, Tensor]]:
+    layers = _layers()
+    optimizer, losses = adam(list(layers.named_parameters())), []
+    for step in range(6):
+        optimizer.zero_grad()
+        ids, labels = _words(step)
+        loss = F.cross_entropy(layers(ids), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(layers.parameters(), 0.1)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, layers.state_dict()
+
+
+def _resumed(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The checkpoint in a pipeline without the split, and its tensors."""
+    pipe = ElasticPipeline.from_modules(
+        _layers(), nn.functional.cross_entropy, make_optimizer=adam, microbatches=2, timeout_s=60.0
+    )
+    saved = pipe.load(folder)
+    return pipe.state_dict(), sorted(f"{t.name} {list(t.shape)}" for t in saved.space.tensors)
+
+
+def _unsplit(rank: int, size: int, folder: str) -> None:
+    pipe = ElasticPipeline.from_modules(
+        _layers(), nn.functional.cross_entropy, make_optimizer=adam, microbatches=2, timeout_s=60.0
+    )
+    pipe.step(*_words(0))
+    pipe.save(folder)
+
+
+@pytest.mark.parametrize(
+    ("size", "replicas", "more"),
+    [
+        (2, 1, {"split_backward": True}),
+        pytest.param(4, 2, {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param(4, 1, {"schedule": "gpipe"}, marks=pytest.mark.slow),
+    ],
+)
+def test_modules_train_as_whole_and_their_files_are_the_unsplit_models(
+    size: int, replicas: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Gradients are added up over two calls, and clipped; the embedding has a word that does not train."""
+    losses, state = _plain_chain()
+    said = run_gloo(_chain, size, replicas, more, str(tmp_path / "split"))
+    for mine, _, updates in said:
+        assert updates == 6
+        assert mine == pytest.approx(losses, rel=1e-10)
+    assert apart(said[0][1], state) <= 1e-9
+    loaded = run_gloo(_resumed, 1, str(tmp_path / "split"))[0]
+    assert apart(loaded[0], said[0][1]) == 0.0
+    run_gloo(_unsplit, 2, str(tmp_path / "whole"))
+    assert loaded[1] == run_gloo(_resumed, 1, str(tmp_path / "whole"))[0][1]
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def _reasons(rank: int, size: int) -> dict[str, str]:
+    """What every attempt raises on this rank."""
+    found: dict[str, str] = {}
+
+    def attempt(name: str, call: Any) -> None:
+        try:
+            call()
+            found[name] = "nothing"
+        except SpecError as error:
+            found[name] = str(error)
+
+    given: dict[str, Any] = {"make_optimizer": adam, "microbatches": 2, "timeout_s": 20.0, "split_vocabulary": True}
+
+    def modules(layers: nn.Sequential, loss: Any = nn.functional.cross_entropy, **more: Any) -> ElasticPipeline:
+        return ElasticPipeline.from_modules(layers, loss, **{**given, **more})
+
+    few = nn.Sequential(nn.Embedding(2, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 2))
+    attempt("few words", lambda: modules(few))
+    attempt("other modules", lambda: modules(nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))))
+    attempt("one rank alone", lambda: modules(_layers(), split_vocabulary=rank == 0))
+    attempt("idle", lambda: modules(_layers(), stage_map=StageMap((0, 5), (1,))))
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    attempt("smoothed", lambda: modules(_layers(), smooth).step(*_words(0)))
+    attempt("autocast", lambda: _under_autocast(modules(_layers())))
+    attempt("labels", lambda: modules(_layers()).step(_words(0)[0], None))
+    for family in ("gemma", "mixtral"):
+        model = model_of(family, torch.float32)
+        attempt(family, lambda model=model: ElasticPipeline.from_transformers(model, **given))
+    scaled = model_of("llama")
+    own = scaled.loss_function
+    scaled.loss_function = lambda *a, **b: 2.0 * own(*a, **b)
+    attempt("scaled loss", lambda: ElasticPipeline.from_transformers(scaled, **given))
+    attempt("job", lambda: Adapters(TransformersModel(model_of("llama"), split_vocabulary=True), None, None, None, CPU))
+    pipe = modules(_layers())
+    attempt("memory", lambda: Controller(pipe, RankLimits.uniform(size, memory_bytes=1 << 30)))
+    attempt("group", lambda: pipe.change_group(None, {}))
+    before = pipe.step(*_words(0))
+    attempt("map", lambda: pipe.rebuild(StageMap((0, 5), (0,))))
+    found["after"] = str(pipe.step(*_words(0)) < before)
+    return found
+
+
+def _under_autocast(pipe: ElasticPipeline) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe.step(*_words(0))
+
+
+def test_what_cannot_be_split_is_refused_by_name_on_all_ranks() -> None:
+    first, *others = run_gloo(_reasons, 3, timeout_s=200.0)
+    for name, reason in first.items():
+        print(name, reason)
+    assert all(said == first for said in others)
+    assert first.pop("after") == "True"
+    wanted = {
+        "few words": "a vocabulary of 2 words cannot be split over 3 ranks",
+        "other modules": "needs an nn.Embedding in front of the layers",
+        "one rank alone": "split_vocabulary",
+        "idle": r"\[0, 2\] have none",
+        "smoothed": "the loss of CrossEntropyLoss is another one",
+        "autocast": "does not run under autocast",
+        "labels": "a label for each of them",
+        "gemma": "got GemmaTextScaledWordEmbedding and Linear",
+        "mixtral": "MixtralForCausalLM adds its routers' loss",
+        "scaled loss": "the loss of LlamaForCausalLM is another one",
+        "job": "a job cannot split the vocabulary",
+        "memory": "knows no limits of memory",
+        "group": "rows stay on their ranks",
+        "map": r"\[1, 2\] have none",
+    }
+    for name, reason in wanted.items():
+        assert re.search(reason, first[name]), (name, first[name])
+    assert "nothing" not in first.values()
