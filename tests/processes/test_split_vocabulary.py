@@ -16,6 +16,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
+import transformers
+
+from pipeline_balance import init_empty_weights, load_pretrained
 from pipeline_balance.control.controller import Controller
 from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.pipeline.model.adapter import TransformersModel
@@ -172,9 +175,9 @@ def test_loss_and_gradients_are_those_of_torchs_loss_parallel(block_bytes: int) 
 
 # --- training --------------------------------------------------------------------------------------------------
 
-MAPS: dict[int, list[StageMap]] = {
-    2: [StageMap((0, 2, UNITS), (0, 1)), StageMap((0, 4, UNITS), (1, 0))],
-    4: [StageMap((0, 1, 2, 4, UNITS), (0, 1, 2, 3)), StageMap((0, 2, 3, 4, UNITS), (3, 1, 0, 2))],
+MAPS: dict[int, tuple[StageMap, StageMap]] = {
+    2: (StageMap((0, 2, UNITS), (0, 1)), StageMap((0, 4, UNITS), (1, 0))),
+    4: (StageMap((0, 1, 2, 4, UNITS), (0, 1, 2, 3)), StageMap((0, 2, 3, 4, UNITS), (3, 1, 0, 2))),
 }
 
 
@@ -182,7 +185,7 @@ def _twenty(rank: int, size: int, case: Case, folder: str) -> tuple[list[float],
     """20 steps of Adam over stages that move, with clipping; after ten the run goes on in another pipeline."""
     losses: list[float] = []
     for half in range(2):
-        first, second = MAPS[size] if size in MAPS else (None, None)
+        first, second = MAPS.get(size, (None, None))
         pipe = case.pipe(case.model(), stage_map=first)
         if half:
             pipe.load(folder)
@@ -337,7 +340,7 @@ def test_modules_train_as_whole_and_their_files_are_the_unsplit_models(
     assert loaded[1] == run_gloo(_resumed, 1, str(tmp_path / "whole"))[0][1]
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
+# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def _reasons(rank: int, size: int) -> dict[str, str]:
@@ -412,3 +415,28 @@ def test_what_cannot_be_split_is_refused_by_name_on_all_ranks() -> None:
     for name, reason in wanted.items():
         assert re.search(reason, first[name]), (name, first[name])
     assert "nothing" not in first.values()
+
+
+# --- weights of a folder ---------------------------------------------------------------------------------------------
+
+
+def _loaded(rank: int, size: int, folder: str) -> tuple[float, bool]:
+    with init_empty_weights():
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder)).double()
+    pipe = Case("llama").pipe(model)
+    load_pretrained(pipe, folder)
+    loss = pipe.step(*batch_of())
+    pipe.save_pretrained(Path(folder) / "after")
+    return loss, model.lm_head.weight.shape[0] < VOCABULARY
+
+
+def test_each_rank_reads_its_rows_of_a_folder(tmp_path: Path) -> None:
+    whole = model_of("llama")
+    whole.save_pretrained(tmp_path)
+    said = run_gloo(_loaded, 2, str(tmp_path))
+    (loss,), _, state = alone(transformers.LlamaForCausalLM.from_pretrained(tmp_path).double(), ["plain"])
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "after").state_dict()
+    for mine, part in said:
+        assert part
+        assert abs(mine / loss - 1) <= SINGLE
+    assert apart(found, state) <= SINGLE

@@ -47,11 +47,9 @@ class Sums:
 class Head:
     """This rank's rows of a head.
 
-    Attributes:
-        block_bytes: Most bytes of logits that exist at once.
-
     Args:
         head: The module.
+        block_bytes: Most bytes of logits that exist at once.
     """
 
     def __init__(self, head: nn.Linear, block_bytes: int = BLOCK_BYTES) -> None:
