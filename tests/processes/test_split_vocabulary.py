@@ -96,6 +96,9 @@ def _one_step(rank: int, size: int, cases: list[Case]) -> list[tuple[float, floa
         named = [(n, p) for n, p in model.named_parameters() if not n.endswith("key.bias")]
         grads = {n: p.grad for n, p in named if p.grad is not None and not p.is_meta}
         evaluated = pipe.evaluate(*batch)
+        # else it would be of equal slices alone
+        if case.slices == EXCHANGE and size > 1:
+            assert pipe.model.exchanging.verdict.pays  # type: ignore[attr-defined]
         mine = {n: g for n, g in want.items() if n in grads}
         cut = {n: rows(n, mine, model) for n in mine}
         other = whole_loss(case.model(), case.kind)

@@ -54,7 +54,7 @@ class Head:
 
     def __init__(self, head: nn.Linear, block_bytes: int = BLOCK_BYTES) -> None:
         self.head, self.block_bytes = head, block_bytes
-        # the last block of the sums that were found last
+        # the last block of the sums that were found last: exponentials less the maximum
         self._left: tuple[Sums, int, Tensor] | None = None
 
     def blocks(self, tokens: int) -> list[tuple[int, int]]:
@@ -72,18 +72,21 @@ class Head:
         """
         weight, first, n = self.head.weight, self._first, hidden.shape[0]
         target = torch.zeros(n, dtype=wide(weight.dtype), device=hidden.device)
-        self._left = None
         most, total = torch.full_like(target, -torch.inf), torch.zeros_like(target)
         found = Sums(hidden, labels, target)
         for start, stop in self.blocks(n):
+            # let go of the block before
+            self._left = None
             logits = self._logits(hidden, start, stop)
-            new = torch.maximum(most, logits.amax(dim=1))
-            # in place of a second block of logits, which is made again where it is needed
-            total = total * (most - new).exp() + (logits - new[:, None]).exp_().sum(dim=1)
-            most, at = new, labels - (first + start)
+            at = labels - (first + start)
             here = (at >= 0) & (at < stop - start)
             target[here] = logits[here, at[here]]
+            new = torch.maximum(most, logits.amax(dim=1))
+            # in place: there is one block at a time
+            total = total * (most - new).exp() + logits.sub_(new[:, None]).exp_().sum(dim=1)
+            most = new
             self._left = found, start, logits
+            del logits
         found.figures = torch.stack([most, total, target])
         return found
 
@@ -107,9 +110,14 @@ class Head:
         found = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
         for start, stop in reversed(self.blocks(hidden.shape[0])):
             kept, self._left = self._left, None
-            same = kept is not None and kept[0] is sums and kept[1] == start
-            shares = kept[2] if kept is not None and same else self._logits(hidden, start, stop)
-            shares.sub_(log_sum[:, None]).exp_()
+            # other sums have taken its place
+            kept = kept if kept is not None and kept[0] is sums and kept[1] == start else None
+            if kept is not None:
+                # exponentials less the maximum already
+                shares = kept[2].mul_((sums.figures[0] - log_sum).exp()[:, None])
+            else:
+                shares = self._logits(hidden, start, stop).sub_(log_sum[:, None]).exp_()
+            del kept
             at = labels - (first + start)
             here = (at >= 0) & (at < stop - start)
             shares[here, at[here]] -= 1.0
@@ -121,6 +129,7 @@ class Head:
             found += shares @ weight[start:stop]
             if weight_grad is not None:
                 _add_product(weight_grad[start:stop], shares.T, hidden)
+            del shares
         return found
 
     def _logits(self, hidden: Tensor, start: int, stop: int) -> Tensor:
