@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.ownership import Ownership, local
+from pipeline_balance.pipeline.model.vocabulary import whole_shape
 from pipeline_balance.pipeline.run.experts import StageExperts
 from pipeline_balance.pipeline.run.gradients.norm import clip_gradients_, gradient_norm
 from pipeline_balance.pipeline.run.replicas import ReplicaMeans
@@ -76,7 +77,7 @@ class Gradients:
             and not _as_left(p.grad)
             and (midway or bool(p.grad.any()))
             # a module that has stored its weights sparse since has made another gradient of the one that was left
-            and not ((used or midway) and _MARK not in vars(p.grad) and self.owned.whole(name).shape != p.shape)
+            and not ((used or midway) and _MARK not in vars(p.grad) and self.owned.whole(name).shape != whole_shape(p))
         ]
         if not changed:
             return
