@@ -165,7 +165,10 @@ class ElasticPipeline:
             self.owned.split_over(self.rank, self.ranks)
             self.owned.to_device(at)
             # with all parameters, those on `meta` too: groups and rates are the same on all ranks
-            return Optimizers(make_optimizer, self.owned.parameters)
+            optimizers = Optimizers(make_optimizer, self.owned.parameters)
+            if self.model.vocabulary is not None:
+                self.model.vocabulary.check_optimizers(optimizers.all)
+            return optimizers
 
         self.optimizers = agree_on_optimizers(make, self.owned, self.groups.world, joins=joins)
         for collective in self.experts.collectives:

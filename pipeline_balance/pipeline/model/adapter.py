@@ -149,6 +149,8 @@ class TransformersModel(PipelineModel):
         if self.vocabulary is not None:
             self.vocabulary.check_autocast(self.device)
         named, rows = self._named(inputs), labels.shape[0]
+        if self.vocabulary is not None:
+            self._check_words(named)
         # microbatches are detached between stages, so a gradient of an input would never reach the caller
         grad = [name for name, t in named.items() if t.requires_grad]
         if grad:
@@ -215,7 +217,15 @@ class TransformersModel(PipelineModel):
         places: dict[int, nn.Module] = {}
         if self.vocabulary is not None:
             module = self.vocabulary.embedding
-            places[id(module)] = standing(module, lambda ids: embedded[0])
+            words = self.words(microbatch)[0]
+
+            def look_up(ids: Tensor) -> Tensor:
+                # ranks have looked up those of the batch
+                if not torch.equal(ids, words):
+                    raise SpecError("split_vocabulary: the model looks up other words than its inputs have")
+                return embedded[0]
+
+            places[id(module)] = standing(module, look_up)
         self.skeleton.forward(
             self.kwargs_of(microbatch),
             first,
@@ -424,9 +434,13 @@ class TransformersModel(PipelineModel):
         if self.router_loss is not None:
             raise SpecError(f"split_vocabulary needs the plain cross entropy, and {name} adds its routers' loss to it")
         asked = self._example()
+        self._check_words(asked)
         recorded, last = self._record(asked, Readable(allowed=True)), len(self.layers) - 1
         ids = next(iter(asked.values()))
-        weight, labels = vocabulary.head.weight, made_up_labels(ids.shape[:2], vocabulary.words, self.device)
+        weight, config = vocabulary.head.weight, getattr(self.root, "config", None)
+        apart = [getattr(config, f"{n}_token_id", None) for n in ("pad", "eos", "bos")]
+        first = [word for word in apart if isinstance(word, int)]
+        kept = recorded.outputs[last][0][recorded.gives[last][0]]
 
         def stand(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if layer < last:
@@ -436,20 +450,57 @@ class TransformersModel(PipelineModel):
             return tree_unflatten(zeros, structure)
 
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-            places = {id(vocabulary.head): standing(vocabulary.head, lambda hidden: logits)}
+            readable, calls = Readable(allowed=True), list[str]()
+
+            def look_up(ids: Tensor) -> Tensor:
+                calls.append("embedding")
+                if not torch.equal(ids, next(iter(asked.values()))):
+                    raise SpecError(f"split_vocabulary: {name} looks up other words than its inputs have")
+                found = vocabulary.embedded_like(ids)
+                return torch.zeros(found.shape, dtype=found.dtype, device=self.device)
+
+            def head(hidden: Tensor) -> Tensor:
+                calls.append("head")
+                if hidden.shape != kept.shape:
+                    raise SpecError(
+                        f"split_vocabulary: the head of {name} gets {list(hidden.shape)}, where the last layer returns "
+                        f"{list(kept.shape)}: what stands between may only be a norm"
+                    )
+                split = {n for n, p in self.skeleton.slots().items() if any(p is q for q in vocabulary.parameters)}
+                if readable.read & split:
+                    raise SpecError(f"split_vocabulary: {name} reads {min(readable.read & split)} besides")
+                readable.read.clear()
+                return logits
+
+            places = {
+                id(module): standing(module, call)
+                for module, call in ((vocabulary.embedding, look_up), (vocabulary.head, head))
+            }
             given = self.kwargs_of(Microbatch(0, asked, None), labels=labels)
-            readable = Readable(allowed=True)
             out = self.skeleton.forward(given, stand, held=frozenset(), readable=readable, places=places)
+            if calls != ["embedding", "head"]:
+                raise SpecError(f"split_vocabulary: {name} calls its {', its '.join(calls)}")
+            if readable.read:
+                raise SpecError(f"split_vocabulary: {name} reads {min(readable.read)} behind its head")
             found: Tensor = out[0] if isinstance(out, tuple) else out["loss"]
             return found.detach()
 
+        def wanted(labels: Tensor) -> Tensor:
+            return self.words(Microbatch(0, {"ids": ids}, labels))[1]
+
         random = RandomState(self.device)
-        logits = torch.empty((*labels.shape, vocabulary.words), dtype=weight.dtype, device="meta")
-        _, wanted = self.words(Microbatch(0, {"ids": ids}, labels))
+        logits = torch.empty((*ids.shape[:2], vocabulary.words), dtype=weight.dtype, device="meta")
+        labels = made_up_labels(ids.shape[:2], vocabulary.words, self.device, first)
         try:
             check_plain(loss_of, logits, labels, name, wanted)
         finally:
             random.put_back()
+
+    def _check_words(self, named: Mapping[str, Any]) -> None:
+        """Raise `SpecError` unless the first input is words."""
+        name, ids = next(iter(named.items()))
+        if name != getattr(self.root, "main_input_name", "input_ids") or ids.is_floating_point():
+            raise SpecError(f"split_vocabulary needs words as the main input, got {name} of {ids.dtype}")
 
     # --- construction ------------------------------------------------------------------------------------------
 

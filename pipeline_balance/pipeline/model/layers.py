@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline_balance.pipeline.model.shapes import output_of
-from pipeline_balance.pipeline.model.vocabulary import Vocabulary, check_plain, made_up_labels
+from pipeline_balance.pipeline.model.vocabulary import Vocabulary, check_plain, made_up_labels, not_plain
 from pipeline_balance.schedules.actions import Action, Schedule
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
@@ -288,6 +288,10 @@ class ModuleChain(PipelineModel):
         self._known: dict[Any, tuple[list[Activations], tuple[TreeSpec, ...]]] = {}
         if split_vocabulary:
             self.vocabulary = Vocabulary(self.units[0], self.units[-1])
+            options = _options_of(loss_fn)[1]
+            # no trial has all words as labels
+            if options.get("weight") is not None or options.get("label_smoothing"):
+                raise SpecError(f"{not_plain(_name_of(loss_fn))}: it has weights or smoothing")
         # how many dimensions labels have with which the loss has turned out to be plain
         self._plain: set[int] = set()
 
@@ -314,7 +318,7 @@ class ModuleChain(PipelineModel):
             shape = (2,) * (dims - 1) + (3,)
             tried = made_up_labels(shape, self.vocabulary.words, self.device)
             logits = torch.empty((*shape, self.vocabulary.words), dtype=head.weight.dtype, device="meta")
-            check_plain(self.loss_fn, logits, tried, getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__))
+            check_plain(self.loss_fn, logits, tried, _name_of(self.loss_fn))
             self._plain.add(dims)
 
     def words(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -455,12 +459,7 @@ def labels_of(loss_fn: LossFn, *, tokens: bool = False) -> CountLabels:
     Raises:
         SpecError: The loss reduces to something other than a mean.
     """
-    function, options = loss_fn, {}
-    if isinstance(loss_fn, functools.partial):
-        function, options = loss_fn.func, loss_fn.keywords
-    elif isinstance(loss_fn, nn.modules.loss._Loss):
-        # class weights are a buffer of the loss module
-        options = vars(loss_fn) | loss_fn._buffers
+    function, options = _options_of(loss_fn)
     if options.get("reduction", "mean") not in ("mean", "batchmean"):
         raise SpecError(f"the loss must be a mean, got {loss_fn} with reduction={options['reduction']!r}")
     entropies = (nn.functional.cross_entropy, nn.functional.nll_loss)
@@ -483,3 +482,18 @@ def labels_of(loss_fn: LossFn, *, tokens: bool = False) -> CountLabels:
         return float(weight.detach().to(labels.device, torch.float64)[labels[counts]].sum())
 
     return count
+
+
+def _name_of(loss_fn: LossFn) -> str:
+    """What errors call a loss."""
+    return getattr(loss_fn, "__name__", type(loss_fn).__name__)
+
+
+def _options_of(loss_fn: LossFn) -> tuple[LossFn, Mapping[str, Any]]:
+    """The function or module of torch that a loss is, with its options by name."""
+    if isinstance(loss_fn, functools.partial):
+        return loss_fn.func, loss_fn.keywords
+    if isinstance(loss_fn, nn.modules.loss._Loss):
+        # class weights are a buffer of the loss module
+        return loss_fn, vars(loss_fn) | loss_fn._buffers
+    return loss_fn, {}

@@ -100,6 +100,9 @@ class Ownership:
         Raises:
             SpecError: No unit holds a parameter, so no rank would train it; or see `check_names`.
         """
+        if self.model.vocabulary is not None:
+            # what is changed about its modules may change no object below
+            self.model.vocabulary.look(self.model.root)
         now = [
             (id(m), *map(id, m._parameters.values()), *map(id, m._buffers.values())) for m in self.model.root.modules()
         ]
@@ -116,6 +119,7 @@ class Ownership:
         seen: set[int] = set()
         vocabulary = self.model.vocabulary
         everywhere = {id(p) for p in vocabulary.parameters} if vocabulary is not None else set[int]()
+        ends = {0, len(self.model.units) - 1}
         for path, module in self.model.root.named_modules():
             dot = f"{path}." if path else ""
             # of the class: a wrapper may give its module's attributes through
@@ -131,6 +135,8 @@ class Ownership:
                 name = f"{dot}{attribute}"
                 if id(parameter) not in holders:
                     raise SpecError(f"parameter {name} belongs to no layer of the pipeline, so no rank would train it")
+                if id(parameter) in everywhere and not ends.issuperset(holders[id(parameter)]):
+                    raise SpecError(f"a layer holds {name}, too, of which split_vocabulary leaves it some rows")
                 # every rank has some of the rows, whatever its units
                 units = range(len(self.model.units)) if id(parameter) in everywhere else holders[id(parameter)]
                 parameters[name], units_of[name] = parameter, tuple(units)

@@ -8,8 +8,9 @@ Shape legend: V words, P ranks, H hidden size, B sequences, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,13 @@ from prophet.state.layout import slice_box
 
 IGNORED = -100
 _MARK = "vocabulary_rows"
+# kinds of hooks, of modules and of parameters
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# optimizers whose update of a row depends on other rows
+_OF_MATRICES = {"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS"}
+# how many batches of labels a loss is tried on
+_TRIALS = 16
 # logits on which another loss than the plain one shows: large, so that soft caps and scales count
 _TRIED_LOGITS = 20.0
 _CLOSE = 1e-4
@@ -58,19 +66,42 @@ class Vocabulary:
     """
 
     def __init__(self, embedding: object, head: object) -> None:
-        # exactly these classes: another forward than theirs would be left out in silence
-        if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
-            got = f"{type(embedding).__name__} and {type(head).__name__}"
-            raise SpecError(
-                f"split_vocabulary needs an nn.Embedding in front of the layers and an nn.Linear behind them, got {got}"
-            )
-        wrong = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(embedding, n)]
+        check_classes(embedding, head)
+        assert isinstance(embedding, nn.Embedding)
+        assert isinstance(head, nn.Linear)
+        self.embedding, self.head = embedding, head
+        self._made = [dict(module._parameters) for module in (embedding, head)]
+        self._paths: list[tuple[str, nn.Module]] = []
+        self.check_modules()
+
+    def check_modules(self) -> None:
+        """Raise `SpecError` where the modules do more by now than look up and multiply, or have other parameters."""
+        check_classes(self.embedding, self.head)
+        wrong = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(self.embedding, n)]
         if wrong:
             raise SpecError(f"split_vocabulary does not go together with an embedding that has {wrong[0]}")
-        hooked = [m for m in (embedding, head) if m._forward_hooks or m._forward_pre_hooks]
-        if hooked:
-            raise SpecError(f"split_vocabulary runs no hooks: remove those of the {type(hooked[0]).__name__}")
-        self.embedding, self.head = embedding, head
+        for module, made in zip((self.embedding, self.head), self._made, strict=True):
+            name = type(module).__name__
+            now = module._parameters
+            same = now.keys() == made.keys() and all(now[n] is made[n] for n in made)
+            if not same or module._buffers or module._modules or "forward" in vars(module):
+                raise SpecError(f"the {name} was changed, and split_vocabulary runs it by its rows: change it before")
+            hooks = [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
+            every = [getattr(p, kind) for p in now.values() if p is not None for kind in _PARAMETER_HOOKS]
+            hooks += [hook for kind in every if kind for hook in kind.values()]
+            if not all(_marks_only(hook) for hook in hooks):
+                raise SpecError(f"split_vocabulary runs no hooks: remove those of the {name} and its parameters")
+
+    def look(self, root: nn.Module) -> None:
+        """Raise `SpecError` where the modules of the unsplit model do something else by now, or were replaced."""
+        self.check_modules()
+        mine = {id(self.embedding), id(self.head)}
+        if not self._paths:
+            self._paths = [(path, m) for path, m in root.named_modules(remove_duplicate=False) if id(m) in mine]
+        for path, module in self._paths:
+            parent, _, attribute = path.rpartition(".")
+            if _child(root, parent, attribute) is not module:
+                raise SpecError(f"{path} was replaced, and split_vocabulary has split its rows: replace it before")
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -94,6 +125,22 @@ class Vocabulary:
         words = min(whole_shape(p)[0] for p in self.parameters)
         if words < ranks:
             raise SpecError(f"split_vocabulary: a vocabulary of {words} words cannot be split over {ranks} ranks")
+
+    def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Raise `SpecError` for an optimizer that computes with whole matrices, of which it would see rows.
+
+        Args:
+            optimizers: Those that update the model.
+        """
+        mine = {id(p) for p in self.parameters}
+        for optimizer in optimizers:
+            every = (p for group in optimizer.param_groups for p in group["params"])
+            # by their names, as other packages have them too
+            if any(kind.__name__ in _OF_MATRICES for kind in type(optimizer).__mro__) and any(
+                id(p) in mine for p in every
+            ):
+                name = type(optimizer).__name__
+                raise SpecError(f"{name} computes with whole matrices, and split_vocabulary would show it rows of them")
 
     def check_autocast(self, device: torch.device) -> None:
         """Raise `SpecError` under autocast, where no rank would know the type of what another one sends."""
@@ -124,47 +171,85 @@ def unsplit(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if rows_of(p) is None]
 
 
+def check_classes(embedding: object, head: object) -> None:
+    """Raise `SpecError` unless these are a plain `nn.Embedding` and a plain `nn.Linear`."""
+    # exactly these classes: another forward than theirs would be left out in silence
+    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
+        got = f"{type(embedding).__name__} and {type(head).__name__}"
+        raise SpecError(
+            f"split_vocabulary needs an nn.Embedding in front of the layers and an nn.Linear behind them, got {got}"
+        )
+
+
+def _marks_only(hook: Any) -> bool:
+    """Whether a hook is the one by which transformers has the embedding's output require grad, as it does here."""
+    names = getattr(hook, "__name__", ""), getattr(hook, "__module__", "")
+    return names == ("make_inputs_require_grads", "transformers.modeling_utils")
+
+
+def _child(root: nn.Module, parent: str, attribute: str) -> nn.Module | None:
+    try:
+        return root.get_submodule(parent)._modules.get(attribute)
+    except AttributeError:
+        return None
+
+
 def check_plain(
     loss_of: Callable[[Tensor, Tensor], Tensor],
     logits: Tensor,
-    labels: Tensor,
+    labels: Iterable[Tensor],
     name: str,
-    wanted: Tensor | None = None,
+    wanted: Callable[[Tensor], Tensor] = lambda labels: labels,
 ) -> None:
     """Raise `SpecError` unless a loss is the mean cross entropy of logits.
 
     Args:
         loss_of: The loss of logits [..., V] and labels, tried on made-up ones.
         logits: Their shape and type, without memory; [..., V].
-        labels: As the loss takes them, on the device where it runs.
-        wanted: Labels of the logits, if these are others.
+        labels: All that it is tried on, as the loss takes them, on the device where it runs.
         name: What the error calls it.
+        wanted: From labels to those of the logits.
     """
     generator = torch.Generator().manual_seed(0)
-    made = torch.randn(logits.shape, generator=generator, dtype=torch.float32) * _TRIED_LOGITS
-    made = made.to(labels.device, logits.dtype)
-    try:
-        found = loss_of(made, labels)
-    except SpecError:
-        raise
-    except Exception as error:
-        raise SpecError(f"split_vocabulary cannot try the loss of {name}: {str(error)[:200]}") from error
-    of_logits = (labels if wanted is None else wanted).flatten()
-    plain = F.cross_entropy(made.flatten(0, -2).double(), of_logits, ignore_index=IGNORED)
-    if found.numel() != 1 or not torch.isclose(found.double().reshape(()), plain, rtol=_CLOSE):
-        raise SpecError(
-            f"split_vocabulary needs the plain cross entropy of the head's logits, the loss of {name} is another one"
-        )
+    drawn = torch.randn(logits.shape, generator=generator, dtype=torch.float32) * _TRIED_LOGITS
+    for tried in labels:
+        made = drawn.to(tried.device, logits.dtype)
+        try:
+            # a copy, as a loss may change its logits
+            found = loss_of(made.clone(), tried)
+        except SpecError:
+            raise
+        except Exception as error:
+            raise SpecError(f"split_vocabulary cannot try the loss of {name}: {str(error)[:200]}") from error
+        of_logits = wanted(tried).flatten()
+        plain = F.cross_entropy(made.flatten(0, -2).double(), of_logits, ignore_index=IGNORED)
+        if found.numel() != 1 or not torch.isclose(found.double().reshape(()), plain, rtol=_CLOSE):
+            raise SpecError(not_plain(name))
 
 
-def made_up_labels(shape: Sequence[int], words: int, device: torch.device) -> Tensor:
-    """Labels of some tokens, a third of which do not count.
+def not_plain(name: str) -> str:
+    """What is said of a loss that is another one."""
+    return f"split_vocabulary needs the plain cross entropy of the head's logits, the loss of {name} is another one"
+
+
+def made_up_labels(
+    shape: Sequence[int], words: int, device: torch.device, first: Sequence[int] = ()
+) -> Iterator[Tensor]:
+    """Labels of some tokens, a third of which do not count; all words that there is time for come up.
 
     Args:
         shape: Of the labels.
         words: V.
         device: Where they are to be.
+        first: Words that losses may treat apart, such as that of padding.
     """
-    found = torch.randint(words, tuple(shape), generator=torch.Generator().manual_seed(1))
-    found.view(-1)[1::3] = IGNORED
-    return found.to(device)
+    order = torch.randperm(words, generator=torch.Generator().manual_seed(1))
+    known = torch.tensor([word for word in first if 0 <= word < words], dtype=order.dtype)
+    order = torch.cat([known, order])
+    found = torch.full(tuple(shape), IGNORED).view(-1)
+    counts = [i for i in range(len(found)) if i % 3 != 1]
+    for start in range(0, min(len(order), _TRIALS * len(counts)), len(counts)):
+        # the first token of a row may have no label, so they go around
+        places = torch.tensor(counts).roll(start)
+        found[places] = order[(start + torch.arange(len(counts))) % len(order)]
+        yield found.clone().view(tuple(shape)).to(device)

@@ -48,6 +48,9 @@ class Held:
         Args:
             found: The tensors and entries.
             cut: Parameters of which every rank has some rows, with the rows of all ranks.
+
+        Raises:
+            LayoutError: Something cannot be moved, such as a state that is not of the rows' shape.
         """
         held = cls()
         for item in found:
@@ -55,15 +58,19 @@ class Held:
                 held.add(item.name, item.value, item.kind, item.unit)
             else:
                 held.add_state(item.name, item.entry, item.value, item.parameter.device, item.unit)
-        own = {name: held.tensors[name].shape[0] for name in cut or {} if name in held.tensors}
-        own |= {
-            n: s.shape[0] for n in cut or {} if n not in own for s in held.specs if base_name(s.name) == n and s.shape
+        # the part that is here, which expected gradients show without their parameter
+        own = {
+            base_name(n): held.tensors[n].shape
+            for n in (*(f"{n}#grad" for n in cut or {}), *(cut or {}))
+            if n in held.tensors
         }
         for i, spec in enumerate(held.specs):
             name = base_name(spec.name)
-            # moments are cut as their parameter is
-            if cut and name in own and spec.shape[:1] == (own[name],):
-                held.specs[i] = replace(spec, shape=(cut[name], *spec.shape[1:]))
+            if cut and name in own:
+                # moments are cut as their parameter is; of anything else nobody knows what other ranks have
+                refuse_odd(spec.name, spec.shape, own[name])
+                if spec.shape == tuple(own[name]):
+                    held.specs[i] = replace(spec, shape=(cut[name], *spec.shape[1:]))
         return held
 
     def with_(self, other: Held) -> Held:

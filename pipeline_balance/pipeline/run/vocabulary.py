@@ -57,6 +57,10 @@ class Head:
         # the last block of the sums that were found last: exponentials less the maximum
         self._left: tuple[Sums, int, Tensor] | None = None
 
+    def rest(self) -> None:
+        """Let go of the block that was kept for gradients."""
+        self._left = None
+
     def blocks(self, tokens: int) -> list[tuple[int, int]]:
         """First rows of the blocks of N = `tokens`, and those behind their last."""
         rows = self.head.weight.shape[0]
@@ -82,8 +86,10 @@ class Head:
             here = (at >= 0) & (at < stop - start)
             target[here] = logits[here, at[here]]
             new = torch.maximum(most, logits.amax(dim=1))
+            # where a vocabulary is padded, a block's logits may all be -inf
+            base = new.masked_fill(new == -torch.inf, 0.0)
             # in place: there is one block at a time
-            total = total * (most - new).exp() + logits.sub_(new[:, None]).exp_().sum(dim=1)
+            total = total * (most - base).exp() + logits.sub_(base[:, None]).exp_().sum(dim=1)
             most = new
             self._left = found, start, logits
             del logits
@@ -205,6 +211,7 @@ class VocabularyPasses:
     def begin(self) -> None:
         """A pass begins: forget what a failed one has left."""
         self._now = _Pass()
+        self.head.rest()
 
     def finish(self) -> None:
         """Wait until all that was sent has left, and put gradients where optimizers read them."""
@@ -216,6 +223,8 @@ class VocabularyPasses:
             elif parameter.grad is not grad:
                 parameter.grad = grad.add_(parameter.grad).to(parameter.dtype)
         self._now = _Pass()
+        # an evaluation asks for no gradients
+        self.head.rest()
 
     # --- messages --------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,14 @@ def _made(dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, Tensor, Tensor
     return head, 30.0 * torch.randn(TOKENS, HIDDEN, dtype=dtype), labels
 
 
+@pytest.mark.parametrize("padded", [0, 600])
 @pytest.mark.parametrize("rows", [1, 7, 300, WORDS])
-def test_blocks_find_what_the_definition_does(rows: int) -> None:
+def test_blocks_find_what_the_definition_does(rows: int, padded: int) -> None:
+    """Also where the first words are none: their bias is -inf."""
     head, x, labels = _made()
+    with torch.no_grad():
+        head.bias[:padded] = -torch.inf
+    labels = torch.where(labels >= 0, labels.clamp(min=padded), labels)
     wanted_x = x.clone().requires_grad_()
     loss = 0.5 * F.cross_entropy(head(wanted_x), labels, reduction="sum")
     loss.backward()
