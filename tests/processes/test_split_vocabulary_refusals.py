@@ -51,7 +51,9 @@ def weights() -> Tensor:
 
 def weighted(logits: Tensor, labels: Tensor) -> Tensor:
     each = F.cross_entropy(logits, labels, reduction="none")
-    return (each * weights()[labels.clamp(min=0)] * (labels != IGNORED)).sum() / (labels != IGNORED).sum()
+    counts = labels != IGNORED
+    loss: Tensor = torch.where(counts, each * weights()[labels.clamp(min=0)], 0.0).sum() / counts.sum()
+    return loss
 
 
 def llama(model: Any = None, **options: Any) -> ElasticPipeline:
@@ -85,7 +87,7 @@ class Columns(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 self.state[p]["columns"] = p.grad.detach().reshape(-1, p.shape[-1]).mean(0)
@@ -102,7 +104,7 @@ def adafactor(named: Any) -> torch.optim.Optimizer:
 def odd_llama(how: str) -> Any:
     """A llama whose own forward has something that its head or embedding does not show."""
 
-    class Odd(transformers.LlamaForCausalLM):
+    class Odd(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.scale = nn.Parameter(torch.tensor(0.7))
@@ -136,7 +138,8 @@ def after(what: Any, *, transformer: bool = True) -> None:
 def changed_gradient() -> None:
     pipe = chain(model := layers())
     pipe.step(*words())
-    model[-1].weight.grad = torch.ones_like(model[-1].weight)
+    weight: Any = model[-1].weight
+    weight.grad = torch.ones_like(weight)
     pipe.step(*words())
 
 
@@ -224,8 +227,9 @@ def _like_whole(rank: int, size: int) -> tuple[dict[str, list[float]], bool]:
     left = True
     for split in (False, True):
         model = layers()
+        bias: Any = model[-1].bias
         with torch.no_grad():
-            model[-1].bias[WORDS // 2 :] = -torch.inf
+            bias[WORDS // 2 :] = -torch.inf
         padded = chain(model, split_vocabulary=split, make_optimizer=no_update)
         again = llama(model_of("llama", recompute=True), split_vocabulary=split)
         for name, pipe, batch in (("padded", padded, words(WORDS // 2)), ("recomputed", again, batch_of())):

@@ -433,10 +433,10 @@ class TransformersModel(PipelineModel):
         name = type(self.root).__name__
         if self.router_loss is not None:
             raise SpecError(f"split_vocabulary needs the plain cross entropy, and {name} adds its routers' loss to it")
-        asked = self._example()
+        asked = self._named(self._example())
         self._check_words(asked)
         recorded, last = self._record(asked, Readable(allowed=True)), len(self.layers) - 1
-        ids = next(iter(asked.values()))
+        words = next(iter(asked.values()))
         weight, config = vocabulary.head.weight, getattr(self.root, "config", None)
         apart = [getattr(config, f"{n}_token_id", None) for n in ("pad", "eos", "bos")]
         first = [word for word in apart if isinstance(word, int)]
@@ -454,7 +454,7 @@ class TransformersModel(PipelineModel):
 
             def look_up(ids: Tensor) -> Tensor:
                 calls.append("embedding")
-                if not torch.equal(ids, next(iter(asked.values()))):
+                if not torch.equal(ids, words):
                     raise SpecError(f"split_vocabulary: {name} looks up other words than its inputs have")
                 found = vocabulary.embedded_like(ids)
                 return torch.zeros(found.shape, dtype=found.dtype, device=self.device)
@@ -486,11 +486,11 @@ class TransformersModel(PipelineModel):
             return found.detach()
 
         def wanted(labels: Tensor) -> Tensor:
-            return self.words(Microbatch(0, {"ids": ids}, labels))[1]
+            return self.words(Microbatch(0, {"ids": words}, labels))[1]
 
         random = RandomState(self.device)
-        logits = torch.empty((*ids.shape[:2], vocabulary.words), dtype=weight.dtype, device="meta")
-        labels = made_up_labels(ids.shape[:2], vocabulary.words, self.device, first)
+        logits = torch.empty((*words.shape[:2], vocabulary.words), dtype=weight.dtype, device="meta")
+        labels = made_up_labels(words.shape[:2], vocabulary.words, self.device, first)
         try:
             check_plain(loss_of, logits, labels, name, wanted)
         finally:
