@@ -188,6 +188,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "runs no hooks",
     ),
     "module hook": (lambda: after(lambda m: m[-1].register_forward_hook(drop), transformer=False), "runs no hooks"),
+    "hook of the model": (lambda: after(lambda m: m.register_forward_hook(drop)), "forward hooks of the model"),
     "backward hook": (lambda: after(lambda m: m.lm_head.register_full_backward_pre_hook(drop)), "runs no hooks"),
     "wrapped": (lambda: after(lambda m: setattr(m, "lm_head", Wrapped(m.lm_head))), "lm_head was replaced"),
     "pruned": (

@@ -151,6 +151,7 @@ class TransformersModel(PipelineModel):
         named, rows = self._named(inputs), labels.shape[0]
         if self.vocabulary is not None:
             self._check_words(named)
+            self.vocabulary.check_behind(self.root)
         # microbatches are detached between stages, so a gradient of an input would never reach the caller
         grad = [name for name, t in named.items() if t.requires_grad]
         if grad:

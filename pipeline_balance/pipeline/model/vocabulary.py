@@ -103,6 +103,17 @@ class Vocabulary:
             if _child(root, parent, attribute) is not module:
                 raise SpecError(f"{path} was replaced, and split_vocabulary has split its rows: replace it before")
 
+    def check_behind(self, root: nn.Module) -> None:
+        """Raise `SpecError` where a hook would run behind the head, at which the forward of `root` ends."""
+        for path in (path for path, module in self._paths if module is self.head):
+            names = path.split(".")
+            for above in (".".join(names[:n]) for n in range(len(names))):
+                if root.get_submodule(above)._forward_hooks:
+                    raise SpecError(
+                        "split_vocabulary ends the forward at the head: remove the forward hooks of "
+                        f"{above or 'the model'}, which would not run"
+                    )
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """What is cut into rows; a tied weight comes once."""
