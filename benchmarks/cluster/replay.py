@@ -28,7 +28,7 @@ from prophet.engine.step_report import StepReport
 from prophet.scheduler.actions import Action
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.simulate import predicted_durations, simulate
-from prophet.spec import LayerShape, Placement, PlanContext, Split
+from prophet.spec import LayerShape, Placement, PlanContext, Route, Split
 
 PARTS = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
 
@@ -54,11 +54,15 @@ def step_of(report: StepReport, placements: Sequence[Placement], forms: Sequence
 
 
 def form_of(fields: Mapping[str, Any]) -> Form:
-    """The form that `dataclasses.asdict` took apart, from JSON or not: its groups have experts' numbers as keys."""
+    """The form that `dataclasses.asdict` took apart, from JSON or not: its routes have experts' numbers as keys."""
     read: dict[str, Any] = {k: tuple(v) for k, v in fields.items() if isinstance(v, list | tuple)}
-    for name in ("trans_groups", "agg_groups"):
-        read[name] = {int(e): tuple(tuple(g) for g in groups) for e, groups in fields.get(name, {}).items()}
+    for name in ("trans_routes", "agg_routes"):
+        read[name] = {int(e): _route_of(*route) for e, route in fields.get(name, {}).items()}
     return Form(**{**fields, **read})
+
+
+def _route_of(groups: Sequence[Any], relays: Sequence[int], carriers: Sequence[Any]) -> Route:
+    return Route(tuple(map(tuple, groups)), tuple(relays), tuple(map(tuple, carriers)))
 
 
 def simulated(

@@ -45,7 +45,7 @@ from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective
 from prophet.scheduler.schedules import block_wise
 from prophet.scheduler.timeline import Recorder, Span
-from prophet.spec import FloatArray, LayerShape, Placement, PlanContext
+from prophet.spec import FloatArray, LayerShape, Placement, PlanContext, Route
 from tests.helpers.cluster_testbed import needs_testbed
 from tests.helpers.support import RandomPlanner, on_threads, seeded
 from tests.helpers.timelines import read_timeline
@@ -251,9 +251,10 @@ def test_recorded_steps_are_played_again(tmp_path: Path, capsys: pytest.CaptureF
     assert "record.json" in capsys.readouterr().err
 
 
-def test_a_recorded_form_keeps_its_groups() -> None:
-    """JSON has texts as keys: an expert whose groups were not found travelled as if it had one."""
-    form = Form((0, 512, 1024), two_phase_trans=True, trans_groups={3: ((0, 1), (4,))}, agg_groups={5: ((2, 6),)})
+def test_a_recorded_form_keeps_its_routes() -> None:
+    """JSON has texts as keys: an expert whose route was not found travelled as if it had one group."""
+    trans, agg = {3: Route(((0, 1), (4,)))}, {5: Route(((2, 6),), relays=(1, 3), carriers=((2, 6),))}
+    form = Form((0, 512, 1024), two_phase_trans=True, trans_routes=trans, agg_routes=agg)
     taken_apart = dataclasses.asdict(form)
     assert form_of(json.loads(json.dumps(taken_apart))) == form_of(taken_apart) == form
 
