@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, values: Tensor, pattern: Pattern) -> Tensor:
-        ctx.save_for_backward(x, values)
+        # a frozen layer holds no input
+        held: Any = x if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
+        ctx.save_for_backward(held, values)
         ctx.pattern = pattern  # type: ignore[attr-defined]
         product: Tensor = (pattern.matrix(values) @ x.t()).t().contiguous()
         return product
@@ -104,11 +107,13 @@ class _Product(torch.autograd.Function):
         pattern: Pattern = ctx.pattern  # type: ignore[attr-defined]
         grad_t = grads[0].t().contiguous()
         x_grad = values_grad = None
-        if ctx.needs_input_grad[0]:  # type: ignore[attr-defined]
-            transposed, order = pattern.transposed
-            x_grad = (transposed.matrix(values[order]) @ grad_t).t().contiguous()
-        if ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
-            values_grad = torch.sparse.sampled_addmm(pattern.matrix(values), grad_t, x, beta=0.0).values()
+        # torch has sparse products in the types of the weights alone, and a backward pass may run under autocast
+        with torch.autocast(grad_t.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:  # type: ignore[attr-defined]
+                transposed, order = pattern.transposed
+                x_grad = (transposed.matrix(values[order]) @ grad_t).t().contiguous()
+            if ctx.needs_input_grad[1]:  # type: ignore[attr-defined]
+                values_grad = torch.sparse.sampled_addmm(pattern.matrix(values), grad_t, x, beta=0.0).values()
         return x_grad, values_grad, None
 
 

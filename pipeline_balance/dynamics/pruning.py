@@ -8,6 +8,7 @@ to the lower rank and the lower position, so exactly k are kept, on any number o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ _DIGIT_BITS = 8
 _BUCKETS = 1 << _DIGIT_BITS
 # Fewer values are not stored sparse: one could not be distinguished from numbers that optimizers keep
 _FEWEST = 2
+# torch has sparse products in these
+_TYPES = (torch.float32, torch.float64)
+# They take a weight for a matrix, or all weights for one vector. By name, as not every torch has both
+_BY_MATRIX = ("LBFGS", "Muon")
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 """An optimizer or several; None where nobody has said which."""
@@ -125,9 +130,13 @@ class PrunedLinear(nn.Linear):
 
     Its weights have one of two forms. In the dense one they are [O, I], and what was pruned is masked in every forward
     pass. In the sparse one the same parameter has the K values that are left, row by row: so have its gradient and what
-    optimizers keep for it, and products are sparse. `prune` and `store_sparse` go from the first to the second, loading
-    a `state_dict` goes back. A `state_dict` is that of the dense form always. The buffer `mask` has the places of the
-    weights in the form that they have, so that both travel together.
+    optimizers keep for it, and products are sparse. `prune` and `store_sparse` go from the first to the second. A
+    weight that other modules share stays dense. The buffer `mask` has the places of the weights in the form that they
+    have, so that both travel together.
+
+    A `state_dict` is that of the dense form always. In the sparse form it is a copy: what is written into it does not
+    reach the layer, and `keep_vars=True` is refused. Loading keeps the form. A layer that is
+    stored sparse takes a `state_dict` with its own mask alone, and raises `SpecError` for any other.
 
     Args:
         in_features: I.
@@ -143,6 +152,8 @@ class PrunedLinear(nn.Linear):
         # past `register_buffer`, which takes the property for another attribute
         self._buffers["mask"] = torch.ones_like(self.weight, dtype=torch.bool)
         self._known: tuple[Tensor, Pattern] | None = None
+        # whether other modules have the weight, too; whoever sees them all says so, see `note_shared`
+        self.shared = False
 
     @property
     def mask(self) -> Tensor:
@@ -170,7 +181,9 @@ class PrunedLinear(nn.Linear):
         """Where the values of the sparse form are."""
         places = self._places
         if places.dim() != 1:
-            raise SpecError("weights are stored sparse: change their mask by prune(mask, optimizers)")
+            raise SpecError(
+                "weights are stored sparse: change their mask by prune(mask, optimizers), and share them with no module"
+            )
         # kept, as the transpose is derived from it; a layer that moved has another tensor
         if self._known is None or self._known[0] is not places:
             self._known = places, Pattern.unpack(places, (self.out_features, self.in_features))
@@ -181,22 +194,31 @@ class PrunedLinear(nn.Linear):
         """Keep only where `mask` says so; what was pruned before stays pruned. Between updates.
 
         Args:
-            mask: [O, I].
+            mask: [O, I], bool.
             optimizers: All that keep state for the weights, `()` for none. What they keep is pruned as well where the
                 layer is stored sparse, before or afterwards; in the dense form it stays as it is.
 
         Raises:
-            SpecError: The layer is or would be stored sparse, and `optimizers` is None or keeps what cannot be.
-                Nothing has changed then.
+            SpecError: `mask` is no mask of this layer, or inference mode is on. Or the layer is or would be stored
+                sparse, and `optimizers` is None or keeps what cannot be. Nothing has changed then.
         """
+        if torch.is_inference_mode_enabled():
+            raise SpecError("tensors of inference mode cannot be trained: prune outside of it")
+        self._check_mask(mask)
+        if self.shared and self.stored_sparse:
+            raise SpecError("another module has a weight that is stored sparse: untie it")
         if not self.stored_sparse:
             kept = self.mask & mask
             if self._goes_sparse(kept):
                 pattern = Pattern.of(kept)
-                self._exchange(pattern.pick, pattern.packed(), pattern.columns.shape, optimizers)
-            else:
-                self._buffers["mask"] = kept
-                self.weight.mul_(kept)
+                self._exchange(pattern.pick, pattern.packed(), optimizers)
+                return
+            _check_dense(self.weight, int(kept.sum()), _listed(optimizers) or ())
+            self._buffers["mask"] = kept
+            self.weight.mul_(kept)
+            if self.weight.grad is not None:
+                # a norm counts no gradient of what is gone
+                self._regrad(self.weight.grad.masked_fill(~kept, 0))
             return
         pattern = self._pattern()
         left = pattern.pick(mask)
@@ -204,40 +226,47 @@ class PrunedLinear(nn.Linear):
             return
         fewer = pattern.only(left)
         if len(fewer.columns) >= _FEWEST:
-            self._exchange(lambda values: values[left], fewer.packed(), fewer.columns.shape, optimizers)
+            self._exchange(lambda values: values[left], fewer.packed(), optimizers)
         else:
-            whole = (self.out_features, self.in_features)
-            self._exchange(lambda values: fewer.dense(values[left]), fewer.mask(), whole, optimizers)
+            self._exchange(lambda values: fewer.dense(values[left]), fewer.mask(), optimizers)
+
+    def _check_mask(self, mask: Tensor) -> None:
+        whole = (self.out_features, self.in_features)
+        if mask.dtype != torch.bool or mask.shape != whole:
+            found = f"{mask.dtype} of {list(mask.shape)}"
+            raise SpecError(f"a mask of this layer is torch.bool of {list(whole)}, got {found}")
 
     def _goes_sparse(self, mask: Tensor) -> bool:
         few = _FEWEST <= int(mask.sum()) <= self.sparse_below * mask.numel()
-        return few and self.weight.dtype in (torch.float32, torch.float64)
+        # a weight that is computed anew, as under torch's parametrizations, has nothing to exchange
+        own = not self.shared and "weight" in self._parameters
+        return few and own and self.weight.dtype in _TYPES
 
-    def _exchange(
-        self, change: Callable[[Tensor], Tensor], places: Tensor, shape: tuple[int, ...], optimizers: Optimizers
-    ) -> None:
+    def _exchange(self, change: Callable[[Tensor], Tensor], places: Tensor, optimizers: Optimizers) -> None:
         """Go to another form or to fewer values.
 
         Args:
             change: Makes of a tensor of the form in force one of the form to go to.
             places: What `mask` has there.
-            shape: What the weights have there.
             optimizers: All that keep state for them.
         """
         weight, before = self.weight, self.weight.shape
-        if optimizers is None:
+        listed = _listed(optimizers)
+        if listed is None:
             raise SpecError("weights stored sparse take what optimizers keep along: pass optimizers=, () for none")
         found: list[tuple[dict[str, Any], str, Tensor]] = []
-        for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
+        for optimizer in listed:
+            kind = type(optimizer).__name__
+            if kind in _BY_MATRIX and any(p is weight for g in optimizer.param_groups for p in g["params"]):
+                raise SpecError(f"{kind} cannot train weights that are stored sparse: set sparse_below=0")
             entries = optimizer.state.get(weight, {})
             for name, value in entries.items():
-                # what has the new shape already is of an optimizer whose state was saved in this form
-                if not isinstance(value, Tensor) or value.numel() == 1 or value.shape == shape:
+                if not isinstance(value, Tensor) or value.numel() == 1:
                     continue
                 if value.shape != before:
                     raise SpecError(
-                        f"{type(optimizer).__name__} keeps {name!r} of {list(value.shape)} for weights of "
-                        f"{list(before)}, which cannot be stored sparse: set sparse_below=0"
+                        f"{kind} keeps {name!r} of {list(value.shape)} for weights of {list(before)}, which cannot be "
+                        f"stored sparse: {_ORDER if value.dim() == 1 else 'set sparse_below=0'}"
                     )
                 found.append((entries, name, change(value)))
         values, grad = change(weight.detach()), weight.grad
@@ -249,10 +278,16 @@ class PrunedLinear(nn.Linear):
         weight.data = torch.empty(0, dtype=torch.float16, device=weight.device)
         # the same object: optimizers' groups, hooks and modules go on referring to it
         weight.data = values
-        weight.grad = change(grad) if grad is not None else None
+        if grad is not None:
+            self._regrad(change(grad))
         for entries, name, value in found:
             entries[name] = value
         self._buffers["mask"] = places
+
+    def _regrad(self, grad: Tensor) -> None:
+        """Have another gradient, and tell that pruning has made it and nobody has changed it since."""
+        self.weight.grad = grad
+        vars(grad)["pruned"] = grad._version
 
     def dense_state(self, name: str, tensor: Tensor) -> Tensor:
         """What the dense form has for a tensor of this layer, or one kept for a parameter; `meta` stays `meta`.
@@ -273,6 +308,10 @@ class PrunedLinear(nn.Linear):
         if not self.stored_sparse:
             # masked here too: an optimizer with momentum would move a pruned weight away from zero
             return nn.functional.linear(x, self.weight * self.mask, self.bias)
+        if self.weight.dtype not in _TYPES:
+            raise SpecError(
+                f"weights stored sparse are float32 or float64, not {self.weight.dtype}: set sparse_below=0"
+            )
         # torch has sparse products in the types of the weights alone
         with torch.autocast(x.device.type, enabled=False):
             flat = product(x.reshape(-1, self.in_features).to(self.weight.dtype), self.weight, self._pattern())
@@ -280,19 +319,59 @@ class PrunedLinear(nn.Linear):
             return out + self.bias if self.bias is not None else out
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if keep_vars and self.stored_sparse:
+            raise SpecError(f"{prefix}weight is stored sparse, so keep_vars=True has no dense parameter to return")
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in ("weight", "mask"):
             destination[prefix + name] = self.dense_state(name, destination[prefix + name])
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        given = state_dict.get(f"{prefix}weight")
-        if self.stored_sparse and isinstance(given, Tensor) and given.shape == (self.out_features, self.in_features):
-            mask, weight = self.mask, self.weight
-            # of the old values, as is what optimizers keep: their state is loaded as well
-            weight.grad = None
-            weight.data = self.dense_state("weight", weight.detach())
-            self._buffers["mask"] = mask
+        if self.stored_sparse:
+            state_dict = self._gathered(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _gathered(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """What a `state_dict` has for this layer, in the sparse form."""
+        found = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
+        pattern = self._pattern()
+        mask, weight = (found.get(f"{prefix}{name}") for name in ("mask", "weight"))
+        if mask is not None:
+            self._check_mask(mask)
+            if not torch.equal(mask.to(pattern.columns.device), pattern.mask()):
+                raise SpecError(
+                    f"{prefix}mask differs from that of the layer, which is stored sparse: load into a new layer, call "
+                    "store_sparse, and load a new optimizer after that"
+                )
+            found[f"{prefix}mask"] = self._places
+        if weight is not None:
+            if weight.shape != pattern.shape:
+                raise SpecError(f"{prefix}weight is {list(weight.shape)}, and that of the layer {list(pattern.shape)}")
+            found[f"{prefix}weight"] = pattern.pick(weight.detach().to(pattern.columns.device))
+        return found
+
+
+_ORDER = "after loading the layer call store_sparse first, then load the optimizer"
+
+
+def _listed(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...] | None:
+    """All of them; a generator could be read once only."""
+    if optimizers is None:
+        return None
+    return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+
+
+def _check_dense(weight: Tensor, kept: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise `SpecError` if one keeps what is of the sparse form for weights that are dense and stay so.
+
+    Torch's fused updates would read and write elsewhere in memory.
+    """
+    for optimizer in optimizers:
+        for name, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == kept > 1:
+                raise SpecError(
+                    f"{type(optimizer).__name__} keeps {name!r} of weights stored sparse, {list(value.shape)}, for "
+                    f"dense ones of {list(weight.shape)}: {_ORDER}"
+                )
 
 
 def _pruned_meanwhile(grads: tuple[Tensor | None, ...]) -> None:
@@ -307,11 +386,22 @@ def store_sparse(layers: Iterable[nn.Module], optimizers: Optimizers) -> None:
         optimizers: All that keep state for their weights, `()` for none.
 
     Raises:
-        SpecError: An optimizer keeps what cannot be stored sparse, such as Adafactor's sums over rows and columns.
+        SpecError: An optimizer keeps what cannot be stored sparse, such as Adafactor's sums over rows and columns, or
+            what is stored sparse already: load it after this. Or inference mode is on.
     """
+    layers, listed = list(layers), _listed(optimizers)
+    note_shared(layers)
     for module in pruned_modules(layers):
         if not module.stored_sparse:
-            module.prune(module.mask, optimizers if module._goes_sparse(module.mask) else ())
+            module.prune(module.mask, listed)
+
+
+def note_shared(layers: Iterable[nn.Module]) -> None:
+    """Tell every `PrunedLinear` whether another of these modules has its weight, which stays dense then."""
+    holders = Counter(id(p) for m in nn.ModuleList(layers).modules() for p in m._parameters.values() if p is not None)
+    for module in pruned_modules(layers):
+        weight = module._parameters.get("weight")
+        module.shared = module.shared or (weight is not None and holders[id(weight)] > 1)
 
 
 def pruned_modules(layers: Iterable[nn.Module]) -> list[PrunedLinear]:
@@ -342,7 +432,8 @@ def prune_globally(
     """
     if not 0.0 <= sparsity < 1.0:
         raise SpecError(f"sparsity must be from 0 to below 1, got {sparsity!r}")
-    op, modules = Operation("pruning"), pruned_modules(layers)
+    op, modules, optimizers = Operation("pruning"), pruned_modules(layers), _listed(optimizers)
+    note_shared(layers)
     # a rank without such weights takes part, too
     device = next((m.weight.device for m in modules), torch.device("cpu"))
     # masked: an optimizer with momentum may have moved a pruned weight away from zero

@@ -75,6 +75,8 @@ class Ownership:
     A module may have its tensors in another form than checkpoints, such as sparse weights. What moves is the form that
     it has. It is asked for the form of checkpoints by `dense_state(name, tensor)`, a method of its class: name of a
     parameter or buffer of the module; tensor, that one or one kept for it; without values where that is on `meta`.
+    Its attribute `shared` is set to whether a parameter of it has several places: such a one keeps the form of
+    checkpoints, as ranks that hold it would not agree.
     """
 
     def __init__(self, model: PipelineModel) -> None:
@@ -125,6 +127,7 @@ class Ownership:
             # of the class: a wrapper may give its module's attributes through
             if hasattr(type(module), "dense_state"):
                 given: Any = module
+                given.shared = any(len(places.get(id(p), ())) > 1 for p in module._parameters.values())
                 names = (*module._parameters, *module._buffers)
                 dense |= {f"{dot}{name}": partial(given.dense_state, name) for name in names}
             for attribute, parameter in module._parameters.items():

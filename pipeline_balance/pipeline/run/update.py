@@ -76,8 +76,8 @@ class Gradients:
             if p.grad is not None
             and not _as_left(p.grad)
             and (midway or bool(p.grad.any()))
-            # a module that has stored its weights sparse since has made another gradient of the one that was left
-            and not ((used or midway) and _MARK not in vars(p.grad) and self.owned.whole(name).shape != whole_shape(p))
+            # a `PrunedLinear` that was pruned since has made another gradient of the one that was left
+            and not ((used or midway) and vars(p.grad).get("pruned") == p.grad._version)
         ]
         if not changed:
             return

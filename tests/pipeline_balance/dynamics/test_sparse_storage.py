@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline_balance.dynamics.csr import Pattern, product
 from pipeline_balance.dynamics.pruning import PrunedLinear, prune_globally, store_sparse
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers.launch import run_gloo
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
@@ -179,9 +183,9 @@ def test_a_state_dict_is_dense_and_loads_into_both_forms() -> None:
     fresh = _model(0.5, torch.float64)
     for one, mine in ((model, optimizer), (fresh, OPTIMIZERS["adam"](fresh.parameters()))):
         one.load_state_dict(saved[0])
-        mine.load_state_dict(copy.deepcopy(saved[1]))
-        assert not any(m.stored_sparse for m in one if isinstance(m, PrunedLinear))
+        assert all(m.stored_sparse == (one is model) for m in one if isinstance(m, PrunedLinear))
         store_sparse([one], mine)
+        mine.load_state_dict(copy.deepcopy(saved[1]))
         assert all(m.stored_sparse for m in one if isinstance(m, PrunedLinear))
         assert all(torch.equal(v, one.state_dict()[k]) for k, v in saved[0].items())
         assert _train(one, mine, range(2, 5), torch.float64) == after
@@ -309,3 +313,238 @@ def test_a_pattern_finds_its_entries_and_those_of_its_transpose() -> None:
         assert torch.equal(pattern.only(left).packed(), Pattern.of(pattern.dense(left)).packed())
     with pytest.raises(SpecError, match=r"a pattern of 2 entries cannot hold values of \[3\]"):
         product(_random(0, 4, 2), _random(0, 3), Pattern.of(torch.eye(2, dtype=torch.bool)))
+
+
+def _every(divisor: int, first: int = 0) -> Tensor:
+    """A mask of [8, 8] with one place in `divisor`."""
+    return torch.arange(64).view(8, 8) % divisor == first
+
+
+def _sparse(make: Make = OPTIMIZERS["momentum"]) -> tuple[PrunedLinear, torch.optim.Optimizer]:
+    """A layer that was stored sparse before its first update."""
+    torch.manual_seed(0)
+    layer = PrunedLinear(8, 8, sparse_below=0.5)
+    optimizer = make(layer.parameters())
+    layer.prune(_every(4), optimizer)
+    _update(layer, optimizer)
+    return layer, optimizer
+
+
+def _update(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    layer(torch.ones(3, 8)).pow(2).sum().backward()
+    optimizer.step()
+
+
+def _held_now(layer: PrunedLinear, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of all that a layer and its optimizer have."""
+    kept = [t for t in optimizer.state[layer.weight].values() if isinstance(t, Tensor)]
+    grads = [p.grad for p in layer.parameters() if p.grad is not None]
+    return [t.detach().clone() for t in (*layer.parameters(), *layer._buffers.values(), *grads, *kept) if t is not None]
+
+
+def _refused(layer: PrunedLinear, optimizer: torch.optim.Optimizer, call: Callable[[], Any], words: str) -> None:
+    before = _held_now(layer, optimizer)
+    with pytest.raises(SpecError, match=re.escape(words)):
+        call()
+    after = _held_now(layer, optimizer)
+    assert len(before) == len(after)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_loading_into_a_sparse_layer_keeps_what_its_optimizer_is_for() -> None:
+    layer, optimizer = _sparse()
+    saved = copy.deepcopy(layer.state_dict())
+    _update(layer, optimizer)
+    layer.load_state_dict(saved)
+    assert layer.stored_sparse
+    assert all(torch.equal(v, layer.state_dict()[k]) for k, v in saved.items())
+    _update(layer, optimizer)
+    # torch refuses a bias, and the layer goes on
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
+        layer.load_state_dict(saved | {"bias": torch.zeros(3)})
+    assert layer.stored_sparse
+    assert layer.weight.grad is not None
+    _update(layer, optimizer)
+    layer.load_state_dict(saved, assign=True)
+    assert layer.stored_sparse
+    assert all(torch.equal(v, layer.state_dict()[k]) for k, v in saved.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mask", lambda m: _every(4, 1), "mask differs from that of the layer, which is stored sparse: load into a"),
+        ("mask", torch.ones_like, "mask differs from that of the layer"),
+        ("mask", lambda m: m.long(), "a mask of this layer is torch.bool of [8, 8], got torch.int64 of [8, 8]"),
+        ("weight", lambda w: torch.ones(16), "weight is [16], and that of the layer [8, 8]"),
+    ],
+)
+def test_a_sparse_layer_refuses_what_is_of_another_mask(name: str, change: Any, words: str) -> None:
+    layer, optimizer = _sparse()
+    state = layer.state_dict()
+    state[name] = change(state[name])
+    _refused(layer, optimizer, lambda: layer.load_state_dict(state), words)
+    _update(layer, optimizer)
+
+
+@pytest.mark.parametrize(("sparse_below", "first"), [(0.0, 0), (0.5, 0), (0.5, 1)])
+def test_moments_that_are_sparse_already_are_refused_for_a_dense_weight(sparse_below: float, first: int) -> None:
+    optimizer = _sparse()[1]
+    other = PrunedLinear(8, 8, sparse_below=sparse_below)
+    other._buffers["mask"] = _every(4, first)
+    mine = OPTIMIZERS["momentum"](other.parameters())
+    mine.load_state_dict(optimizer.state_dict())
+    _refused(other, mine, lambda: store_sparse([other], mine), "store_sparse first, then load the optimizer")
+
+
+@pytest.mark.parametrize("stored_sparse", [False, True])
+@pytest.mark.parametrize("mask", [_every(8).long(), _every(8).float(), _every(8)[:1], _every(8).view(4, 16)])
+def test_only_a_mask_of_the_layer_prunes_it(mask: Tensor, stored_sparse: bool) -> None:
+    layer, optimizer = _sparse() if stored_sparse else (PrunedLinear(8, 8), torch.optim.SGD([torch.zeros(1)]))
+    _refused(layer, optimizer, lambda: layer.prune(mask, optimizer), "a mask of this layer is torch.bool of [8, 8]")
+
+
+@pytest.mark.parametrize("stored_sparse", [False, True])
+def test_pruning_in_inference_mode_is_refused_with_the_gradient_still_there(stored_sparse: bool) -> None:
+    layer = PrunedLinear(8, 8, sparse_below=0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+    if stored_sparse:
+        layer.prune(_every(4), optimizer)
+    _update(layer, optimizer)
+
+    def prune() -> None:
+        with torch.inference_mode():
+            layer.prune(_every(8), optimizer)
+
+    _refused(layer, optimizer, prune, "prune outside of it")
+
+
+@pytest.mark.parametrize("how", ["prune_globally", "store_sparse"])
+def test_optimizers_may_come_one_by_one(how: str) -> None:
+    model = nn.Sequential(*(PrunedLinear(8, 8, sparse_below=0.5) for _ in range(2)))
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    _update(model, optimizer)
+    given = (one for one in [optimizer])
+    if how == "store_sparse":
+        for module in model:
+            module._buffers["mask"] = _every(4)
+        store_sparse((m for m in model), given)
+    else:
+        prune_globally([model], 0.7, ThreadWorld(1).collective(0), given)
+    assert all(m.stored_sparse for m in model if isinstance(m, PrunedLinear))
+    _update(model, optimizer)
+
+
+@pytest.mark.parametrize("other", [PrunedLinear(8, 8, sparse_below=0.5), nn.Embedding(8, 8), nn.Linear(8, 8)])
+def test_a_weight_that_another_module_has_stays_dense(other: Any) -> None:
+    layer = PrunedLinear(8, 8, sparse_below=0.5)
+    layer.weight = other.weight
+    prune_globally([layer, other], 0.7, ThreadWorld(1).collective(0), ())
+    store_sparse([layer, other], ())
+    assert not layer.stored_sparse
+    assert layer.kept <= 0.5
+    assert layer(torch.ones(3, 8)).shape == (3, 8)
+
+
+def _tied(rank: int, size: int, kind: str) -> list[float]:
+    torch.manual_seed(0)
+    first = PrunedLinear(8, 8, bias=False, sparse_below=0.5)
+    last: nn.Module = first
+    if kind == "linear":
+        last = nn.Linear(8, 8, bias=False)
+        last.weight = first.weight
+    layers = [first, nn.Tanh(), nn.Linear(8, 8), last]
+    given: dict[str, Any] = {"make_optimizer": lambda named: torch.optim.SGD(named, lr=0.01), "timeout_s": 30.0}
+    pipe = ElasticPipeline.from_modules(
+        layers, nn.functional.mse_loss, StageMap((0, 2, 4), (0, 1)), microbatches=2, **given
+    )
+    x = _random(0, 4, 8, dtype=torch.float32)
+    losses = [pipe.step(x, x)]
+    prune_globally(list(pipe.layers.values()), 0.7, pipe.groups.collective, pipe.optimizer)
+    assert not first.stored_sparse
+    return losses + [pipe.step(x, x) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["the same", "linear"])
+def test_a_weight_on_several_ranks_stays_dense(kind: str) -> None:
+    results = run_gloo(_tied, 2, kind)
+    assert results[0] == results[1]
+
+
+def _changed_gradient(rank: int, size: int) -> None:
+    layers = [PrunedLinear(8, 8, sparse_below=0.5) for _ in range(2)]
+    given: dict[str, Any] = {"make_optimizer": lambda named: torch.optim.SGD(named, lr=0.01), "timeout_s": 30.0}
+    pipe = ElasticPipeline.from_modules(
+        layers, nn.functional.mse_loss, StageMap((0, 1, 2), (0, 1)), microbatches=2, **given
+    )
+    x = _random(0, 4, 8, dtype=torch.float32)
+    # the first leaves them dense, the second does not
+    for sparsity in (0.3, 0.7, 0.8):
+        pipe.step(x, x)
+        prune_globally(list(pipe.layers.values()), sparsity, pipe.groups.collective, pipe.optimizer)
+    pipe.step(x, x)
+    weight = pipe.layers[rank].weight
+    assert weight.grad is not None
+    weight.grad = weight.grad * 3
+    with pytest.raises(SpecError, match="were changed after the step that has used them"):
+        pipe.step(x, x)
+
+
+def test_a_pipeline_knows_gradients_that_pruning_has_made_from_others() -> None:
+    run_gloo(_changed_gradient, 2)
+
+
+@pytest.mark.parametrize("sparse_below", [0.0, 0.5])
+def test_a_norm_counts_no_gradient_of_what_was_pruned_after_the_backward_pass(sparse_below: float) -> None:
+    torch.manual_seed(0)
+    layer = PrunedLinear(8, 8, bias=False, sparse_below=sparse_below)
+    layer(torch.randn(3, 8)).pow(2).sum().backward()
+    assert layer.weight.grad is not None
+    expected = layer.weight.grad[_every(4)].norm()
+    layer.prune(_every(4), ())
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(layer.parameters(), 1e9), expected)
+
+
+def test_a_backward_pass_may_run_under_autocast() -> None:
+    layer, x = _sparse()[0], torch.ones(3, 8, requires_grad=True)
+    layer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x).sum().backward()
+    expected = torch.ones(3, 8) @ layer.dense_state("weight", layer.weight.detach())
+    torch.testing.assert_close(x.grad, expected)
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, torch.full_like(layer.weight, 3.0))
+
+
+def test_a_sparse_layer_that_gets_another_type_says_so() -> None:
+    layer, x = _sparse()[0], torch.ones(3, 8)
+    with pytest.raises(SpecError, match=r"are float32 or float64, not torch.bfloat16: set sparse_below=0"):
+        layer.bfloat16()(x.bfloat16())
+
+
+def test_a_frozen_sparse_layer_holds_no_input() -> None:
+    layer, held = _sparse()[0].requires_grad_(requires_grad=False), list[tuple[int, ...]]()
+    x = torch.ones(3, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (held.append(tuple(t.shape)), t)[1], lambda t: t):
+        layer(x).sum().backward()
+    assert held == [(16,)]
+    assert x.grad is not None
+
+
+def test_a_state_dict_of_a_sparse_layer_is_a_copy() -> None:
+    layer = _sparse()[0]
+    before = layer.state_dict()
+    layer.state_dict()["weight"].zero_()
+    assert torch.equal(layer.state_dict()["weight"], before["weight"])
+    with pytest.raises(SpecError, match="keep_vars=True"):
+        layer.state_dict(keep_vars=True)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.Muon([next(iter(p))]), torch.optim.LBFGS], ids=["muon", "lbfgs"]
+)
+def test_optimizers_that_take_a_weight_for_a_matrix_or_a_vector_are_refused(make: Any) -> None:
+    layer = PrunedLinear(8, 8, bias=False, sparse_below=0.5)
+    optimizer = make(layer.parameters())
+    _refused(layer, optimizer, lambda: layer.prune(_every(4), optimizer), "cannot train weights that are stored sparse")
