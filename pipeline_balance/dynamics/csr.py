@@ -89,6 +89,20 @@ class Pattern:
         return Pattern((self.shape[1], self.shape[0]), starts, rows[order]), order
 
 
+# an operator, since torch cannot make compressed rows of tensors without values: the pipeline asks layers for shapes
+@torch.library.custom_op("pipeline_balance::csr_product", mutates_args=())
+def _times(row_starts: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor:
+    """The product [N, O] of rows x [N, I] and the transpose of the matrix."""
+    pattern = Pattern((len(row_starts) - 1, x.shape[1]), row_starts, columns)
+    product: Tensor = (pattern.matrix(values) @ x.t()).t().contiguous()
+    return product
+
+
+@_times.register_fake
+def _(row_starts: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], len(row_starts) - 1)
+
+
 class _Product(torch.autograd.Function):
     """x W^T with W's entries alone; their gradient is formed where they are and nowhere else."""
 
@@ -98,7 +112,7 @@ class _Product(torch.autograd.Function):
         held: Any = x if ctx.needs_input_grad[1] else None  # type: ignore[attr-defined]
         ctx.save_for_backward(held, values)
         ctx.pattern = pattern  # type: ignore[attr-defined]
-        product: Tensor = (pattern.matrix(values) @ x.t()).t().contiguous()
+        product: Tensor = _times(pattern.row_starts, pattern.columns, values, x)
         return product
 
     @staticmethod

@@ -312,6 +312,8 @@ class PrunedLinear(nn.Linear):
             raise SpecError(
                 f"weights stored sparse are float32 or float64, not {self.weight.dtype}: set sparse_below=0"
             )
+        if x.shape[-1] != self.in_features:
+            raise SpecError(f"the layer takes {self.in_features} features, got an input of {list(x.shape)}")
         # torch has sparse products in the types of the weights alone
         with torch.autocast(x.device.type, enabled=False):
             flat = product(x.reshape(-1, self.in_features).to(self.weight.dtype), self.weight, self._pattern())

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline_balance.dynamics.csr import Pattern, product
 from pipeline_balance.dynamics.pruning import PrunedLinear, prune_globally, store_sparse
+from pipeline_balance.pipeline.model.shapes import output_of
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
@@ -517,8 +518,10 @@ def test_a_backward_pass_may_run_under_autocast() -> None:
     torch.testing.assert_close(layer.weight.grad, torch.full_like(layer.weight, 3.0))
 
 
-def test_a_sparse_layer_that_gets_another_type_says_so() -> None:
+def test_a_sparse_layer_that_gets_another_type_or_size_says_so() -> None:
     layer, x = _sparse()[0], torch.ones(3, 8)
+    with pytest.raises(SpecError, match=r"takes 8 features, got an input of \[3, 16\]"):
+        layer(torch.ones(3, 16))
     with pytest.raises(SpecError, match=r"are float32 or float64, not torch.bfloat16: set sparse_below=0"):
         layer.bfloat16()(x.bfloat16())
 
@@ -548,3 +551,13 @@ def test_optimizers_that_take_a_weight_for_a_matrix_or_a_vector_are_refused(make
     layer = PrunedLinear(8, 8, bias=False, sparse_below=0.5)
     optimizer = make(layer.parameters())
     _refused(layer, optimizer, lambda: layer.prune(_every(4), optimizer), "cannot train weights that are stored sparse")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_sparse_layer_tells_its_shape_without_values(nested: bool) -> None:
+    layer = PrunedLinear(8, 24, sparse_below=0.5)
+    layer.prune(torch.arange(192).view(24, 8) % 4 == 0, ())
+    # a layer of torch raises where the shape does not fit
+    module = nn.Sequential(layer, nn.Linear(24, 3)) if nested else layer
+    leaves, _ = output_of(module, (torch.ones(2, 5, 8),), {}, torch.device("cpu"))
+    assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [((2, 5, 3 if nested else 24), torch.float32)]
