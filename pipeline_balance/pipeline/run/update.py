@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.measure.meter import Meter
 from pipeline_balance.pipeline.model.ownership import Ownership, local
-from pipeline_balance.pipeline.model.vocabulary import whole_shape
 from pipeline_balance.pipeline.run.experts import StageExperts
 from pipeline_balance.pipeline.run.gradients.norm import clip_gradients_, gradient_norm
 from pipeline_balance.pipeline.run.replicas import ReplicaMeans
