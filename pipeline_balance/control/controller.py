@@ -238,6 +238,8 @@ class Controller:
             if trainable != self._trainable:
                 self._trainable = trainable
                 timer.loads_changed()
+                # this step forgets all times, and its backward pass begins without any of its own
+                self._timed_from = timer.step + 1
                 # half of a trial would be of other loads
                 self._give_up_trial()
                 self._cut_as_wanted()

@@ -19,7 +19,7 @@ from pipeline_balance.spec import StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.launch import run_gloo
-from tests.helpers.pipeline_model import plain_step
+from tests.helpers.pipeline_model import batch, pipeline, plain_step
 
 LAYERS, DIM, MICROBATCHES = 8, 6, 4
 
@@ -293,3 +293,30 @@ def test_gains_that_do_not_last_are_believed_less() -> None:
 def test_ranks_that_decide_differently_say_so() -> None:
     for said in run_gloo(_disagree, 2):
         assert "ranks [1] decided on another stage map" in said
+
+
+def _freezing(rank: int, size: int) -> list[tuple[int, list[bool]]]:
+    """Of every decision beside a backward pass its step, and which layers' backward has been timed."""
+    run = pipeline()
+    controller = Controller(run, config=ControllerConfig(every_steps=1, measure_steps=1, prepare_in_backward=True))
+    learner, seen = controller.learner, []
+    decide = learner.decide
+
+    def noted(costs: Any, current: StageMap) -> Any:
+        seen.append((run.progress.updates, [c.backward_input_s + c.backward_weight_s > 0 for c in costs]))
+        return decide(costs, current)
+
+    learner.decide = noted  # type: ignore[method-assign]
+    for step in range(6):
+        if step == 3:
+            for parameter in run.module[0].parameters():
+                parameter.requires_grad_(False)
+        controller.step(*batch(step))
+    return seen
+
+
+def test_nothing_is_decided_without_times_of_layers_that_were_frozen_just_now() -> None:
+    (seen,) = run_gloo(_freezing, 1)
+    # not in the first step, nor in that which forgets the times from before
+    assert [step for step, _ in seen] == [1, 2, 4, 5]
+    assert all(all(timed[1:]) for _, timed in seen)
