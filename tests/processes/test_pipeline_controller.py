@@ -295,7 +295,7 @@ def test_ranks_that_decide_differently_say_so() -> None:
         assert "ranks [1] decided on another stage map" in said
 
 
-def _freezing(rank: int, size: int) -> list[tuple[int, list[bool]]]:
+def _frozen_just_now(rank: int, size: int) -> list[tuple[int, list[bool]]]:
     """Of every decision beside a backward pass its step, and which layers' backward has been timed."""
     run = pipeline()
     controller = Controller(run, config=ControllerConfig(every_steps=1, measure_steps=1, prepare_in_backward=True))
@@ -316,7 +316,7 @@ def _freezing(rank: int, size: int) -> list[tuple[int, list[bool]]]:
 
 
 def test_nothing_is_decided_without_times_of_layers_that_were_frozen_just_now() -> None:
-    (seen,) = run_gloo(_freezing, 1)
+    (seen,) = run_gloo(_frozen_just_now, 1)
     # not in the first step, nor in that which forgets the times from before
     assert [step for step, _ in seen] == [1, 2, 4, 5]
     assert all(all(timed[1:]) for _, timed in seen)
