@@ -309,7 +309,7 @@ def _frozen_just_now(rank: int, size: int) -> list[tuple[int, list[bool]]]:
     learner.decide = noted  # type: ignore[method-assign]
     for step in range(6):
         if step == 3:
-            for parameter in run.module[0].parameters():
+            for parameter in run.model.units[0].parameters():
                 parameter.requires_grad_(False)
         controller.step(*batch(step))
     return seen
