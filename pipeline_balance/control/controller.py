@@ -126,15 +126,16 @@ class Controller:
                 f"balancing gives every rank one stage, these slices ask for {slicing.stages_per_rank}: "
                 "change the stages with rebuild()"
             )
+        config = config or ControllerConfig()
         bounded = any(limit.memory_bytes < MAX_BYTES for limit in limits or ())
-        if pipeline.model.vocabulary is not None and (bounded or getattr(config, "repack_slowdown", None) is not None):
+        if pipeline.model.vocabulary is not None and (bounded or config.repack_slowdown is not None):
             raise SpecError(
                 "with split_vocabulary the balancer knows no limits of memory, as it counts neither a rank's rows nor "
                 "the microbatch more, and no fewer ranks, as every rank has rows"
             )
         self.pipeline = pipeline
         self.stages: BalancedStages = stages if stages is not None else PipelineStages(pipeline)
-        self.config = config or ControllerConfig()
+        self.config = config
         self.decisions: list[Decision] = []
         self.costs: list[LayerCost] = []
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
@@ -260,10 +261,10 @@ class Controller:
             # a step with a move in it is of neither map
             if len(self._moves) == moves:
                 self._steps_s.append(time.perf_counter() - began)
-            # a decision before the update has counted the step already
             if self._late is not None:
                 late, self._late = self._late, None
                 raise late
+            # a decision before the update has counted the step already
             if due and timer.step != done:
                 timer.step = done
                 with self._concluding():
