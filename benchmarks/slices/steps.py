@@ -47,8 +47,7 @@ def measure(
     alone = oracle(job)
     # ranks that share cores come to its end at other times
     dist.barrier()
-    with pace():
-        return _in_turns(job, collective.size, case, names, repeats, alone, more)
+    return _in_turns(job, collective.size, case, names, repeats, alone, pace, more)
 
 
 def _in_turns(
@@ -58,6 +57,7 @@ def _in_turns(
     names: Sequence[str],
     repeats: int,
     alone: tuple[float, dict[str, Tensor]],
+    pace: Callable[[], AbstractContextManager[None]],
     more: Callable[[Contender], Row],
 ) -> list[Row]:
     loss, want = alone
@@ -67,7 +67,9 @@ def _in_turns(
         rows[name] = job.named(case, name, ranks)
         try:
             one = contender(name, job, ranks)
-            got = _sum(one.step() if one.name.startswith("torch") else one.step() / ranks)
+            with pace():
+                first = one.step()
+            got = _sum(first if one.name.startswith("torch") else first / ranks)
         except Exception as error:
             rows[name]["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             continue
@@ -79,11 +81,13 @@ def _in_turns(
         running.append(one)
     taken: dict[str, list[float]] = {one.name: [] for one in running}
     worked = dict.fromkeys(taken, 0.0)
-    for turn in range(repeats):
-        for one in rotated(running, turn):
-            step_s, cpu_s = _timed(one)
-            taken[one.name].append(step_s)
-            worked[one.name] += cpu_s / repeats
+    # entered anew: the first steps have made process groups, whose threads it may be about
+    with pace():
+        for turn in range(repeats):
+            for one in rotated(running, turn):
+                step_s, cpu_s = _timed(one)
+                taken[one.name].append(step_s)
+                worked[one.name] += cpu_s / repeats
     for one in running:
         rows[one.name] |= more(one)
         rows[one.name]["cpu_s"] = all_of(worked[one.name])
