@@ -1,9 +1,9 @@
 """Measuring layers and stages while training runs: seconds per layer, waits for neighbours, bytes.
 
-Shape legend: L layers, M microbatches. Times come from clock readings around forward and from gradient hooks in
-backward, one of each per layer and microbatch; nothing is run twice. On a device they are events, which are read one
-step later, so that nothing waits for them. A layer's time is the mean over microbatches and
-steps, without those that took more than twice the median. Of slices it is the sum of a line fitted over them.
+Shape legend: L layers, M microbatches. Times come from clock readings around forward, and from gradient hooks in the
+backward passes of every third microbatch: a hook takes longer than a reading. Nothing is run twice. On a device they
+are events, which are read one step later, so that nothing waits for them. A layer's time is the mean over microbatches
+and steps, without those that took more than twice the median. Of slices it is the sum of a line fitted over them.
 Activations are counted on the second microbatch of a measuring period, or on the first that a layer sees at all. What
 comes before a stage's first gradient, the loss's own backward on the last stage, counts for the stage's last layer, and
 so does the loss.
@@ -38,6 +38,8 @@ from prophet.ranks.operation import Operation
 
 _FIGURES = tuple(f.name for f in fields(LayerCost) if f.name != "name")
 MAX_SAMPLES = 256
+HOOKED_EVERY = 3
+"""Of how many microbatches one is timed going backward."""
 
 
 class _AtWork(NamedTuple):
@@ -104,7 +106,7 @@ class Meter:
         clock: Times waits and steps; see `prophet.ranks.device.clocks.clock_on`.
         work_clock: Times the layers' own work (None: `clock`). The processor time of the thread suits ranks that share
             cores or run under a quota, where the wall clock counts pauses as work.
-        max_samples: How many samples of a kind are kept; with slices, as many of each slice.
+        max_samples: How many samples of a kind are kept, a third of that going backward; with slices, of each slice.
         on_backward: Called once, before the next backward action.
         forward, backward: Seconds of a microbatch, by layer.
         stage_weight: Seconds of weight gradients, by stage, where the schedule splits the backward.
@@ -137,6 +139,10 @@ class Meter:
     sent_bytes: int = 0
     working_on: tuple[int, int, float] | None = None
     noted: Noted = field(default_factory=Noted)
+    # how many microbatches a stage has taken, whether its layers' backward is to be timed, and stages that have been
+    _passes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    _hooking: bool = True
+    _timed: set[int] = field(default_factory=set)
     _waited_s: float = 0.0
     _arrived: list[tuple[int, Any]] = field(default_factory=list)
     _acted: bool = False
@@ -154,6 +160,8 @@ class Meter:
         """Forget all samples, for a new measuring period or a new stage map. Bytes stay known until counted anew."""
         for by_layer in (self.forward, self.backward, self.stage_weight):
             by_layer.clear()
+        self._passes.clear()
+        self._timed.clear()
         for samples in (self.loss, self.between):
             samples.clear()
         self.counted.clear()
@@ -245,6 +253,8 @@ class Meter:
         if self._acted:
             self._sample(self.between, self._last_end, began)
         self._acted = True
+        if kind == "F":
+            self._hooking = self._hooks(stage)
         self._arrived.clear()
         result = call()
         ended, work_ended = self.clock(), self.work_s()
@@ -253,13 +263,22 @@ class Meter:
             marks = [*self._arrived, (-1, work_ended)]
             # what comes before the first gradient, the loss's own backward, counts for the stage's last layer
             marks[0] = (marks[0][0], work_began)
+            if self._arrived:
+                self._timed.add(stage)
             for (layer, start), (_, stop) in pairwise(marks):
-                self._sample(self.backward[layer], start, stop)
+                self._sample(self.backward[layer], start, stop, -(-self.max_samples // HOOKED_EVERY))
         elif kind == "W":
             self._sample(self.stage_weight[stage], work_began, work_ended)
         self._between(self._computed, began, ended)
         self._last_end = ended
         return result
+
+    def _hooks(self, stage: int) -> bool:
+        """Whether the backward of a stage's coming microbatch is to be timed by layer: of all of its layers or none."""
+        if self.working_on is None or self.working_on[0] == 0:
+            self._passes[stage] += 1
+        # the second of three, as the first microbatch of a step is slower; all until there is a time
+        return self._passes[stage] % HOOKED_EVERY == 2 or stage not in self._timed
 
     def run_shared(self, call: Callable[[], None]) -> None:
         """Run what all ranks share; it counts for no layer, nor as waiting before the next action."""
@@ -284,19 +303,21 @@ class Meter:
     def _computed(self, seconds: float) -> None:
         self._compute_s += seconds
 
-    def _sample(self, samples: list[float], began: Any, ended: Any) -> None:
-        self._between(partial(self._add, samples, self.working_on), began, ended)
+    def _sample(self, samples: list[float], began: Any, ended: Any, most: int | None = None) -> None:
+        self._between(partial(self._add, samples, self.working_on, most), began, ended)
 
     def add(self, samples: list[float], value: float) -> None:
         """Note a sample and forget those that are too old."""
-        self._add(samples, self.working_on, value)
+        self._add(samples, self.working_on, None, value)
 
-    def _add(self, samples: list[float], working_on: tuple[int, int, float] | None, value: float) -> None:
+    def _add(
+        self, samples: list[float], working_on: tuple[int, int, float] | None, most: int | None, value: float
+    ) -> None:
         # a slice's number stays with its sample: later slices take longer, and a line is fitted over them
         number, slices, _ = working_on or (0, 1, 1.0)
         samples.append(value if working_on is None else OfSlice(value, number, slices))
         # all that are too many, as the limit may have been lowered since
-        del samples[: max(0, len(samples) - self.max_samples * slices)]
+        del samples[: max(0, len(samples) - (most or self.max_samples) * slices)]
 
     def gradient_arrived(self, layer: int) -> None:
         """Note that the backward pass has reached `layer`, whose own work begins."""
@@ -358,7 +379,7 @@ class Meter:
         else:
             # the counted microbatch is slower and gives no sample
             self._sample(self.forward[index], began, self.work_s())
-        first = next((t for t in out if t.requires_grad), None)
+        first = next((t for t in out if t.requires_grad), None) if self._hooking else None
         if first is not None and torch.is_grad_enabled():
             # the gradient of an output is ready when the layer above it is done
             first.register_hook(lambda _: self.gradient_arrived(index))

@@ -34,12 +34,16 @@ def _run(meter: Meter, index: int, module: nn.Module, x: Tensor) -> Tensor:
 def _train(meter: Meter, microbatches: int) -> dict[int, nn.Module]:
     layers: dict[int, nn.Module] = {i: nn.Linear(2, 2) for i in range(2)}
     for _ in range(microbatches):
-        x = torch.ones(1, 2)
-        for i, layer in layers.items():
-            x = _run(meter, i, layer, x)
-        value = meter.timed(lambda: nn.functional.mse_loss(x, torch.zeros(1, 2)))  # noqa: B023
+        value = meter.run_action("F", 0, lambda: _forward(meter, layers))
         meter.run_action("B", 0, value.backward)
     return layers
+
+
+def _forward(meter: Meter, layers: dict[int, nn.Module]) -> torch.Tensor:
+    x = torch.ones(1, 2)
+    for i, layer in layers.items():
+        x = _run(meter, i, layer, x)
+    return meter.timed(lambda: nn.functional.mse_loss(x, torch.zeros(1, 2)))
 
 
 def test_layers_are_timed_by_the_work_clock() -> None:
@@ -144,13 +148,27 @@ def test_what_a_reset_forgets_does_not_come_back_later(monkeypatch: pytest.Monke
 def test_old_samples_are_forgotten() -> None:
     meter = Meter(work_clock=_Clock(), max_samples=4)
     _train(meter, 9)
-    assert len(meter.forward[0]) == len(meter.backward[1]) == len(meter.loss) == 4
+    assert len(meter.forward[0]) == len(meter.loss) == 4
+    assert len(meter.backward[1]) == 2, "of a third of the microbatches, as forward: the last ones"
     meter.max_samples = 2  # as balancing sets it when it begins
-    _train(meter, 1)
-    assert len(meter.forward[0]) == len(meter.backward[1]) == len(meter.loss) == 2
+    _train(meter, 3)
+    assert len(meter.forward[0]) == len(meter.loss) == 2
+    assert len(meter.backward[1]) == 1
     meter.reset()
     assert not meter.forward
     assert not meter.loss
+
+
+def test_every_third_microbatch_has_hooks_once_there_is_a_time() -> None:
+    meter = Meter(work_clock=_Clock())
+    timed = []
+    for _ in range(9):
+        _train(meter, 1)
+        timed.append(len(meter.backward[0]))
+    assert timed == [1, 2, 2, 2, 3, 3, 3, 4, 4]
+    meter.reset()
+    _train(meter, 1)
+    assert len(meter.backward[0]) == len(meter.backward[1]) == 1, "a new period has times at once"
 
 
 @pytest.mark.parametrize("enabled", [False, True])
