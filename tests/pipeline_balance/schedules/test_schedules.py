@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.slices.peers import zb_v
 from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError
 from pipeline_balance.schedules.classic import gpipe, interleaved, one_f_one_b
 from pipeline_balance.schedules.closed_forms import (
@@ -20,7 +21,7 @@ from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.simulate import Durations, peak_activation_bytes, simulate
 from pipeline_balance.spec import LayerCost, StageMap, in_flight
 from prophet.errors import SpecError
-from tests.helpers.pipeline_schedules import zb_h1, zb_v
+from tests.helpers.pipeline_schedules import zb_h1
 
 SHAPES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (p, p + 1, 2 * p, 3 * p + 1)]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.slices.peers import zb_v
 from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.classic import gpipe, interleaved, one_f_one_b
 from pipeline_balance.schedules.flexible import flexible
-from tests.helpers.pipeline_schedules import zb_h1, zb_v
+from tests.helpers.pipeline_schedules import zb_h1
 
 TABLES = {
     "gpipe": (
