@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.common import environment, write_json
 from benchmarks.papers import dynatran, dynmo, pro_prophet, slimpipe, steps
-from benchmarks.papers.rows import Assumption, Derive, Number, Row, counted, printed, row_of, shown
+from benchmarks.papers.rows import Assumption, Derive, Number, Row, printed, row_of, section
 from benchmarks.tables import markdown
 from prophet.errors import TraceError
 from prophet.traces.npz import RoutingTrace, read_trace
@@ -77,21 +77,7 @@ def page(found: Mapping[str, Sequence[Row]]) -> str:
         mine = [row for row in found["rows"] if row["table"].startswith(f"{paper}, ")]
         if not mine:
             continue
-        lines = [
-            [
-                row["table"].removeprefix(f"{paper}, "),
-                row["cell"],
-                f"{row['paper']:g}",
-                shown(row["ours"]),
-                "" if row["ratio"] is None else f"{row['ratio']:.2f}",
-                row["verdict"],
-                row.get("cause", ""),
-            ]
-            for row in mine
-        ]
-        counts = ", ".join(f"{n} {name}" for name, n in counted(mine).items() if n)
-        head = ["table", "cell", "paper", "ours", "ratio", "verdict", "what moves a miss most"]
-        parts += [f"## {paper}", f"{len(mine)} rows: {counts}.", markdown(head, lines)]
+        parts += [f"## {paper}", section(paper, mine)]
     return "\n\n".join(parts) + "\n"
 
 

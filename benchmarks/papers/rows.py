@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import markdown
+
 PRINTED = Path(__file__).with_name("printed.csv")
 # How far from a printed number is still met
 NEAR = 0.2
@@ -144,6 +146,25 @@ def shown(value: float | Sequence[float | None] | None) -> str:
         low, high = value
         return f"at least {low:.3g}" if high is None or math.isinf(high) else f"{low:.3g} to {high:.3g}"
     return f"{value:.3g}"
+
+
+def section(paper: str, rows: Sequence[Row]) -> str:
+    """How many rows of a paper have each verdict, and a table of all."""
+    lines = [
+        [
+            row["table"].removeprefix(f"{paper}, "),
+            row["cell"],
+            f"{row['paper']:g}",
+            shown(row["ours"]),
+            "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+            row["verdict"],
+            row.get("cause", ""),
+        ]
+        for row in rows
+    ]
+    counts = ", ".join(f"{n} {name}" for name, n in counted(rows).items() if n)
+    head = ["table", "cell", "paper", "ours", "ratio", "verdict", "what moves a miss most"]
+    return f"{len(rows)} rows: {counts}.\n\n{markdown(head, lines)}"
 
 
 def counted(rows: Sequence[Row]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.slices [--real | --simulate | --cluster] --json OUT`: pipelines with slices and without."""
+"""`python -m benchmarks.slices [--real | --simulate | --cluster | --paper] --json OUT`: pipelines with slices."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from benchmarks.cluster.testbed import unwound_when_ended
 from benchmarks.common import Row, rows_on_ranks, write_rows
+from benchmarks.papers import slimpipe
+from benchmarks.papers.rows import section
 from benchmarks.slices import counts, simulated
 from benchmarks.slices.cluster import emulated
 from benchmarks.slices.contenders import TORCHS
@@ -30,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--real", action="store_true", help="only what runs, on gloo processes of one thread each")
     which.add_argument("--simulate", action="store_true", help="only the simulator")
     which.add_argument("--cluster", action="store_true", help="only emulated hosts, as root; no part of the others")
+    which.add_argument(
+        "--paper", action="store_true", help="only SlimPipe's numbers beside ours; no part of the others"
+    )
     p.add_argument("--share", type=float, default=0.25, help="of a core, for each emulated host (%(default)s)")
     p.add_argument("--link-mbit-per-s", type=float, default=1000.0, help="of each emulated host (%(default)s)")
     p.add_argument("--cases", nargs="+", choices=REAL, default=REAL, help="of those that run (default: all)")
@@ -117,10 +122,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with unwound_when_ended():
             rows += emulated(share=share, link_mbit_per_s=link, repeats=args.repeats, limit_s=args.limit_s)
         print(table(rows), flush=True)
-    for found in [] if args.real or args.cluster else [simulate()]:
+    if args.paper:
+        rows += slimpipe.rows(done=lambda: print(".", end="", file=sys.stderr, flush=True))
+        print(file=sys.stderr)
+        print(section(slimpipe.PAPER, rows), flush=True)
+    alone = args.cluster or args.paper
+    for found in [] if args.real or alone else [simulate()]:
         rows += found
         print(table(found), flush=True)
-    for case in () if args.simulate or args.cluster else args.cases:
+    for case in () if args.simulate or alone else args.cases:
         found = real(case, args)
         rows += found
         print(table(found), flush=True)
