@@ -63,10 +63,13 @@ def attend(
         [B, Hq, T, width of a value].
 
     Raises:
-        SpecError: For other shapes and devices.
+        SpecError: For other shapes, and on devices that have no kernel for it.
     """
     _check(query, key, value)
     _check_more(query, window, sinks, soft_cap)
+    if soft_cap is None:
+        # where there is a kernel for masks, there is one without
+        kernel.chosen(query.device, query.dtype, query.shape[-1], False)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(query, FakeTensor):
         # somebody asks for shapes
@@ -94,8 +97,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     same = query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:]
     if not same or query.shape[1] % key.shape[1] or value.shape[-1] > query.shape[-1]:
         raise SpecError(f"queries, keys and values of one slice do not fit together: {shapes}")
-    if query.device.type != "cpu":
-        raise SpecError(f"attention over slices runs on the CPU so far, got tensors on {query.device}")
 
 
 def _check_more(query: Tensor, window: int | None, sinks: Tensor | None, soft_cap: float | None) -> None:
@@ -174,29 +175,31 @@ class _Place:
             query: Of the slice.
             given: Pieces of those chunks that other ranks compute.
         """
-        unit, dtype = self.unit, query.dtype
+        unit, kind = self.unit, (query.dtype, query.device)
         # the slice's own chunk is the last of these
         *before, own = self.store.chunks(self.layer, unit.microbatch)[: unit.slice + 1]
         seen = self._seen(unit.slice)
         if seen is not None:
             seen = seen.tril() if self.window is None else seen.tril().triu(1 - self.window)
-        mask = additive(seen, dtype) if seen is not None else None
-        own_parts = [*_triangle(0, query.shape[2], self.window)]
+        mask = additive(seen, query) if seen is not None else None
+        own_parts: list[tuple[slice, slice, bool]] = [(slice(0, query.shape[2]), slice(0, query.shape[2]), True)]
+        if self.window is not None or not kernel.on_device(query):
+            own_parts = [*_triangle(0, query.shape[2], self.window)]
         for rows, columns, diagonal in own_parts:
             part: Tensor | None = None
             shift = _shift(rows, columns, self.window)
             if mask is not None:
                 part = mask[:, :, rows, columns]
             elif shift is not None:
-                part = band(_length(rows), _length(columns), shift, diagonal, dtype)
+                part = band(_length(rows), _length(columns), shift, diagonal, *kind)
             # one part alone needs no cutting
             at = (rows, columns) if len(own_parts) > 1 else (_ALL, _ALL)
             yield _Block(own, own.place, *at, diagonal, part)
-        for first, place, rows, mask in self._runs(before, own, dtype, given):
+        for first, place, rows, mask in self._runs(before, own, query, given):
             yield _Block(first, place, rows, _ALL, False, mask)
 
     def _runs(
-        self, before: list[Chunk], own: Chunk, dtype: torch.dtype, given: Collection[int]
+        self, before: list[Chunk], own: Chunk, query: Tensor, given: Collection[int]
     ) -> Iterator[tuple[Chunk, tuple[int, int], slice, Tensor | None]]:
         """Chunks that lie side by side and are read at once, by the first of them and their place.
 
@@ -204,7 +207,7 @@ class _Place:
         no token sees are left out.
         """
         run: list[Chunk] = []
-        start = stop = 0
+        start, stop, kind = 0, 0, (query.dtype, query.device)
         for number, chunk, place in _left(before, given):
             documents = self._seen(number)
             for rows, (a, b), shift in _met(chunk, place, own, self.window):
@@ -222,10 +225,10 @@ class _Place:
                     run.append(chunk)
                 elif seen is not None:
                     if seen.any():
-                        yield chunk, (a, b), rows, additive(seen, dtype)
+                        yield chunk, (a, b), rows, additive(seen, query)
                 else:
                     tokens = len(range(own.tokens)[rows])
-                    yield chunk, (a, b), rows, band(tokens, b - a, shift, False, dtype) if shift is not None else None
+                    yield chunk, (a, b), rows, band(tokens, b - a, shift, False, *kind) if shift is not None else None
         if run:
             yield run[0], (start, stop), _ALL, None
 

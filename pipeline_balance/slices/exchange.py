@@ -38,14 +38,15 @@ class KeptMemory:
 
     Args:
         n_bytes: How much.
+        device: Where.
 
     Raises:
         SpecError: Where there is not so much.
     """
 
-    def __init__(self, n_bytes: int) -> None:
+    def __init__(self, n_bytes: int, device: torch.device) -> None:
         try:
-            self._memory = torch.empty(n_bytes, dtype=torch.uint8)
+            self._memory = torch.empty(n_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise SpecError(
                 f"keep_bytes={n_bytes}: there is not so much memory ({str(error).splitlines()[0]})"
@@ -93,6 +94,7 @@ class Exchanger:
         units: The slices of all microbatches [U].
         rows: Sequences of every slice's microbatch [U].
         memory: For kept pieces; None: none are kept.
+        device: Where ranks compute.
     """
 
     def __init__(
@@ -104,9 +106,11 @@ class Exchanger:
         units: Sequence[Unit],
         rows: Sequence[int],
         memory: KeptMemory | None,
+        device: torch.device,
     ) -> None:
         self._store, self._ranks, self.collective = store, given.ranks, given.collective
         self.plan, self.heads, self.units, self.rows, self.memory = plan, heads, units, rows, memory
+        self.device = device
         self.row = list(given.ranks).index(given.collective.rank)
         self._slot_of = {action: slot for slot, action in enumerate(given.schedule.actions[self.row])}
         self._slot = self._position = 0
@@ -305,6 +309,8 @@ class Turn:
         """
         for one in self._mine:
             self._send(one, tensors, self._asked(one))
+        # behind all of them: on a device, whose messages go in order, a helper would wait for another one's answer
+        for one in self._mine:
             self._found.append(self._receive(one, one.helper, self._answered(one)))
             self._of.moved_bytes[0 if self._slot.forward else 1] += kernel.bytes_of(self._answered(one))
         if self._mine:
@@ -321,7 +327,7 @@ class Turn:
 
     def _receive(self, one: Help, row: int, likes: Sequence[Like]) -> tuple[Help, Pending, Tensor]:
         """Begin to receive from a row."""
-        message = torch.empty(kernel.bytes_of(likes), dtype=torch.uint8)
+        message = torch.empty(kernel.bytes_of(likes), dtype=torch.uint8, device=self._of.device)
         return one, self._of.exchanged([], [(row, message)], self._number), message
 
     def answers(self) -> Iterator[tuple[Help, list[Tensor]]]:
@@ -347,7 +353,8 @@ class Turn:
                 coming.wait()
                 keys, values = kernel.unpacked(sent, self._sent(one))
             else:
-                keys, values = (torch.empty(shape, dtype=dtype) for shape, dtype in self._sent(one))
+                at = self._of.device
+                keys, values = (torch.empty(shape, dtype=dtype, device=at) for shape, dtype in self._sent(one))
             pending.wait()
             tensors = kernel.unpacked(message, self._asked(one))
             found = (self._forward if self._slot.forward else self._backward)(one, tensors, keys, values)
@@ -364,7 +371,8 @@ class Turn:
 
     def _forward(self, one: Help, tensors: Sequence[Tensor], keys: Tensor, values: Tensor) -> list[Tensor]:
         keys, values = self._joined(one, keys, values)
-        mask, (query,) = self._mask(one, keys.dtype), tensors
+        (query,) = tensors
+        mask = self._mask(one, query)
         out, lse = kernel.forward(query, keys, values, 0.0, False, attn_mask=mask, scale=self._heads(one).scale)
         self._let_go(one)
         return [kernel.without_blind(lse, mask), out]
@@ -372,7 +380,7 @@ class Turn:
     def _backward(self, one: Help, tensors: Sequence[Tensor], keys: Tensor, values: Tensor) -> list[Tensor]:
         keys, values = self._joined(one, keys, values)
         lse, query, out, grad = tensors
-        mask, scale = self._mask(one, keys.dtype), self._heads(one).scale
+        mask, scale = self._mask(one, query), self._heads(one).scale
         found = kernel.backward(grad, query, keys, values, out, lse, 0.0, False, attn_mask=mask, scale=scale)
         lengths = [b - a for a, b in self._places(one, one.pieces)]
         # by piece, gradients of keys and values
@@ -391,7 +399,7 @@ class Turn:
         gone = [torch.cat(some, dim=2) for some in zip(*total, strict=True)] if total else [keys[:, :, :0]] * 2
         return [*gone, found[0]]
 
-    def _mask(self, one: Help, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, one: Help, query: Tensor) -> Tensor | None:
         """What hides tokens of other documents; None: nothing is hidden."""
         unit = self._unit(one)
         mine = unit.documents_of(unit.slice)
@@ -399,7 +407,7 @@ class Turn:
             return None
         theirs = torch.cat([unit.documents[:, a:b] for a, b in self._places(one, one.pieces)], dim=1)
         seen = mine[:, :, None] == theirs[:, None, :]
-        return None if bool(seen.all()) else kernel.additive(seen, dtype)
+        return None if bool(seen.all()) else kernel.additive(seen, query)
 
     # --- kept pieces -------------------------------------------------------------------------------------------
 

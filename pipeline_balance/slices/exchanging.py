@@ -6,7 +6,6 @@ Shape legend: U slices of all microbatches, S stages.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -24,6 +23,7 @@ from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.store import ChunkStore, Unit
 from prophet.ranks.collective import Collective
+from prophet.ranks.device.clocks import clock_on, seconds_between
 from prophet.ranks.operation import Operation
 
 _log = logging.getLogger(__name__)
@@ -56,10 +56,10 @@ class Exchanging:
         self.costs: ExchangeCosts | None = None
         self.verdict: Verdict | None = None
 
-    def reserve(self) -> None:
-        """Take the memory for kept pieces, if it is not there yet. Raises `SpecError` where there is not so much."""
+    def reserve(self, device: torch.device) -> None:
+        """Take memory for kept pieces, if it is not there yet. Raises `SpecError` where there is not so much."""
         if self._keep_bytes and self._memory is None:
-            self._memory = KeptMemory(self._keep_bytes)
+            self._memory = KeptMemory(self._keep_bytes, device)
 
     def rest(self) -> None:
         """Let go of that memory."""
@@ -72,6 +72,7 @@ class Exchanging:
         heads: Sequence[Sequence[Heads]],
         units: Sequence[Unit],
         rows: Sequence[int],
+        device: torch.device,
     ) -> Exchanger | None:
         """What exchanges attention in a pass; None where it does not pay. Collective over the ranks with a stage.
 
@@ -81,6 +82,7 @@ class Exchanging:
             heads: The attentions of every stage in forward order [S].
             units: The slices [U].
             rows: Sequences of every slice's microbatch [U].
+            device: Where ranks compute.
         """
         every = [one for some in heads for one in some]
         if not every:
@@ -91,7 +93,7 @@ class Exchanging:
         if self._memory is not None:
             keep = self._memory.cut(max(piece_bytes(one, *size) for one in {*every} for size in sizes))
         largest = max(sizes, key=lambda size: size[0] * size[1])
-        self.costs = self._given if self._given is not None else self._measured(given, every[0], largest)
+        self.costs = self._given if self._given is not None else self._measured(given, every[0], largest, device)
         found, said = self._plan(given.schedule, heads, units, keep, self.costs)
         self.plan, self.verdict = found, said
         if not said.pays:
@@ -99,7 +101,7 @@ class Exchanging:
                 _log.warning("%s", said)
             self._warned = given.schedule
             return None
-        return Exchanger(store, given, found, heads, units, rows, self._memory if keep else None)
+        return Exchanger(store, given, found, heads, units, rows, self._memory if keep else None, device)
 
     def _plan(
         self,
@@ -129,16 +131,18 @@ class Exchanging:
             self._planned = schedule, key, found, said
         return found, said
 
-    def _measured(self, given: TrainingPass, heads: Heads, size: tuple[int, int]) -> ExchangeCosts:
+    def _measured(
+        self, given: TrainingPass, heads: Heads, size: tuple[int, int], device: torch.device
+    ) -> ExchangeCosts:
         """What attention and transfers cost the slowest rank; measured once for such slices."""
         # of the same ranks: those that others have measured are not known to all of these, and differ
         known, key = self._costs.setdefault(given.collective, {}), (heads, size, tuple(given.ranks))
         if key not in known:
-            known[key] = measured_costs(given, heads, *size)
+            known[key] = measured_costs(given, heads, *size, device)
         return known[key]
 
 
-def measured_costs(given: TrainingPass, heads: Heads, rows: int, tokens: int) -> ExchangeCosts:
+def measured_costs(given: TrainingPass, heads: Heads, rows: int, tokens: int, device: torch.device) -> ExchangeCosts:
     """What attention and transfers cost the slowest rank. Collective over the ranks with a stage.
 
     Args:
@@ -146,8 +150,10 @@ def measured_costs(given: TrainingPass, heads: Heads, rows: int, tokens: int) ->
         heads: One attention of the model.
         rows: Sequences of a microbatch.
         tokens: Of a slice.
+        device: Where ranks compute.
     """
-    mine = [*_kernel_seconds(heads, rows, tokens), _transfer_seconds(given, heads, rows, tokens)]
+    timed = _Timed(given, device)
+    mine = [*_kernel_seconds(timed, heads, rows, tokens), _transfer_seconds(timed, heads, rows, tokens)]
     forward_call, forward_piece, backward_call, backward_piece, slice_s = _slowest(given, mine)
     forward, backward = (
         # torch's kernel computes the hidden half of a slice's own chunk as well, unless it is cut: about two pieces
@@ -157,39 +163,54 @@ def measured_costs(given: TrainingPass, heads: Heads, rows: int, tokens: int) ->
     return ExchangeCosts(forward=forward, backward=backward, kv_share=heads.keys / heads.queries)
 
 
-def _kernel_seconds(heads: Heads, rows: int, tokens: int) -> list[float]:
+class _Timed:
+    """Times calls where ranks compute.
+
+    Args:
+        given: What runs.
+        device: Where ranks compute.
+    """
+
+    def __init__(self, given: TrainingPass, device: torch.device) -> None:
+        self.given, self.device = given, device
+
+    def shortest(self, call: Callable[[], object]) -> float:
+        """The shortest of a few calls, in seconds."""
+        mark, marks = clock_on(self.device), []
+        for _ in range(_REPEATS):
+            began = mark()
+            call()
+            marks.append((began, mark()))
+        # a wait for a device with a limit, unlike that for its events
+        self.given.collective.on_host(torch.zeros(1, device=self.device), op=Operation("measuring attention"))
+        return min(seconds_between(began, ended) for began, ended in marks)
+
+
+def _kernel_seconds(timed: _Timed, heads: Heads, rows: int, tokens: int) -> list[float]:
     """Seconds of a call without its products, and of a piece's products, forward and then backward."""
     half = -(-tokens // 2)
     # zeros: times do not depend on values, and training draws no other numbers than without this
-    query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype)
+    query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype, device=timed.device)
     found: list[float] = []
     taken: list[tuple[float, float]] = []
     for pieces in (_FEW, _MANY):
-        keys = torch.zeros(rows, heads.keys, pieces * half, heads.width, dtype=heads.dtype)
+        keys = query.new_zeros(rows, heads.keys, pieces * half, heads.width)
         forward = partial(kernel.forward, query, keys, keys, 0.0, False, scale=heads.scale)
         out, lse = forward()
         backward = partial(kernel.backward, query, query, keys, keys, out, lse, 0.0, False, scale=heads.scale)
-        taken.append((_shortest(forward), _shortest(backward)))
+        taken.append((timed.shortest(forward), timed.shortest(backward)))
     for few, many in zip(*taken, strict=True):
         piece = max((many - few) / (_MANY - _FEW), 1e-9)
         found += [max(few - _FEW * piece, 0.0), piece]
     return found
 
 
-def _shortest(call: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-def _transfer_seconds(given: TrainingPass, heads: Heads, rows: int, tokens: int) -> float:
+def _transfer_seconds(timed: _Timed, heads: Heads, rows: int, tokens: int) -> float:
     """Seconds in which a slice of queries goes to the next rank, while all ranks send one."""
+    given = timed.given
     here = list(given.ranks).index(given.collective.rank)
     to, of = (given.ranks[(here + step) % len(given.ranks)] for step in (1, -1))
-    query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype)
+    query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype, device=timed.device)
     come, op = torch.empty_like(query), Operation("measuring attention exchange")
 
     def turn() -> Tensor:
@@ -197,12 +218,13 @@ def _transfer_seconds(given: TrainingPass, heads: Heads, rows: int, tokens: int)
 
     # links are made at the first message
     turn()
-    return _shortest(turn)
+    return timed.shortest(turn)
 
 
 def _slowest(given: TrainingPass, mine: Sequence[float]) -> list[float]:
     """The largest of every rank's figures."""
-    own = torch.tensor(mine, dtype=torch.float64)
+    # on the host, as all that ranks agree by
+    own = torch.tensor(mine, dtype=torch.float64, device="cpu")
     others = [rank for rank in given.ranks if rank != given.collective.rank]
     come = [torch.empty_like(own) for _ in others]
     op = Operation("comparing measured attention")

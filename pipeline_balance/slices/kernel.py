@@ -1,32 +1,168 @@
-"""torch's attention for CPUs, with the log-sum-exp that merging needs, and what its calls are given.
+"""torch's attention with the log-sum-exp that merging needs: which kernel computes what, and what its calls are given.
 
 Shape legend: B sequences, T tokens of a slice, S tokens of a part of its prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# called directly: the public function returns no log-sum-exp
-forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from pipeline_balance.slices import gpu
+from prophet.errors import SpecError
+
 # Rows whose scores are there at once where they are capped
 _STRIP = 64
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores [B, 1, T, S]: zero, or -inf where a token is not seen [B, T, S]."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
+class Kernel(NamedTuple):
+    """A pair of functions with the arguments of torch's attention for CPUs.
+
+    Attributes:
+        forward: Gives output and log-sum-exp, both 0 where a token sees nothing.
+        backward: Takes the merged ones, and gives gradients of queries, keys and values.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+# called directly: the public function returns no log-sum-exp
+CPU = Kernel(
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+FLASH = Kernel(gpu.flash_forward, gpu.flash_backward)
+EFFICIENT = Kernel(gpu.efficient_forward, gpu.efficient_backward)
+
+
+@lru_cache(maxsize=256)
+def chosen(device: torch.device, dtype: torch.dtype, width: int, plain: bool) -> Kernel:
+    """The kernel that computes an attention. Scores with a soft cap need none: see `capped_forward`.
+
+    Args:
+        device: Of all tensors.
+        dtype: Likewise.
+        width: Head dim.
+        plain: All is seen; or as many tokens as there are keys see those up to them.
+
+    Raises:
+        SpecError: Torch has none, or none whose log-sum-exps are known.
+    """
+    if device.type == "cpu":
+        return CPU
+    if device.type != "cuda":
+        raise SpecError(f"attention over slices has kernels for CPUs and NVIDIA GPUs, got tensors on {device}")
+    if torch.version.hip is not None:
+        raise SpecError("attention over slices has kernels for CPUs and NVIDIA GPUs; on AMD's, log-sum-exps differ")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise SpecError(
+            f"no kernel of torch for GPUs computes attention with log-sum-exps in {dtype}: train slices in float32, "
+            "bfloat16 or float16 there"
+        )
+    found = gpu.capability(device)
+    if dtype == torch.bfloat16 and found < (8, 0):
+        raise SpecError(
+            f"attention over slices in bfloat16 needs compute capability 8.0, {device} has {found[0]}.{found[1]}: "
+            "train in float16 or float32"
+        )
+    if plain and dtype != torch.float32 and found >= (8, 0) and width <= gpu.flash_width(found):
+        return FLASH
+    return EFFICIENT
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of an attention, both 0 where a token sees nothing.
+
+    Args:
+        query: [B, Hq, T, D].
+        key: [B, Hkv, S, D].
+        value: Likewise.
+        dropout: 0.
+        causal: Token t sees those up to t.
+        attn_mask: Added to scores [B or 1, 1, T, S].
+        scale: Of scores.
+    """
+    computes = _kernel(query, key, causal, attn_mask).forward
+    found: tuple[Tensor, Tensor] = computes(query, key, value, dropout, causal, attn_mask=attn_mask, scale=scale)
+    return found
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dropout: float,
+    causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Sequence[Tensor]:
+    """Gradients of queries, keys and values.
+
+    Args:
+        grad: Of the output [B, Hq, T, D].
+        query: [B, Hq, T, D].
+        key: [B, Hkv, S, D].
+        value: Likewise.
+        out: The merged output [B, Hq, T, D].
+        lse: The merged log-sum-exp [B, Hq, T].
+        dropout: 0.
+        causal: As in `forward`.
+        attn_mask: As there.
+        scale: As there.
+    """
+    computes = _kernel(query, key, causal, attn_mask).backward
+    found: Sequence[Tensor] = computes(
+        grad, query, key, value, out, lse, dropout, causal, attn_mask=attn_mask, scale=scale
+    )
+    return found
+
+
+def on_device(query: Tensor) -> bool:
+    """Whether queries are on a device; its kernels compute little of what a causal mask hides, the CPU's all of it."""
+    return not query.is_cpu
+
+
+def _kernel(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Kernel:
+    if not on_device(query):
+        return CPU
+    # flash attention's causal mask is that of a square
+    plain = mask is None and (not causal or query.shape[2] == key.shape[2])
+    return chosen(query.device, query.dtype, query.shape[3], plain)
+
+
+def additive(seen: Tensor, query: Tensor) -> Tensor:
+    """What is added to the scores of queries [B, 1, T, S]: zero, or -inf where a token is not seen [B, T, S]."""
+    return _additive(seen, query.dtype, query.device)
+
+
+def _additive(seen: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    make = torch.zeros if device.type == "cpu" else gpu.mask_memory
+    mask = make(seen.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~seen.to(device, non_blocking=True), float("-inf"))[:, None]
 
 
 @lru_cache(maxsize=16)
-def band(rows: int, columns: int, shift: int, causal: bool, dtype: torch.dtype) -> Tensor:
+def band(rows: int, columns: int, shift: int, causal: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What is added to scores [1, 1, rows, columns] where row i sees columns from i + `shift` on.
 
     All layers and passes have the same few, so they are kept.
@@ -37,9 +173,10 @@ def band(rows: int, columns: int, shift: int, causal: bool, dtype: torch.dtype) 
         shift: See above.
         causal: Row i sees columns up to i only.
         dtype: Of queries.
+        device: Of queries.
     """
     seen = torch.ones(1, rows, columns, dtype=torch.bool, device="cpu").triu(shift)
-    return additive(seen.tril() if causal else seen, dtype)
+    return _additive(seen.tril() if causal else seen, dtype, device)
 
 
 def capped_forward(

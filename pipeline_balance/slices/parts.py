@@ -79,7 +79,7 @@ class Sliced:
         units = [part.unit for part in parts if part.unit is not None]
         rows = [next(iter(part.inputs.values())).shape[0] for part in parts]
         heads = [[one for unit in mine for one in self.attentions(unit)] for mine in given.stages]
-        self._exchanger = self.exchanging.begin(self.store, given, heads, units, rows)
+        self._exchanger = self.exchanging.begin(self.store, given, heads, units, rows, self.device)  # type: ignore[attr-defined]
 
     @contextmanager
     def acting(self, action: Action) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Sliced:
                 f'balance="exchange" needs a backward pass of every attention: layer {first} has frozen parameters, '
                 "and nothing in front of it trains"
             )
-        self.exchanging.reserve()
+        self.exchanging.reserve(self.device)  # type: ignore[attr-defined]
 
     def end_pass(self) -> None:
         """Drop all chunks: none outlives a pass."""
@@ -169,6 +169,8 @@ class Sliced:
             SpecError: For a tensor whose second dimension is not T.
         """
         _check_whole([labels, *inputs.values()])
+        # on the host: which blocks have a mask depends on them
+        documents = documents.cpu() if documents is not None else None
         tokens = labels.shape[1] if labels.dim() > 1 else 0
         starts = self.starts(tokens)
         odd = {n: list(t.shape) for n, t in inputs.items() if t.dim() < 2 or t.shape[1] != tokens}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,3 +93,58 @@ def backward(outs: list[Tensor], weights: Tensor, starts: Sequence[int], inputs:
         loss = (outs[number] * weights[:, :, starts[number] : starts[number + 1]]).sum()
         total = [a + b for a, b in zip(total, torch.autograd.grad(loss, inputs), strict=True)]
     return total
+
+
+def sinks_of(heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    # some are far below the scores, some above
+    return torch.linspace(-3.0, 3.0, heads, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def check(
+    starts: Sequence[int],
+    documents: Tensor | None,
+    again: bool = False,
+    kv_heads: int = 2,
+    *,
+    width: int = 8,
+    value_width: int | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
+    tolerance: float | None = None,
+    sink: bool = False,
+    **options: Any,
+) -> None:
+    """Outputs, gradients and what is left are those of the definition.
+
+    Args:
+        starts: First tokens of slices, and the end.
+        documents: [B, T], on the host.
+        again: Whether every slice is checkpointed.
+        kv_heads: Of keys and values, for 4 of queries.
+        width: Of queries and keys.
+        value_width: Of values; None: the same.
+        device: Where slices attend.
+        dtype: In what.
+        tolerance: Absolute, of outputs; eight times as much of gradients, and as much relative to them. None: as
+            float64 has it.
+        sink: Whether there are sinks.
+        options: Of `attend`.
+    """
+    drawn = tensors(4, kv_heads, tokens=starts[-1], width=width, value_width=value_width or width)
+    if sink:
+        drawn.append(sinks_of(4))
+    inputs = [t.detach().to(device, dtype).requires_grad_() for t in drawn]
+    exact = [t.detach().cpu().double().requires_grad_() for t in inputs]
+    of_whole, of_slices = ({**options, "sinks": given[3]} if sink else options for given in (exact, inputs))
+    store = ChunkStore()
+    expected = whole(exact[0], exact[1], exact[2], documents, **of_whole)
+    outs = in_slices(store, inputs[:3], starts, documents, again=again, **of_slices)
+    near = 1e-14 if tolerance is None else tolerance
+    torch.testing.assert_close(torch.cat(outs, 2).cpu().double(), expected, rtol=0, atol=near)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    found = backward(outs, weights.to(device, dtype), starts, inputs)
+    rtol, atol = (0.0, 1e-13) if tolerance is None else (tolerance, 8 * tolerance)
+    for one, other in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.cpu().double(), other, rtol=rtol, atol=atol)
+    assert len(store) == store.used_bytes == store.gradient_bytes == 0

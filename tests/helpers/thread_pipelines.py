@@ -24,7 +24,7 @@ from pipeline_balance.pipeline.model import added_loss
 from pipeline_balance.pipeline.model.ownership import attributes_of
 from pipeline_balance.pipeline.run.failures import Failures
 from pipeline_balance.pipeline.run.stages import PipelineGroups, alone
-from pipeline_balance.slices import attention, store
+from pipeline_balance.slices import kernel, store
 from prophet.errors import StageFailed
 from prophet.ranks.collective import Channel, Collective, Messages, Pending
 from prophet.ranks.json_messages import gather_json
@@ -223,8 +223,9 @@ def threads_for_groups() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(added_loss, "_in_force", _PerThread())
         patch.setattr(store, "_active", _PerThread())
-        # The kernel is that of the host, as all others here; a GPU has another, which is not written yet
-        patch.setattr(attention, "_check", lambda *tensors: None)
+        patch.setattr(kernel, "_tracing", _PerThread())
+        # The kernel is that of the host, as all others here; a GPU has others
+        patch.setattr(kernel, "chosen", lambda *given: kernel.CPU)
         patch.setattr(trainer, "PipelineGroups", ThreadGroups)
         patch.setattr(torch._C, "_swap_tensor_impl", _swap_with_type)
         for module in (job, switching, rank_assignment, balance, own_loop):

@@ -276,7 +276,7 @@ def test_the_log_says_once_that_exchange_is_off(packed: bool, caplog: pytest.Log
     units = [Unit(m, n, 4, documents, (0, 3, 6, 9, 12)) for m in range(2) for n in range(4)]
     exchanging, heads = Exchanging(slicing), [[Heads(4, 2, 4, torch.float64, 0.5)]] * 2
     for _ in range(2):
-        assert exchanging.begin(ChunkStore(), given, heads, units, [1] * 8) is None
+        assert exchanging.begin(ChunkStore(), given, heads, units, [1] * 8, torch.device("cpu")) is None
     assert [record.getMessage() for record in caplog.records] == [str(exchanging.verdict)]
 
 

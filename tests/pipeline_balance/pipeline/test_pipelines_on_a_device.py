@@ -19,6 +19,7 @@ from pipeline_balance.elastic import Batches, Job, Parallelism, reshard
 from pipeline_balance.pipeline.measure.meter import RankTimes
 from pipeline_balance.pipeline.model.added_loss import add_loss
 from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds
 from pipeline_balance.slices import SliceOptions
 from pipeline_balance.spec import LayerCost, StageMap
 from tests.helpers import pipeline_experts, sliced_layers
@@ -181,6 +182,8 @@ def sliced(stage_map: StageMap, replicas: int = 1, **options: Any) -> Callable[[
             inputs, labels = sliced_layers.batch(update, 0)
             mine = {n: t.chunk(replicas)[pipe.replica] for n, t in inputs.items()}
             seen.step(pipe, pipe.step(mine, labels.chunk(replicas)[pipe.replica], max_norm=MAX_NORM))
+        exchanging = getattr(pipe.model, "exchanging", None)
+        assert exchanging is None or exchanging.verdict.pays, "nothing was exchanged"
         return seen.end(pipe)
 
     return run
@@ -330,6 +333,13 @@ def resharded(rank: Rank) -> Seen:
     return seen.read()
 
 
+# transfers in no time: at this size exchange would never pay
+EACH = LayerSeconds(piece_s=1.0, diagonal_s=1.0)
+EXCHANGE: dict[str, Any] = {
+    "order": "aligned",
+    "balance": "exchange",
+    "exchange_costs": ExchangeCosts(forward=EACH, backward=EACH),
+}
 TWO, FOUR = StageMap((0, 3, UNITS), (0, 1)), StageMap((0, 2, 3, 4, UNITS), (0, 1, 2, 3))
 TURNS = StageMap((0, 1, 3, 4, UNITS), (0, 1, 0, 1))
 # with one stage per rank, threads of replicas never came between different collectives of training
@@ -346,6 +356,12 @@ RUNS: dict[str, tuple[int, Callable[[Rank], Seen]]] = {
     "slices": (2, sliced(StageMap((0, 2, 4), (0, 1)))),
     "slices, four ranks": (4, sliced(StageMap((0, 1, 2, 3, 4), (0, 1, 2, 3)), order="aligned")),
     "slices, two stages per rank": (2, sliced(StageMap((0, 1, 2, 3, 4), (0, 1, 0, 1)), stages_per_rank=2)),
+    "slices, exchange": (2, sliced(StageMap((0, 2, 4), (0, 1)), **EXCHANGE)),
+    # two ranks without a layer can only help
+    "slices, exchange, four ranks": (
+        4,
+        sliced(StageMap((0, 1, 2, 3, 4), (0, 1, 2, 3)), **EXCHANGE, keep_bytes=1 << 12),
+    ),
     "slices, replicas": (4, sliced(StageMap((0, 2, 4), (0, 1)), 2)),
     "moves": (4, moved(FOUR, TURNS, TWO)),
     "moves, replicas": (4, moved(TWO, UNEVEN, TURNS, replicas=2)),

@@ -219,7 +219,7 @@ def test_outside_of_a_step() -> None:
         (lambda q, k, v: (q[:, :3], k, v), "do not fit"),
         (lambda q, k, v: (q, k[:, :, :6], v[:, :, :6]), "do not fit"),
         (lambda q, k, v: (q, k, F.pad(v, (0, 1))), "do not fit"),
-        (lambda q, k, v: (q.to("meta"), k, v), "CPU so far"),
+        (lambda q, k, v: (q.to("meta"), k, v), "kernels for CPUs and NVIDIA GPUs, got tensors on meta"),
     ],
 )
 def test_bad_shapes_are_named(change: object, error: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from pipeline_balance.schedules.exchange import Help, Slot
 from pipeline_balance.slices import kernel
-from pipeline_balance.slices.exchange import KeptMemory, piece_bytes, visible
+from pipeline_balance.slices.exchange import KeptMemory, Turn, piece_bytes, visible
 from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.store import Unit
 from prophet.errors import SpecError
@@ -54,7 +57,7 @@ def test_kept_memory_is_used_again() -> None:
     heads = Heads(4, 2, 8, torch.float32, 1.0)
     # keys and values of three of five tokens
     assert piece_bytes(heads, rows=2, tokens=5) == 2 * 2 * 2 * 3 * 8 * 4
-    memory = KeptMemory(1000)
+    memory = KeptMemory(1000, torch.device("cpu"))
     assert memory.cut(300) == 3
     like = ((2, 2, 3), torch.float32)
     taken = [memory.take([like, like]) for _ in range(3)]
@@ -67,4 +70,31 @@ def test_kept_memory_is_used_again() -> None:
     # a pass begins with all of it
     assert memory.cut(500) == 1
     with pytest.raises(SpecError, match=f"keep_bytes={1 << 60}: there is not so much memory"):
-        KeptMemory(1 << 60)
+        KeptMemory(1 << 60, torch.device("cpu"))
+
+
+def test_all_helpers_are_asked_before_any_answers() -> None:
+    """A device's messages go in the order of their launch: the second request is not to wait for the first answer."""
+    helps = [Help(0, helper, (0,), (0,), (0,)) for helper in (1, 2)]
+    launched: list[tuple[str, int]] = []
+
+    def exchanged(sends: Any, recvs: Any, slot: int) -> Any:
+        launched.extend([("send", row) for row, _ in sends] + [("receive", row) for row, _ in recvs])
+
+    exchanger: Any = SimpleNamespace(
+        plan=SimpleNamespace(
+            slots=[Slot(True, ((0, 1), None, None))],
+            at=lambda slot, position: helps,
+        ),
+        row=0,
+        heads=[[Heads(4, 2, 8, torch.float32, 1.0)]],
+        rows=[1, 1],
+        units=[Unit(0, n, 2, None, (0, 4, 8)) for n in range(2)],
+        memory=None,
+        device=torch.device("cpu"),
+        exchanged=exchanged,
+        moved_bytes=[0, 0],
+        begin_next=lambda: launched.append(("next", 0)),
+    )
+    Turn(exchanger, 0, 0).ask([torch.zeros(1, 4, 4, 8)])
+    assert launched == [("send", 1), ("send", 2), ("receive", 1), ("receive", 2), ("next", 0)]

@@ -16,29 +16,19 @@ from pipeline_balance.slices import attention, kernel
 from pipeline_balance.slices.attention import _below, _triangle, attend
 from pipeline_balance.slices.store import ChunkStore, Unit, active
 from prophet.errors import SpecError
-from tests.helpers.sliced_attention import DOCUMENTS, EVEN, UNEVEN, backward, in_slices, tensors, whole
+from tests.helpers.sliced_attention import (
+    DOCUMENTS,
+    EVEN,
+    UNEVEN,
+    backward,
+    check,
+    in_slices,
+    sinks_of,
+    tensors,
+    whole,
+)
 
 WINDOWS = [1, 2, 3, 4, 5, 7, 8, 11, 12, 40]
-
-
-def sinks_of(heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    # some are far below the scores, some above
-    return torch.linspace(-3.0, 3.0, heads, dtype=torch.float64).to(dtype).requires_grad_()
-
-
-def check(starts: Any, documents: Tensor | None, again: bool = False, kv_heads: int = 2, **options: Any) -> None:
-    """Outputs, gradients and what is left are those of the definition."""
-    parts = tensors(4, kv_heads, tokens=starts[-1])
-    inputs = [*parts, *([options["sinks"]] if options.get("sinks") is not None else [])]
-    store = ChunkStore()
-    expected = whole(*parts, documents, **options)
-    outs = in_slices(store, parts, starts, documents, again=again, **options)
-    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-14)
-    weights = torch.randn(expected.shape, dtype=torch.float64)
-    found = backward(outs, weights, starts, inputs)
-    for one, other in zip(found, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
-    assert len(store) == store.used_bytes == store.gradient_bytes == 0
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
@@ -57,7 +47,7 @@ def test_a_window_is_that_of_the_definition(window: int, starts: Any, documents:
 def test_sinks_and_caps_are_those_of_the_definition(
     documents: Tensor | None, window: int | None, cap: float | None, sink: bool, kv_heads: int, again: bool
 ) -> None:
-    options = {"window": window, "soft_cap": cap, "sinks": sinks_of(4) if sink else None}
+    options: dict[str, Any] = {"window": window, "soft_cap": cap, "sink": sink}
     check(UNEVEN, documents, again, kv_heads, **options)
 
 
@@ -70,7 +60,7 @@ def test_long_slices_are_attended_to_in_parts(
     monkeypatch.setattr(attention, "CUT", 3)
     monkeypatch.setattr(attention, "BLOCK", 1)
     monkeypatch.setattr(kernel, "_STRIP", 2)
-    check((0, 7, 12), DOCUMENTS if documents else None, window=window, soft_cap=cap, sinks=sinks_of(4))
+    check((0, 7, 12), DOCUMENTS if documents else None, window=window, soft_cap=cap, sink=True)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12])
