@@ -61,6 +61,7 @@ TASKS = (
         ends_at_once=True,
     ),
     Task(name="pipeline", function=f"{_PIPELINES}:pipeline", limit_s=60, ranks=(2, 4), on_cpu=4),
+    Task(name="slices", function=f"{_PIPELINES}:slices", limit_s=60, ranks=(1, 2), on_cpu=2),
     Task(name="switch", function=f"{_PIPELINES}:switch", limit_s=60, ranks=(2, 4), on_cpu=2),
     Task(name="calibration", function=f"{_HERE}.calibration:calibration", limit_s=90, ranks=(1, 2, 4, 8), on_cpu=2),
     Task(name="layer", function=f"{_HERE}.layer:layer", limit_s=90, ranks=(2, 4, 8), on_cpu=2),

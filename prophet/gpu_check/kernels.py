@@ -31,7 +31,7 @@ def kernels(place: Place) -> Answer:
     # Memory that a kernel forgets to write holds NaN
     torch.use_deterministic_algorithms(True, warn_only=True)
     small = (3, 0, 5, 1)
-    compared: dict[str, Compare] = {
+    calls: dict[str, Compare] = {
         "route": _route,
         "permute": _permute,
         "grouped_ffn swiglu": lambda device, dtype: _ffn(device, dtype, "swiglu", small, 19, 13),
@@ -42,12 +42,21 @@ def kernels(place: Place) -> Answer:
         dtypes += [torch.bfloat16, torch.float16]
         # Real tiles, which would take minutes in the interpreter
         real = (1000, 0, 517, 128)
-        compared["grouped_ffn in real tiles"] = lambda device, dtype: _ffn(device, dtype, "swiglu", real, 320, 200)
-    checks = [check for name, call in compared.items() for check in [_compared(name, call, place.device, dtypes)]]
+        calls["grouped_ffn in real tiles"] = lambda device, dtype: _ffn(device, dtype, "swiglu", real, 320, 200)
+    checks = [compared(name, call, place.device, dtypes, _MEND) for name, call in calls.items()]
     return Answer(checks=checks)
 
 
-def _compared(name: str, call: Compare, device: str, dtypes: Sequence[torch.dtype]) -> Check:
+def compared(name: str, call: Compare, device: str, dtypes: Sequence[torch.dtype], mend: str) -> Check:
+    """Compare what is computed on a device with what it should be.
+
+    Args:
+        name: Of the check.
+        call: Returns both, by device and dtype.
+        device: Where.
+        dtypes: In which it is computed.
+        mend: What helps if they differ.
+    """
     errors = {}
     for dtype in dtypes:
         short = str(dtype).removeprefix("torch.")
@@ -56,15 +65,21 @@ def _compared(name: str, call: Compare, device: str, dtypes: Sequence[torch.dtyp
         # A kernel that does not compile is one line, and the next kernel is compared all the same
         except Exception as error:
             text = " ".join(str(error).split())[:200]
-            return finding(name, f"{short}: {type(error).__name__}: {text}", _MEND)
-    return judged(name, errors)
+            return finding(name, f"{short}: {type(error).__name__}: {text}", mend)
+    return judged(name, errors, mend)
 
 
-def judged(name: str, errors: dict[str, float]) -> Check:
-    """Judge a kernel by its errors by dtype, as shares of what is allowed."""
+def judged(name: str, errors: dict[str, float], mend: str = _MEND) -> Check:
+    """Judge a kernel by its errors.
+
+    Args:
+        name: Of the check.
+        errors: By dtype, as shares of what is allowed.
+        mend: What helps if they are larger.
+    """
     wrong = [f"{dtype} by {share:.3g}" for dtype, share in errors.items() if not share <= 1]
     if wrong:
-        return finding(name, f"errors times the allowed ones: {', '.join(wrong)}", _MEND)
+        return finding(name, f"errors times the allowed ones: {', '.join(wrong)}", mend)
     return sound(
         name, f"in {', '.join(errors)}: as defined, errors at most {max(errors.values()):.2f} of those allowed"
     )

@@ -94,7 +94,7 @@ def test_an_answer_reads_back() -> None:
 
 
 def test_the_checks_are_those_of_the_design() -> None:
-    names = "environment kernels channels engine lost-rank pipeline switch calibration layer model"
+    names = "environment kernels channels engine lost-rank pipeline slices switch calibration layer model"
     assert [task.name for task in TASKS] == names.split()
     assert ALL_S <= 600
     for task in TASKS:
@@ -113,7 +113,8 @@ def test_a_list_of_checks_keeps_their_order_and_the_first_of_them() -> None:
 
 def test_ranks_follow_the_gpus() -> None:
     by_gpus = {gpus: {task.name: task.ranks_on(gpus) for task in TASKS} for gpus in (1, 2, 3, 8, None)}
-    assert [name for name, ranks in by_gpus[1].items() if ranks] == ["environment", "kernels", "engine", "calibration"]
+    alone = ["environment", "kernels", "engine", "slices", "calibration"]
+    assert [name for name, ranks in by_gpus[1].items() if ranks] == alone
     assert set(by_gpus[2].values()) == set(by_gpus[3].values()) == {1, 2}
     assert (by_gpus[8]["engine"], by_gpus[8]["pipeline"]) == (8, 4)
     assert all(by_gpus[None].values())
