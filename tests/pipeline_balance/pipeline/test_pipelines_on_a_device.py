@@ -390,8 +390,8 @@ QUICK = Mode(one_queue=False, side="early")
 MODES = [Mode(one_queue, side) for one_queue in (False, True) for side in ("early", "late", 1, 2)]
 
 
-# Others have the same with more that goes on beside it: frozen layers, a scaler, replicas of slices
-COVERED = {"split backward", "replicas", "slices, four ranks"}
+# Others have the same with more that goes on beside it: frozen layers, a scaler, replicas of slices, more ranks
+COVERED = {"split backward", "replicas", "slices, four ranks", "slices, exchange"}
 
 
 def is_quick(name: str, mode: Mode) -> bool:
@@ -467,3 +467,24 @@ def test_a_meter_finds_the_devices_times_and_waits_for_none() -> None:
         assert 1e3 * (costs[2].backward_s - costs[1].backward_s) == pytest.approx(7)
         assert times.steps == 4
         assert min(times.step_s, times.compute_s) > 0
+
+
+def exchange_measured(rank: Rank) -> ExchangeCosts:
+    """What ranks have measured before their first step in slices with exchange."""
+    options = SliceOptions(4, order="aligned", balance="exchange")
+    stage_map, counted = StageMap((0, 2, 4), (0, 1)), sliced_layers.counted
+    pipe = pipeline(rank, stage_map, 1, SLICED, sliced_layers.loss_fn, counted=counted, slices=options, microbatches=2)
+    pipe.step(*sliced_layers.batch(0, 0))
+    exchanging: Any = pipe.model
+    found: ExchangeCosts = exchanging.exchanging.costs
+    return found
+
+
+def test_exchange_is_measured_by_the_devices_clock() -> None:
+    """A call of the kernel is one operator, which takes a millisecond however long it is."""
+    with threads_for_groups():
+        one, other = on_devices(DeviceWorld(2, timeout_s=20.0), exchange_measured)
+    assert one == other
+    for costs in (one.forward, one.backward):
+        assert 1e3 * costs.call_s == pytest.approx(1)
+        assert 1e3 * costs.piece_s == pytest.approx(0, abs=1e-3)
