@@ -1,9 +1,9 @@
 """What torch's sources say of its attention operators for NVIDIA GPUs, on the host: naive twins under their own names.
 
 They refuse what the operators refuse, read memory as those do, and give log-sum-exps in the same form. They compute in
-the type that they are given, so that float64 shows errors of what calls them. The sources are those of torch 2.9 to
-2.12: `aten/src/ATen/native/transformers/cuda/attention.cu`, `attention_backward.cu`, `flash_attn/flash_api.cpp` and
-`mem_eff_attention/kernel_forward.h`, `kernel_backward.h`.
+the type that they are given, so that float64 shows errors of what calls them. The sources are snapshots of
+torch's main branch, of several ages: of `aten/src/ATen/native/transformers/cuda/`, the files `attention.cu`,
+`attention_backward.cu`, `flash_attn/flash_api.cpp` and `mem_eff_attention/kernel_forward.h`, `kernel_backward.h`.
 
 Shape legend: B sequences, Hq and Hkv heads, T queries, S keys, D head dim.
 """
