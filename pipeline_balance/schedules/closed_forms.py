@@ -107,6 +107,36 @@ def sliced_peak_bytes(peak_units: int, slices: int, unit_bytes: int, chunk_gradi
     return peak_units * unit_bytes + (slices - 1) * chunk_gradient_bytes
 
 
+def offloaded_peak_bytes(
+    rank: int,
+    ranks: int,
+    slices: int,
+    moved: int,
+    unit_bytes: tuple[int, int],
+    chunk_gradient_bytes: int,
+    order: Order = "minimal",
+) -> int:
+    """(N + x) a + (N - k + max(x - k, min(x, 2))) o + (N - 1) g, with one stage on the rank, from 3 microbatches.
+
+    A rank holds N + x units, x as in `sliced_peak_units`, which must be at most N. The first k slices of a microbatch
+    leave a part on the host: k below N, and below N - 1 where x is at most 1, as one more is needed at once. Of these
+    parts at most two are here: what a backward reads, and what is made or fetched beside it.
+
+    Args:
+        rank: r.
+        ranks: P.
+        slices: N.
+        moved: k.
+        unit_bytes: What a unit's activations take that stays here, a, and what goes, o.
+        chunk_gradient_bytes: g, what the gradients of its keys and values take.
+        order: "minimal" or "aligned".
+    """
+    ahead = (ranks - 1 - rank) * (1 if order == "minimal" else 2)
+    stays, goes = unit_bytes
+    here = slices - moved + max(ahead - moved, min(ahead, 2))
+    return (slices + ahead) * stays + here * goes + (slices - 1) * chunk_gradient_bytes
+
+
 def sliced_peak_tokens(rank: int, ranks: int, starts: Sequence[int], order: Order = "minimal") -> int:
     """Most tokens that a rank with one stage holds at once where slices have different lengths, from 3 microbatches.
 

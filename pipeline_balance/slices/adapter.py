@@ -10,7 +10,7 @@ Shape legend: B rows of a microbatch, T tokens of a row, N slices, E experts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -75,6 +75,11 @@ class SlicedTransformers(Sliced, Recomputing):
     def working(self, microbatch: Microbatch) -> Iterator[None]:
         with attending(self._configs), super().working(microbatch):
             yield
+
+    def shared(self, unit: int, part: SlicePart) -> Iterable[Any]:
+        # rotary angles and the like are computed once for all slices
+        calls = self.recorded(part).calls[unit - 1 : unit] if unit else ()
+        return [*super().shared(unit, part), *(leaf for call in calls for leaf in call.leaves)]
 
     def attentions(self, unit: int) -> tuple[Heads, ...]:
         # the units in front of the layers and behind them attend to nothing

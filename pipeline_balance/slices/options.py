@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from math import inf
+from typing import Any, ClassVar, Literal, get_args
 
 from pipeline_balance.schedules.actions import Schedule, build
 from pipeline_balance.schedules.exchange_times import ExchangeCosts
@@ -42,6 +43,10 @@ class SliceOptions:
             slices of a microbatch, so that they need not be sent again.
         exchange_costs: For "exchange": what attention and transfers cost, which says whether it pays. None measures
             them on all ranks at the first batch of a length, and after a move to other ranks.
+        offload: Share of what layers save that goes to the host, from 0 to 1: of each microbatch, what backward needs
+            last. From the third step on, "auto" takes what needs least memory of what a rank's schedule hides. With
+            one slice nothing goes.
+        host_bytes_per_s: For `offload`: of the link to the host, each way. None measures it.
 
     Raises:
         SpecError: For values that do not exist, or do not fit together.
@@ -55,6 +60,8 @@ class SliceOptions:
     crossover_tokens: int | None = None
     keep_bytes: int = 0
     exchange_costs: ExchangeCosts | None = None
+    offload: float | Literal["auto"] = 0.0
+    host_bytes_per_s: float | None = None
 
     # by name: these options are a value, which the modules that run by it import
     models: ClassVar[str] = "pipeline_balance.slices.models"
@@ -88,6 +95,18 @@ class SliceOptions:
             raise SpecError(f"crossover_tokens must be a number of tokens, got {crossover!r}")
         if crossover is not None and self.balance != "uneven":
             raise SpecError('crossover_tokens needs balance="uneven": slices of equal length do not depend on costs')
+        share, link = self.offload, self.host_bytes_per_s
+        if share != "auto" and not (_is_number(share) and 0 <= share <= 1):
+            raise SpecError(f'offload must be a share from 0 to 1, or "auto", got {share!r}')
+        if link is not None and not (_is_number(link) and 0 < link < inf):
+            raise SpecError(f"host_bytes_per_s must be a number of bytes above 0, got {link!r}")
+        if link is not None and not share:
+            raise SpecError("host_bytes_per_s needs offload: nothing else goes to the host")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether saved tensors go to the host; with one slice none do."""
+        return bool(self.offload) and self.slices > 1
 
     @property
     def exchanges(self) -> bool:
@@ -113,3 +132,7 @@ class SliceOptions:
         # stage s < P is on row s there, and on the rank that the map says here
         rows = [found.actions[list(ranks).index(rank)] for rank in range(used)]
         return build(rows, found.stages, found.microbatches, found.slices)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -5,20 +5,22 @@ Shape legend: B sequences of a microbatch, T tokens of a sequence, N slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model.layers import Microbatch, TrainingPass
+from pipeline_balance.pipeline.model.layers import Activations, Microbatch, TrainingPass
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.sliced import slice_starts
 from pipeline_balance.slices.exchange import Exchanger
 from pipeline_balance.slices.exchanging import Exchanging
 from pipeline_balance.slices.kernel import Heads
+from pipeline_balance.slices.offload import Offloader
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.store import ChunkStore, Unit, active
 from prophet.errors import SpecError
@@ -53,6 +55,7 @@ class Sliced:
         self.exchanging = Exchanging(slicing) if slicing.exchanges else None
         # of the training pass that runs
         self._exchanger: Exchanger | None = None
+        self.offloader = Offloader(slicing) if slicing.offloads else None
         self.store = ChunkStore()
         # by unit or kind of layer, and all else that types depend on
         self._attentions: dict[object, tuple[Heads, ...]] = {}
@@ -62,8 +65,19 @@ class Sliced:
         """Within this context attention is that of this slice."""
         part = part_of(microbatch)
         assert part.unit is not None
-        with active(self.store, part.unit):
+        with active(self.store, part.unit), self.offloader.working() if self.offloader else nullcontext():
             yield
+
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
+        out: Activations = super().run(unit, activations, microbatch)  # type: ignore[misc]
+        # what it saves may go to the host
+        if self.offloader is not None and self.offloader.taking:
+            self.offloader.hold(unit, activations, out, self.shared(unit, part_of(microbatch)))
+        return out
+
+    def shared(self, unit: int, part: SlicePart) -> Iterable[Any]:
+        """What a unit reads that is kept for the whole microbatch."""
+        return [*part.inputs.values(), part.labels]
 
     # --- exchange ----------------------------------------------------------------------------------------------
 
@@ -72,7 +86,9 @@ class Sliced:
         raise NotImplementedError
 
     def begin_pass(self, given: TrainingPass) -> None:
-        """Plan the exchange of a training pass, the same on all ranks with a stage."""
+        """Plan what a training pass offloads, and its exchange, the same on all ranks with a stage."""
+        if self.offloader is not None:
+            self.offloader.begin(given, self.store, self.root)  # type: ignore[attr-defined]
         if self.exchanging is None or len(given.ranks) < 2:
             return
         parts = [part_of(part) for part in given.parts]
@@ -83,11 +99,9 @@ class Sliced:
 
     @contextmanager
     def acting(self, action: Action) -> Iterator[None]:
-        """Within this context attention is exchanged as this action of the pass needs it."""
-        if self._exchanger is None:
-            yield
-            return
-        with self._exchanger.acting(action):
+        """Within this context saved tensors move, and attention is exchanged, as this action of the pass needs it."""
+        moving = self.offloader.acting(action) if self.offloader else nullcontext()
+        with moving, self._exchanger.acting(action) if self._exchanger else nullcontext():
             yield
 
     def _check_exchange(self, tokens: int, windows: Sequence[int] = ()) -> None:
@@ -127,8 +141,10 @@ class Sliced:
         self.exchanging.reserve(self.device)  # type: ignore[attr-defined]
 
     def end_pass(self) -> None:
-        """Drop all chunks: none outlives a pass."""
+        """Drop all chunks, and what is on the host: nothing outlives a pass."""
         self._exchanger = None
+        if self.offloader is not None:
+            self.offloader.end()
         self.store.clear()
 
     def rest(self) -> None:

@@ -234,6 +234,8 @@ class ChunkStore:
         self._lines: dict[tuple[int, int], Line] = {}
         # what exchanges attention with other ranks during a training pass
         self.exchange: object = None
+        # new chunks, where somebody asks for those of a pass
+        self.appended: list[Chunk] | None = None
 
     def __len__(self) -> int:
         """Chunks that are alive."""
@@ -292,7 +294,10 @@ class ChunkStore:
             )
         if not known:
             self._lines[layer, unit.microbatch] = Line(self._room(layer, key, value), self.pool, window)
-        return self.line(layer, unit.microbatch).append(key, value, pending)
+        chunk = self.line(layer, unit.microbatch).append(key, value, pending)
+        if self.appended is not None:
+            self.appended.append(chunk)
+        return chunk
 
     def _room(self, layer: int, *given: Tensor) -> Room:
         # memory is used again by batches of the same shape
