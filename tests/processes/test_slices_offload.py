@@ -41,7 +41,7 @@ CASES: list[Case] = [
 MORE: list[Case] = [
     ("gemma2", "plain", 4, {"sliding_window": 6}, {}),
     ("gpt_oss", "packed", 4, {}, {"recompute": "full"}),
-    ("deepseek_v3", "plain", 4, {}, {}),
+    ("deepseek_v3", "plain", 4, {"dtype": torch.float32}, {}),
     ("llama", "plain", 4, {"recompute": True}, {}),
     ("llama", "packed", 8, {"dtype": torch.bfloat16}, {"balance": "uneven"}),
     ("qwen3_moe", "packed", 4, {"router_aux_loss_coef": 3.0}, {"recompute": "selective"}),
@@ -98,7 +98,7 @@ def _both(rank: int, size: int, cases: list[Case]) -> list[Any]:
         (2, CASES),
         pytest.param(1, CASES[:1] + CASES[5:], marks=pytest.mark.slow),
         pytest.param(2, MORE, marks=pytest.mark.slow),
-        pytest.param(4, [c for c in CASES + MORE if not c[3].get("frozen") and c[2] > 3], marks=pytest.mark.slow),
+        pytest.param(4, [c for c in CASES + MORE if "stages" not in c[4]], marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_gradients_are_bit_for_bit_those_without(size: int, cases: list[Case]) -> None:
@@ -321,7 +321,8 @@ def test_auto_takes_what_the_schedule_hides_and_says_why() -> None:
                 assert last == 0
                 assert "a backward would wait" in why
             elif link is not None:
-                assert last == first
+                # nothing goes that would not make the peak smaller
+                assert 0 < last <= first
 
 
 def _without(rank: int, size: int) -> list[float]:
