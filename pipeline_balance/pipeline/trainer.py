@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -193,7 +193,7 @@ class ElasticPipeline:
         stage_map: StageMap | None = None,
         *,
         counted: CountLabels | None = None,
-        slices: Slicer | None = None,
+        slices: Slicer | Literal["auto"] | None = None,
         split_vocabulary: bool = False,
         **options: Any,
     ) -> ElasticPipeline:
@@ -204,7 +204,8 @@ class ElasticPipeline:
             loss_fn: `loss_fn(output, labels)`, a mean over `counted(labels)` labels.
             stage_map: Which rank runs which layers (None: spread evenly).
             counted: From labels to how many of them count (None: as `ModuleChain` finds by the loss).
-            slices: Options of `pipeline_balance.slices`, which cut every sequence (None: microbatches pass whole).
+            slices: Options of `pipeline_balance.slices`, which cut every sequence; "auto" is its `AutoSlices()` (None:
+                microbatches pass whole).
             split_vocabulary: Whether every rank of a replica has some rows of the first layer, an `nn.Embedding`, and
                 of the last one, an `nn.Linear`, and computes their part of the loss. It must be the plain cross
                 entropy.
@@ -226,7 +227,7 @@ class ElasticPipeline:
         *,
         layers: str | None = None,
         example: Mapping[str, Tensor] | None = None,
-        slices: Slicer | None = None,
+        slices: Slicer | Literal["auto"] | None = None,
         split_vocabulary: bool = False,
         **options: Any,
     ) -> ElasticPipeline:
@@ -240,7 +241,8 @@ class ElasticPipeline:
             stage_map: Which rank runs which layers (None: spread evenly).
             layers: Dotted name of the model's list of layers, where it has several.
             example: Inputs for one forward of what comes before the layers (None: token ids).
-            slices: `pipeline_balance.slices.SliceOptions`, which cut every sequence (None: microbatches pass whole).
+            slices: `pipeline_balance.slices.SliceOptions`, which cut every sequence; "auto" is its `AutoSlices()`
+                (None: microbatches pass whole).
             split_vocabulary: Whether every rank of a replica has some rows of the embedding and of the head, tied or
                 not, and computes their part of the loss. It must be the plain cross entropy.
             **options: Those of the constructor.
@@ -728,11 +730,13 @@ class ElasticPipeline:
         }
 
 
+_SLICED = "pipeline_balance.slices.models"
 _STAYS = "rows stay on their ranks, so ranks cannot change, nor layouts: save, and load in a run on other ranks"
 
 
-def _models_of(slices: Slicer) -> Any:
+def _models_of(slices: Slicer | Literal["auto"]) -> Any:
     """The module that makes models which run in these slices; by name, as the room of slices builds on this one."""
-    if not isinstance(getattr(slices, "models", None), str):
+    name = _SLICED if slices == "auto" else getattr(slices, "models", None)
+    if not isinstance(name, str):
         raise SpecError(f"slices: expected pipeline_balance.slices.SliceOptions(...), got {slices!r:.60}")
-    return import_module(slices.models)
+    return import_module(name)

@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline_balance.slices.attention import attend
+    from pipeline_balance.slices.choice import AutoSlices
     from pipeline_balance.slices.options import SliceOptions
 
-__all__ = ["SliceOptions", "attend"]
+__all__ = ["AutoSlices", "SliceOptions", "attend"]
 
 # options are read without torch
-_MODULE_OF = {"SliceOptions": "pipeline_balance.slices.options", "attend": "pipeline_balance.slices.attention"}
+_MODULE_OF = {
+    "AutoSlices": "pipeline_balance.slices.choice",
+    "SliceOptions": "pipeline_balance.slices.options",
+    "attend": "pipeline_balance.slices.attention",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -222,7 +222,7 @@ class SlicedTransformers(Sliced, Recomputing):
         part_loss: Tensor = _OfAllSlices.apply(sums, routers)  # type: ignore[no-untyped-call]
         routers.add(sums)
         # `mean * count` elsewhere sums over labels, so the router's part is weighed by all labels, too
-        if part.slice == self.slices - 1:
+        if part.unit is not None and part.slice == part.unit.slices - 1:
             part_loss = part_loss + routers.close(coefficient * super().counted(part.whole))
         return (mean * count + part_loss,)
 

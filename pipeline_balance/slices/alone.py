@@ -84,7 +84,7 @@ class Trial:
         """Raise `SpecError` if a unit gives other outputs for `parts` in turn than for `both` at once."""
         model = self.model
         device = next(iter(both.inputs.values())).device
-        given = tuple(_made_up(t, device) for t in model.activations(both)[unit])
+        given = tuple(made_up(t, device) for t in model.activations(both)[unit])
         self._calls[unit] = set()
         at_once = self._run(unit, given, both, _Noting(self._calls[unit]))
         # a store apart: the pipeline's chunks stay as they are
@@ -150,7 +150,7 @@ def _joined(first: SlicePart, second: SlicePart) -> SlicePart:
     )
 
 
-def _made_up(like: Tensor, device: torch.device) -> Tensor:
+def made_up(like: Tensor, device: torch.device) -> Tensor:
     """Random numbers, or zeros where integers are expected: any index is valid then."""
     # drawn on the host, whose generator `trying` puts back
     drawn = torch.randn(like.shape) if like.is_floating_point() else torch.zeros(like.shape)

@@ -152,8 +152,8 @@ def measured_costs(given: TrainingPass, heads: Heads, rows: int, tokens: int, de
         tokens: Of a slice.
         device: Where ranks compute.
     """
-    timed = _Timed(given, device)
-    mine = [*_kernel_seconds(timed, heads, rows, tokens), _transfer_seconds(timed, heads, rows, tokens)]
+    timed = Timed(given.collective, device)
+    mine = [*kernel_seconds(timed, heads, rows, tokens), _transfer_seconds(timed, given, heads, rows, tokens)]
     forward_call, forward_piece, backward_call, backward_piece, slice_s = _slowest(given, mine)
     forward, backward = (
         # torch's kernel computes the hidden half of a slice's own chunk as well, unless it is cut: about two pieces
@@ -163,16 +163,16 @@ def measured_costs(given: TrainingPass, heads: Heads, rows: int, tokens: int, de
     return ExchangeCosts(forward=forward, backward=backward, kv_share=heads.keys / heads.queries)
 
 
-class _Timed:
+class Timed:
     """Times calls where ranks compute.
 
     Args:
-        given: What runs.
+        collective: Whose limit waits have.
         device: Where ranks compute.
     """
 
-    def __init__(self, given: TrainingPass, device: torch.device) -> None:
-        self.given, self.device = given, device
+    def __init__(self, collective: Collective, device: torch.device) -> None:
+        self.collective, self.device = collective, device
 
     def shortest(self, call: Callable[[], object]) -> float:
         """The shortest of a few calls, in seconds."""
@@ -182,12 +182,19 @@ class _Timed:
             call()
             marks.append((began, mark()))
         # a wait for a device with a limit, unlike that for its events
-        self.given.collective.on_host(torch.zeros(1, device=self.device), op=Operation("measuring attention"))
+        self.collective.on_host(torch.zeros(1, device=self.device), op=Operation("measuring attention"))
         return min(seconds_between(began, ended) for began, ended in marks)
 
 
-def _kernel_seconds(timed: _Timed, heads: Heads, rows: int, tokens: int) -> list[float]:
-    """Seconds of a call without its products, and of a piece's products, forward and then backward."""
+def kernel_seconds(timed: Timed, heads: Heads, rows: int, tokens: int) -> list[float]:
+    """Seconds of a call without its products, and of a piece's products, forward and then backward.
+
+    Args:
+        timed: Times calls.
+        heads: The attention.
+        rows: Sequences.
+        tokens: Of a slice.
+    """
     half = -(-tokens // 2)
     # zeros: times do not depend on values, and training draws no other numbers than without this
     query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype, device=timed.device)
@@ -205,9 +212,8 @@ def _kernel_seconds(timed: _Timed, heads: Heads, rows: int, tokens: int) -> list
     return found
 
 
-def _transfer_seconds(timed: _Timed, heads: Heads, rows: int, tokens: int) -> float:
+def _transfer_seconds(timed: Timed, given: TrainingPass, heads: Heads, rows: int, tokens: int) -> float:
     """Seconds in which a slice of queries goes to the next rank, while all ranks send one."""
-    given = timed.given
     here = list(given.ranks).index(given.collective.rank)
     to, of = (given.ranks[(here + step) % len(given.ranks)] for step in (1, -1))
     query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype, device=timed.device)

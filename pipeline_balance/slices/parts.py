@@ -50,15 +50,23 @@ class Sliced:
     """
 
     def __init__(self, slicing: SliceOptions) -> None:
-        self.slices = slicing.slices
-        self._uneven, self._given = slicing.balance == "uneven", slicing.crossover_tokens
-        self.exchanging = Exchanging(slicing) if slicing.exchanges else None
+        self.follow(slicing)
         # of the training pass that runs
         self._exchanger: Exchanger | None = None
         self.offloader = Offloader(slicing) if slicing.offloads else None
         self.store = ChunkStore()
         # by unit or kind of layer, and all else that types depend on
         self._attentions: dict[object, tuple[Heads, ...]] = {}
+
+    def follow(self, slicing: SliceOptions) -> None:
+        """Cut sequences by these options from now on.
+
+        Args:
+            slicing: How sequences are cut.
+        """
+        self.slices = slicing.slices
+        self._uneven, self._given = slicing.balance == "uneven", slicing.crossover_tokens
+        self.exchanging = Exchanging(slicing) if slicing.exchanges else None
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
@@ -206,7 +214,7 @@ class Sliced:
                     # costs are measured per slice, and compared per microbatch
                     share=(stop - start) / tokens,
                     whole=whole,
-                    unit=Unit(whole.number, number, self.slices, documents, starts),
+                    unit=Unit(whole.number, number, len(starts) - 1, documents, starts),
                     start=start,
                     stop=stop,
                 )

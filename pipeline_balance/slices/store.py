@@ -241,6 +241,11 @@ class ChunkStore:
         """Chunks that are alive."""
         return sum(not chunk.gone for line in self._lines.values() for chunk in line.chunks)
 
+    def outputs(self) -> list[Tensor]:
+        """What the attentions of all chunks gave, as far as it is kept."""
+        chunks = [chunk for line in self._lines.values() for chunk in line.chunks]
+        return [t for chunk in chunks for t in (chunk.out, chunk.lse) if t is not None]
+
     @property
     def n_bytes(self) -> int:
         """Memory of keys, values and their gradients, in use or kept for the next step."""

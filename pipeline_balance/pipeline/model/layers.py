@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from pipeline_balance.pipeline.model.shapes import output_of
 from pipeline_balance.pipeline.model.vocabulary import Vocabulary, check_plain, made_up_labels, not_plain
 from pipeline_balance.schedules.actions import Action, Schedule
+from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 
@@ -78,6 +79,23 @@ class TrainingPass:
     parts: Sequence[Microbatch]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NextBatch:
+    """A batch that is about to be trained, and by whom.
+
+    Attributes:
+        world: Over all ranks, of all replicas.
+        collective: Over the ranks of this replica.
+        stage_map: Which of those runs which units.
+        parts: Microbatches, or what they were cut into; none where a process has no stages.
+    """
+
+    world: Collective
+    collective: Collective
+    stage_map: StageMap
+    parts: Sequence[Microbatch]
+
+
 class Slicing(Protocol):
     """How microbatches are cut into `slices`, and in which order these pass the stages."""
 
@@ -100,7 +118,7 @@ class Slicing(Protocol):
         ...
 
 
-class Slicer(Slicing, Protocol):
+class Slicer(Protocol):
     """Options of slices, which name the module that makes the models that run by them.
 
     Its `chain(slices, layers, loss_fn, **options)` is as `ModuleChain`, its `transformers(slices, model, **options)` as
@@ -121,6 +139,7 @@ class PipelineModel(ABC):
         slicing: How microbatches are cut into slices; None where they pass the stages whole.
         vocabulary: The embedding and the head, of which every rank has some rows; None where they are whole. Then unit
             0 is given what the embedding finds, and the last unit returns what the head would get.
+        asks: Whether the batch that was cut last is to be cut otherwise, which `choose` finds out.
         metered: Whether times and memory of its units are measured.
         leads: Whether this process reports the loss, of those that compute the same one.
         watched: Whether the coming training pass is watched for losses that layers compute and nobody adds. A
@@ -131,6 +150,7 @@ class PipelineModel(ABC):
     units: tuple[nn.Module, ...]
     slicing: Slicing | None = None
     vocabulary: Vocabulary | None = None
+    asks: bool = False
     metered: bool = True
     leads: bool = True
     watched: bool = False
@@ -164,6 +184,13 @@ class PipelineModel(ABC):
     def working(self, microbatch: Microbatch) -> Iterator[None]:
         """The context in which a stage's forward and its backward run."""
         yield
+
+    def begin_batch(self, world: Collective, stage_map: StageMap) -> None:  # noqa: B027 - most models cut all alike
+        """A batch is about to be cut for training, by these ranks and stages."""
+
+    def choose(self, given: NextBatch) -> None:
+        """Choose how batches like this one are cut; collective over all ranks, the same on all."""
+        raise NotImplementedError
 
     def begin_pass(self, given: TrainingPass) -> None:  # noqa: B027 - most models need no more than their microbatches
         """A training pass begins on this rank, which runs a stage."""

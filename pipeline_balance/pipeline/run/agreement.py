@@ -57,6 +57,7 @@ class Passing:
         counted: How many labels count; once agreed on, of all replicas.
         data: A digest of inputs and labels.
         rows: The largest microbatch's size; once agreed on, of all replicas.
+        asks: Whether the model is to choose first how it is cut; once agreed on, whether any rank says so.
     """
 
     microbatches: int
@@ -65,6 +66,7 @@ class Passing:
     counted: float
     data: int
     rows: int
+    asks: bool = False
 
     @classmethod
     def nothing(cls) -> Passing:
@@ -114,6 +116,7 @@ def batch_of(
         counted=sum(model.counted(part) for part in parts),
         data=number_of(" ".join(checksums)),
         rows=max((next(iter(part.inputs.values())).shape[0] for part in parts), default=0),
+        asks=model.asks,
     )
 
 
@@ -305,7 +308,7 @@ def agree_on_batch(
     ]
     # one gather for everything: the bits of a float64 travel as an integer
     count = int(torch.tensor(passing.counted, dtype=torch.float64).view(torch.int64))
-    row = torch.tensor([int(failed is not None), *mine, passing.rows, count], dtype=torch.int64)
+    row = torch.tensor([int(failed is not None), *mine, int(passing.asks), passing.rows, count], dtype=torch.int64)
     every = groups.world.all_gather(row, op=Operation("agreeing on a batch"))
     if every[:, 0].any():
         # reasons are texts, so they travel only where there are some
@@ -326,7 +329,7 @@ def agree_on_batch(
             raise SpecError(f"ranks {differ} {what} than rank {first[differ[0]]}")
     # one rank of each replica, as all ranks of a replica count the same labels
     counted = float(every[[row[0] for row in grid.rows], -1].view(torch.float64).sum())
-    return replace(passing, counted=counted, rows=int(every[:, -2].amax()))
+    return replace(passing, counted=counted, rows=int(every[:, -2].amax()), asks=bool(every[:, -3].any()))
 
 
 def agree_on_model(

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipeline_balance.pipeline.model.layers import Batch, Labels
+from pipeline_balance.pipeline.model.layers import Batch, Labels, NextBatch
 from pipeline_balance.pipeline.model.ownership import Ownership, sum_of_bits
 from pipeline_balance.pipeline.run.agreement import Passing, actions_of, agree_on_batch, batch_of
 from pipeline_balance.pipeline.run.executor import Run
@@ -143,11 +143,19 @@ class Passes:
                 raise inputs
             if self.groups.spare:
                 return Passing.nothing()
+            self.owned.model.begin_batch(self.groups.world, self.now.stage_map)
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.owned.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        actions = actions_of(self.now.executor if self.groups.replicas > 1 else None, training=True)
-        passing = self._agree(prepare, (*arguments, scaler is None), actions)
+        def agreed() -> Passing:
+            actions = actions_of(self.now.executor if self.groups.replicas > 1 else None, training=True)
+            return self._agree(prepare, (*arguments, scaler is None), actions)
+
+        passing = agreed()
+        if passing.asks:
+            # only now, as all ranks have the same batch: choosing is collective
+            self._choose(passing)
+            passing = agreed()
         # on a device waits end at once, and its stream waits: nothing to be noted on the host
         self.meter.noted.meet(self.progress.updates, enabled=self.meter.enabled and self.config.device.type == "cpu")
         # not before all ranks agree: an error must leave the gradients as they were
@@ -164,6 +172,15 @@ class Passes:
             self.progress.divisor = passing.counted or 1
         self.progress.rows = passing.rows
         return passing
+
+    def _choose(self, passing: Passing) -> None:
+        """Let the model choose how such batches are cut, and make the stages that run them; collective."""
+        groups, stage_map = self.groups, self.now.stage_map
+        self.owned.model.choose(
+            NextBatch(world=groups.world, collective=groups.collective, stage_map=stage_map, parts=passing.parts)
+        )
+        # in between two batches an executor keeps nothing that the next one needs
+        self.go_on(self.builder.build(stage_map, self.now.durations), self.owners)
 
     def _agree(
         self, prepare: Callable[[], Passing], given: tuple[Any, ...], actions: Callable[[Passing], str]

@@ -1,0 +1,383 @@
+"""Models whose slices are chosen while they train: pieces are timed on all ranks, and all take the same candidate.
+
+Shape legend: L units, P ranks, V stages per rank, N slices.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.maps.compare import dense_ranks
+from pipeline_balance.pipeline.model.expert_layers import expert_layers
+from pipeline_balance.pipeline.model.layers import LossFn, Microbatch, NextBatch, labels_of
+from pipeline_balance.pipeline.run.agreement import from_all
+from pipeline_balance.schedules.actions import Schedule, ScheduleError
+from pipeline_balance.slices.adapter import SlicedTransformers
+from pipeline_balance.slices.alone import check_limits
+from pipeline_balance.slices.chain import SlicedChain
+from pipeline_balance.slices.choice import (
+    AutoSlices,
+    Choice,
+    Setting,
+    SliceCosts,
+    SliceSeconds,
+    UnitCosts,
+    choose,
+)
+from pipeline_balance.slices.exchanging import shortest
+from pipeline_balance.slices.interface import Window
+from pipeline_balance.slices.options import Recompute, SliceOptions
+from pipeline_balance.slices.parts import SlicePart, part_of
+from pipeline_balance.slices.pieces import Pieces, tokens_of
+from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective
+from prophet.ranks.json_messages import gather_json
+from prophet.ranks.operation import Operation
+
+_log = logging.getLogger(__name__)
+# Of the two messages from whose times latency and seconds per byte follow
+_SMALL_BYTES, _LARGE_BYTES = 1 << 14, 1 << 20
+
+
+class InForce:
+    """The slices in force where they are chosen.
+
+    Attributes:
+        asked: What is named, and what is to be chosen.
+        now: What is in force.
+        choice: The latest choice, with its reason and all candidates; None before the first.
+        costs: What it rests on.
+
+    Args:
+        asked: See above.
+    """
+
+    def __init__(self, asked: AutoSlices) -> None:
+        self.asked, self.now = asked, asked.whole()
+        self.choice: Choice | None = None
+        self.costs: SliceCosts | None = asked.costs
+
+    def __str__(self) -> str:
+        # what ranks compare when they meet: one that joins has chosen nothing yet
+        return str(self.asked)
+
+    @property
+    def slices(self) -> int:
+        """N, at the moment."""
+        return self.now.slices
+
+    @property
+    def stages_per_rank(self) -> int:
+        """V."""
+        return self.now.stages_per_rank
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Raise `SpecError` unless stages on these ranks [S] can run in some number of slices."""
+        replace(self.now, slices=len(set(ranks))).check(ranks)
+
+    def schedule(self, ranks: Sequence[int], microbatches: int) -> Schedule:
+        """The order of all slices over stages on `ranks` [S]."""
+        try:
+            return self.now.schedule(ranks, microbatches)
+        except ScheduleError:
+            # of these ranks nothing is chosen yet, which comes before anything runs
+            return replace(self.now, slices=len(set(ranks))).schedule(ranks, microbatches)
+
+
+class Choosing(Pieces):
+    """A model in slices that are chosen; goes before `SlicedTransformers` or `SlicedChain` among the bases.
+
+    Attributes:
+        chosen: The slices in force.
+    """
+
+    chosen: InForce
+
+    def _begin(self, asked: AutoSlices, options: dict[str, Any]) -> SliceOptions:
+        """What slices begin with; raises `SpecError` for `options` of which nothing can be measured alone."""
+        if options.get("split_vocabulary"):
+            raise SpecError(
+                "slices that are chosen time every layer alone, and a split vocabulary is computed by all ranks "
+                "together: give SliceOptions(...), or leave out split_vocabulary"
+            )
+        # lengths of sequences for which they were chosen, on which ranks and stages
+        self._chosen_for: frozenset[int] = frozenset()
+        self._at: tuple[ref[Collective], StageMap] | None = None
+        self.asked, self.chosen = asked, InForce(asked)
+        return self.chosen.now
+
+    def look(self) -> None:
+        super().look()
+        check_limits(self.units)
+        shared = sorted({unit for unit, _, _ in expert_layers(self.units)})
+        if shared:
+            raise SpecError(
+                f"slices that are chosen time every layer alone, and layer {shared[0]} shares experts with other "
+                "ranks: give SliceOptions(...)"
+            )
+
+    # --- cutting -----------------------------------------------------------------------------------------------
+
+    def begin_batch(self, world: Collective, stage_map: StageMap) -> None:
+        self.asks = False
+        if self._at is None or self._at[0]() is not world or self._at[1] != stage_map:
+            self._chosen_for = frozenset()
+        self._at = ref(world), stage_map
+
+    def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
+        tokens = tokens_of(microbatch)
+        if not torch.is_grad_enabled():
+            # what is only evaluated may have any length
+            fits = self._divides(tokens)
+        else:
+            fits = tokens in self._chosen_for
+            self.asks = self.asks or not fits
+        with nullcontext() if fits else self.cutting(self.asked.whole()):
+            return super().sliced(microbatch)
+
+    def _divides(self, tokens: int) -> bool:
+        try:
+            self.starts(tokens)
+        except SpecError:
+            return False
+        return True
+
+    # --- choosing ----------------------------------------------------------------------------------------------
+
+    def choose(self, given: NextBatch) -> None:
+        asked, stage_map = self.asked, given.stage_map
+        every = from_all(lambda: self._figures(given), given.world, Operation("measuring pieces of slices"), waits=True)
+        lengths = sorted({tokens for row in every for tokens in row["tokens"]})
+        costs = asked.costs if asked.costs is not None else self._merged(every, self._links(given))
+        used = stage_map.used_ranks
+        setting = Setting(
+            stages=tuple(tuple(stage_map.layers_of(s)) for s in range(stage_map.stages)),
+            ranks=tuple(dense_ranks(stage_map).ranks),
+            # replicas cut their batches into equally many
+            tokens=tuple(map(max, zip(*(row["tokens"] for row in every), strict=True))),
+            lengths=tuple(lengths),
+            memory_bytes=tuple(_limit(every, rank, asked.memory_bytes) for rank in used),
+        )
+        choice = choose(asked, costs, setting)
+        self.chosen.choice, self.chosen.costs, self.chosen.now = choice, costs, choice.options
+        self.follow(choice.options)
+        self._chosen_for = frozenset(lengths)
+        if given.world.rank == 0:
+            _log.info("sequences of %s tokens: %s", ", ".join(map(str, lengths)), choice)
+
+    def _figures(self, given: NextBatch) -> dict[str, Any]:
+        """What this rank tells all others; local."""
+        whole = list({id(one): one for one in (part_of(part).whole for part in given.parts)}.values())
+        batch = [one for one in whole if one is not None]
+        found: dict[str, Any] = {"tokens": [tokens_of(one) for one in batch], "rank": given.collective.rank}
+        # one name is one memory
+        found |= {"host": socket.gethostname(), "free": free_bytes(self.device)}
+        mine = given.stage_map.layers_on(given.collective.rank)
+        here = [p for unit in mine for p in self.units[unit].parameters() if p.requires_grad]
+        # before the first step: gradients, and about twice as much of the optimizer's
+        found["to_come"] = 3 * sum(p.nbytes for p in here) if all(p.grad is None for p in here) else 0
+        asked = self.asked
+        if asked.costs is None:
+            room = asked.memory_bytes if asked.memory_bytes is not None else found["free"]
+            found |= self.measured(batch, mine, len(given.stage_map.used_ranks), room)
+        elif len(asked.costs.units) != len(self.units):
+            raise SpecError(f"costs are of {len(asked.costs.units)} layers, the model has {len(self.units)}")
+        return found
+
+    def _merged(self, every: Sequence[dict[str, Any]], links: tuple[float, float]) -> SliceCosts:
+        """The slowest rank's figures of everything."""
+        units = []
+        for unit in range(len(self.units)):
+            told = [row["units"][str(unit)] for row in every if str(unit) in row["units"]]
+            # replicas may have measured other lengths
+            seconds: dict[int, list[list[float]]] = {}
+            for one in told:
+                for tokens, *figures in one["seconds"]:
+                    seconds.setdefault(tokens, []).append(figures)
+            modes = [how for how in get_args(Recompute) if all(how in one["kept"] for one in told)]
+            units.append(
+                UnitCosts(
+                    lengths=tuple(
+                        SliceSeconds(
+                            tokens=tokens,
+                            forward_s=max(row[0] for row in rows),
+                            backward_s=max(row[1] for row in rows),
+                            forward_column_s=max(row[2] for row in rows),
+                            backward_column_s=max(row[3] for row in rows),
+                        )
+                        for tokens, rows in sorted(seconds.items())
+                    ),
+                    kept_bytes={how: max(one["kept"][how] for one in told) for how in modes},
+                    again_s={how: max(one["again"].get(how, 0.0) for one in told) for how in modes},
+                    gradient_bytes=max(one["gradients"] for one in told),
+                    attentions=told[0]["attentions"],
+                    window=told[0]["window"],
+                )
+            )
+        first = every[0]
+        exchanges = all(row["exchanges"] for row in every)
+        return SliceCosts(
+            units=tuple(units),
+            boundary_bytes=max(row["boundary"] for row in every),
+            latency_s=links[0],
+            byte_s=links[1],
+            heads=tuple(first["heads"]),
+            query_bytes=max(row["queries"] for row in every) if exchanges else 0.0,
+            call_s=(max(row["calls"][0] for row in every), max(row["calls"][1] for row in every)),
+            wide=first["wide"],
+        )
+
+    def _links(self, given: NextBatch) -> tuple[float, float]:
+        """Latency of a message between stages, and seconds per byte; collective."""
+        used, here = given.stage_map.used_ranks, given.collective.rank
+        found = [0.0, 0.0]
+        if len(used) > 1 and here in used:
+            at = used.index(here)
+            to, of = used[(at + 1) % len(used)], used[at - 1]
+            op = Operation("measuring messages between stages")
+
+            def turn(sent: Tensor, come: Tensor) -> Tensor:
+                return given.collective.exchange([(to, sent)], [(of, come)], op=op).wait()
+
+            taken = []
+            for size in (_SMALL_BYTES, _LARGE_BYTES):
+                sent = torch.zeros(size, dtype=torch.uint8, device=self.device)
+                call = partial(turn, sent, torch.empty_like(sent))
+                # links are made at the first message
+                call()
+                taken.append(shortest(call))
+            byte_s = max(taken[1] - taken[0], 0.0) / (_LARGE_BYTES - _SMALL_BYTES)
+            found = [max(taken[0] - byte_s * _SMALL_BYTES, 0.0), byte_s]
+        every = gather_json(found, given.world, Operation("comparing measured messages"))
+        return max(row[0] for row in every), max(row[1] for row in every)
+
+
+class ChosenTransformers(Choosing, SlicedTransformers):
+    """A transformers model in slices that are chosen.
+
+    Args:
+        model: The model.
+        asked: What is named, and what is to be chosen.
+        **options: Those of `TransformersModel`.
+    """
+
+    def __init__(self, model: nn.Module, asked: AutoSlices, **options: Any) -> None:
+        SlicedTransformers.__init__(self, model, self._begin(asked, options), **options)
+        self.slicing = self.chosen
+
+    def follow(self, slicing: SliceOptions) -> None:
+        super().follow(slicing)
+        self.recompute = slicing.recompute
+
+    def _ready(self, part: SlicePart) -> None:
+        self.recorded(part)
+        if not part.slice and part.whole is not None:
+            # a piece is run again and again, a microbatch once
+            part.whole.kept.pop("routers", None)
+
+    def _arguments(self, unit: int, part: SlicePart) -> Sequence[Any]:
+        return self.recorded(part).calls[unit - 1].leaves if 0 < unit <= len(self.layers) else ()
+
+    def _kind(self, unit: int) -> object:
+        weights = tuple(p.requires_grad for p in self.units[unit].parameters())
+        return (self._kinds[unit - 1], weights) if 0 < unit <= len(self.layers) else -unit - 1
+
+    def _window(self, unit: int, whole: Microbatch) -> int | None:
+        if not 0 < unit <= len(self.layers):
+            return None
+        leaves = self._whole(whole)[0].calls[unit - 1].leaves
+        return next((int(leaf) for leaf in leaves if isinstance(leaf, Window)), None)
+
+    @contextmanager
+    def _recomputing(self, how: Recompute) -> Iterator[None]:
+        before = self.recompute
+        self.recompute = how
+        # parts that may not run twice are found where shapes are asked for
+        self._outputs.clear()
+        try:
+            self.look()
+            yield
+        finally:
+            self.recompute = before
+            self._outputs.clear()
+
+
+class ChosenChain(Choosing, SlicedChain):
+    """Modules in a row, in slices that are chosen; see `SlicedChain`.
+
+    Args:
+        layers: The modules.
+        loss_fn: As there.
+        asked: What is named, and what is to be chosen.
+        **options: Those of `ModuleChain`.
+    """
+
+    def __init__(
+        self, layers: nn.Module | Sequence[nn.Module], loss_fn: LossFn, asked: AutoSlices, **options: Any
+    ) -> None:
+        if options.get("counted") is None:
+            # by tokens, whatever is chosen: a loss must not depend on it
+            options["counted"] = labels_of(loss_fn, tokens=True)
+        SlicedChain.__init__(self, layers, loss_fn, self._begin(asked, options), **options)
+        self.slicing = self.chosen
+
+    def _ready(self, part: SlicePart) -> None:
+        self.activations(part)
+
+    def _arguments(self, unit: int, part: SlicePart) -> Sequence[Any]:
+        return ()
+
+    def _kind(self, unit: int) -> object:
+        return type(self.units[unit]), tuple((p.shape, p.dtype, p.requires_grad) for p in self.units[unit].parameters())
+
+    def _window(self, unit: int, whole: Microbatch) -> int | None:
+        windows = [one.window for one in self.attentions(unit)]
+        seen = [window for window in windows if window is not None]
+        return max(seen) if seen and len(seen) == len(windows) else None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that `device`, or the machine, has free; None where that is not known."""
+    if device.type != "cpu":
+        asks = getattr(torch.get_device_module(device), "mem_get_info", None)
+        return int(asks(device)[0]) if asks is not None else None
+    found: list[int] = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        return None
+    folder = Path("/sys/fs/cgroup")
+    try:
+        # a container may have less than the machine
+        most = (folder / "memory.max").read_text(encoding="utf-8").strip()
+        if most != "max":
+            found.append(int(most) - int((folder / "memory.current").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        pass
+    return max(min(found), 0) if found else None
+
+
+def _limit(every: Sequence[dict[str, Any]], rank: int, named: int | None) -> int | None:
+    """What the ranks of all replicas with this place may hold: what was named, or an equal part of what is free."""
+    if named is not None:
+        return named
+    found = []
+    for row in [row for row in every if row["rank"] == rank]:
+        beside = [other for other in every if other["host"] == row["host"]]
+        free = [other["free"] for other in beside if other["free"] is not None]
+        if free:
+            found.append(max(min(free) // len(beside) - row["to_come"], 0))
+    return min(found, default=None)

@@ -1,0 +1,289 @@
+"""Pieces of a model in slices, run alone: what a unit takes and keeps on one slice, and on the slice after it.
+
+Shape legend: L units, P ranks, T tokens of a slice. A piece is one unit on one slice of T tokens that begins a
+sequence, and on the one after it, forward and backward, as a step runs them. What the second takes more is attention to
+T earlier tokens. Nothing of the training state is touched.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.model.layers import Activations, Microbatch, PipelineModel
+from pipeline_balance.slices.alone import made_up
+from pipeline_balance.slices.choice import AutoSlices, measured_lengths
+from pipeline_balance.slices.exchanging import kernel_seconds
+from pipeline_balance.slices.kernel import Heads
+from pipeline_balance.slices.options import Recompute, SliceOptions
+from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
+from pipeline_balance.slices.store import ChunkStore, active
+from prophet.errors import SpecError
+from prophet.trials import trying
+
+# The smallest of so many times counts; long slices are timed twice
+_REPEATS = 3
+
+
+class Pieces(Sliced, PipelineModel):
+    """A model whose units can be run alone; goes before what runs it in slices among the bases.
+
+    Attributes:
+        asked: Which slices may be chosen.
+        device: Where this rank computes.
+    """
+
+    asked: AutoSlices
+    device: torch.device
+
+    @contextmanager
+    def cutting(self, options: SliceOptions) -> Iterator[None]:
+        """Within this context sequences are cut by other options, and pass as they are."""
+        before = self.slices, self._uneven, self._given, self.exchanging
+        Sliced.follow(self, options)
+        try:
+            yield
+        finally:
+            self.slices, self._uneven, self._given, self.exchanging = before
+
+    @abstractmethod
+    def _ready(self, part: SlicePart) -> None:
+        """Have what running a part needs besides, which all of its units share."""
+
+    @abstractmethod
+    def _arguments(self, unit: int, part: SlicePart) -> Sequence[Any]:
+        """What a unit is given that others are given, too: it counts for none of them."""
+
+    @abstractmethod
+    def _kind(self, unit: int) -> object:
+        """Units of one kind are measured once."""
+
+    @abstractmethod
+    def _window(self, unit: int, whole: Microbatch) -> int | None:
+        """How many tokens a token of the batch sees in a unit; None: all before it."""
+
+    def _recomputing(self, how: Recompute) -> Any:
+        """A context in which layers keep what `how` says; raises `SpecError` where they cannot."""
+        raise SpecError(f"recompute={how!r} is for transformers models")
+
+    def measured(
+        self, batch: Sequence[Microbatch], mine: Sequence[int], ranks: int, room: int | None
+    ) -> dict[str, Any]:
+        """Figures of this rank's units; local.
+
+        Args:
+            batch: Microbatches.
+            mine: Units of this rank.
+            ranks: P.
+            room: Bytes that pieces may take.
+        """
+        asked = self.asked
+        whole = max(batch, key=lambda one: (tokens_of(one), next(iter(one.inputs.values())).shape[0]))
+        lengths = measured_lengths(asked, ranks, [tokens_of(one) for one in batch])
+        found: dict[str, Any] = {"units": {}, "exchanges": False, "heads": (1, 1), "queries": 0.0, "calls": (0.0, 0.0)}
+        with trying(), _same_buffers(self.root):
+            pieces = {tokens: self._parts(whole, tokens) for tokens in lengths}
+            last = pieces[lengths[-1]][0]
+            shapes = self.activations(last)
+            boundaries = [sum(t.numel() * t.element_size() for t in row) for row in shapes[1:-1]]
+            found["boundary"] = max(boundaries, default=0) / lengths[-1]
+            every = [one for unit in range(len(self.units)) for one in self.attentions(unit)]
+            found["wide"] = max((one.wide.itemsize // one.dtype.itemsize for one in every), default=1)
+            if every and ranks > 1 and asked.balance in ("auto", "exchange"):
+                found |= self._exchanged(whole, every[0], lengths)
+            kinds: dict[object, dict[str, Any]] = {}
+            for unit in mine:
+                window = self._window(unit, whole)
+                key = self._kind(unit), window, tuple(t.requires_grad for t in shapes[unit])
+                if key not in kinds:
+                    kinds[key] = self._piece_costs(unit, whole, pieces, window, room)
+                found["units"][str(unit)] = kinds[key]
+        return found
+
+    def _exchanged(self, whole: Microbatch, heads: Heads, lengths: Sequence[int]) -> dict[str, Any]:
+        """What attention's kernel and its queries take, where attention may be exchanged."""
+        tokens = tokens_of(whole) // 2 * 2
+        try:
+            with self.cutting(SliceOptions(2, order="aligned", balance="exchange")):
+                super().sliced(_narrowed(whole, tokens))
+        except SpecError:
+            # a window, a soft cap, frozen layers
+            return {}
+        rows = next(iter(whole.inputs.values())).shape[0]
+        forward_s, _, backward_s, _ = kernel_seconds(heads, rows, lengths[len(lengths) // 2])
+        queries = rows * heads.queries * heads.width * heads.dtype.itemsize
+        return {
+            "exchanges": True,
+            "heads": (heads.queries, heads.keys),
+            "queries": float(queries),
+            "calls": (forward_s, backward_s),
+        }
+
+    def _parts(self, whole: Microbatch, tokens: int) -> list[SlicePart]:
+        """The first two slices of so many tokens, as a microbatch of their own; one where there is no second."""
+        slices = 2 if 2 * tokens <= tokens_of(whole) else 1
+        with self.cutting(SliceOptions(slices)):
+            return [part_of(part) for part in super().sliced(_narrowed(whole, slices * tokens))]
+
+    def _piece_costs(
+        self,
+        unit: int,
+        whole: Microbatch,
+        pieces: dict[int, list[SlicePart]],
+        window: int | None,
+        room: int | None,
+    ) -> dict[str, Any]:
+        """What a unit costs, as `UnitCosts` has it."""
+        lengths = [*pieces]
+        counted = self._piece(unit, pieces[lengths[0]], count=True)
+        kept, again = {"none": counted.kept_bytes / lengths[0]}, {}
+        found: dict[str, Any] = {"gradients": counted.gradient_bytes / lengths[0], "window": window}
+        found["attentions"], found["seconds"] = len(self.attentions(unit)), []
+        for tokens, parts in pieces.items():
+            # a piece that would not fit shows nothing: no candidate with it would
+            if tokens > lengths[0] and room is not None and kept["none"] * tokens * len(parts) > room / 2:
+                break
+            best = self._fastest(unit, parts, repeats=_REPEATS if len(parts) > 1 else 2)
+            columns = min(tokens, window - 1 if window is not None else tokens)
+            more = [0.0, 0.0]
+            if len(parts) > 1 and columns and self.attentions(unit):
+                more = [max(b - a, 0.0) / columns for a, b in zip(*best, strict=True)]
+            found["seconds"].append([tokens, *best[0], *more])
+        wanted = get_args(Recompute) if self.asked.recompute == "auto" else [self.asked.recompute]
+        middle = lengths[(len(found["seconds"]) - 1) // 2]
+        plain_s = found["seconds"][lengths.index(middle)][2]
+        for how in [how for how in wanted if how != "none" and self.attentions(unit)]:
+            try:
+                with self._recomputing(how):
+                    short = self._piece(unit, self._parts(whole, lengths[0])[:1], count=True)
+                    taken = self._fastest(unit, self._parts(whole, middle)[:1], repeats=_REPEATS)[0][1]
+            except SpecError:
+                continue
+            kept[how], again[how] = short.kept_bytes / lengths[0], max(taken - plain_s, 0.0) / middle
+        return found | {"kept": kept, "again": again}
+
+    def _fastest(self, unit: int, parts: Sequence[SlicePart], repeats: int) -> list[list[float]]:
+        """By part, seconds forward and backward."""
+        taken = [self._piece(unit, parts).seconds for _ in range(repeats)]
+        return [[min(one[k][way] for one in taken) for way in (0, 1)] for k in range(len(parts))]
+
+    def _piece(self, unit: int, parts: Sequence[SlicePart], *, count: bool = False) -> _Piece:
+        """Run a unit on slices, forward in order and backward in reverse, as a step does."""
+        last, device = unit == len(self.units) - 1, self.device
+        weights = [p for p in self.units[unit].parameters() if p.requires_grad]
+        # weights' gradients are added up over slices, in float32 or better
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in weights]
+        store, piece, done = ChunkStore(), _Piece([[0.0, 0.0] for _ in parts]), list[tuple[Activations, Activations]]()
+        for number, part in enumerate(parts):
+            self._ready(part)
+            assert part.unit is not None
+            given = tuple(made_up(t, device).requires_grad_(t.requires_grad) for t in self.activations(part)[unit])
+            counting = count and number == 0
+            saved = _Saved([*self.units[unit].parameters(), *self._arguments(unit, part), *part.inputs.values()])
+            with self.working(part), active(store, part.unit), saved.counting() if counting else nullcontext():
+                began = time.perf_counter()
+                out = self.run(unit, given, part)
+                out = (self.loss(out, part),) if last else out
+                piece.seconds[number][0] = time.perf_counter() - began
+            if counting:
+                piece.kept_bytes = saved.bytes_with(store)
+            done.append((given, out))
+        for number in reversed(range(len(parts))):
+            given, out = done.pop()
+            flowing = [t for t in out if t.requires_grad]
+            wanted = [*(t for t in given if t.requires_grad), *weights]
+            if not flowing or not wanted:
+                continue
+            grads, part = [torch.ones_like(t) for t in flowing], parts[number]
+            assert part.unit is not None
+            with self.working(part), active(store, part.unit):
+                began = time.perf_counter()
+                found = torch.autograd.grad(flowing, wanted, grads, allow_unused=True)
+                for total, grad in zip(sums, found[len(wanted) - len(weights) :], strict=True):
+                    if grad is not None:
+                        total.add_(grad)
+                piece.seconds[number][1] = time.perf_counter() - began
+            piece.gradient_bytes = max(piece.gradient_bytes, store.gradient_bytes)
+        return piece
+
+
+@dataclass
+class _Piece:
+    """What running a unit on some slices has shown.
+
+    Attributes:
+        seconds: By slice, forward and backward.
+        kept_bytes: What the first slice keeps.
+        gradient_bytes: What gradients of its keys and values take.
+    """
+
+    seconds: list[list[float]]
+    kept_bytes: int = 0
+    gradient_bytes: int = 0
+
+
+class _Saved:
+    """Memory that autograd and chunks keep, every storage once, without that of `others`."""
+
+    def __init__(self, others: Sequence[Any]) -> None:
+        tensors = [t for t in others if isinstance(t, Tensor) and not t.is_meta]
+        self._others = {t.untyped_storage().data_ptr() for t in tensors}
+        self._bytes: dict[int, int] = {}
+
+    def counting(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._add(tensor)
+        # an output that is saved itself would hold its node
+        return tensor.detach()
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._others:
+            self._bytes[storage.data_ptr()] = storage.nbytes()
+
+    def bytes_with(self, store: ChunkStore) -> int:
+        """All of it, with what `store` keeps."""
+        for tensor in store.outputs():
+            self._add(tensor)
+        return sum(self._bytes.values()) + store.used_bytes
+
+
+def tokens_of(microbatch: Microbatch) -> int:
+    """Of its sequences; raises `SpecError` without labels of every token."""
+    labels = microbatch.labels
+    if labels is None or labels.dim() < 2:
+        raise SpecError("slices need labels of every token, [rows, tokens]")
+    return labels.shape[1]
+
+
+def _narrowed(whole: Microbatch, tokens: int) -> Microbatch:
+    """A microbatch of the first tokens, in which all labels count."""
+    assert whole.labels is not None
+    length, labels = whole.labels.shape[1], whole.labels[:, :tokens]
+    inputs = {n: t[:, :tokens] if t.dim() > 1 and t.shape[1] == length else t for n, t in whole.inputs.items()}
+    if (mask := inputs.get("attention_mask")) is not None:
+        inputs["attention_mask"] = torch.ones_like(mask)
+    return Microbatch(whole.number, inputs, labels if labels.is_floating_point() else labels.clamp(min=0))
+
+
+@contextmanager
+def _same_buffers(module: nn.Module) -> Iterator[None]:
+    """Within this context buffers may change; afterwards they are as before."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                # by comparison: an untouched one keeps torch's count of changes
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)

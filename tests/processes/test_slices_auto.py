@@ -1,0 +1,347 @@
+"""Chosen slices on real processes: the same choice on all ranks, loss and gradients of the whole model, no traces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="the models are transformers'")
+
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.slices import AutoSlices, SliceOptions
+from pipeline_balance.slices.choice import SliceCosts, SliceSeconds, UnitCosts
+from pipeline_balance.slices.choosing import Choosing
+from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError
+from tests.helpers import sliced_layers as own
+from tests.helpers.launch import run_gloo
+from tests.helpers.sliced_models import MICROBATCHES, adam, alone, apart, batch_of, model_of, no_update, whole_loss
+from tests.helpers.transformers_models import LAYERS
+
+UNITS = LAYERS + 2
+EXACT, SINGLE = 1e-10, 1e-5
+LENGTHS = (1, 2, 4, 8, 16)
+
+
+def costs(units: int = UNITS, fixed_s: float = 0.0, column_s: float = 0.0, **more: Any) -> SliceCosts:
+    """Figures for layers of which a token takes a second."""
+    seconds = tuple(
+        SliceSeconds(
+            tokens=t,
+            forward_s=fixed_s + t,
+            backward_s=2 * (fixed_s + t),
+            forward_column_s=column_s * t,
+            backward_column_s=2 * column_s * t,
+        )
+        for t in LENGTHS
+    )
+    kept = {"none": 40.0, "selective": 20.0, "full": 10.0}
+    again = {"selective": 0.5, "full": 1.0}
+    layer = UnitCosts(lengths=seconds, kept_bytes=kept, again_s=again, gradient_bytes=1.0, attentions=1)
+    end = UnitCosts(lengths=seconds, kept_bytes={"none": 40.0})
+    return SliceCosts(units=(end, *(layer,) * (units - 2), end), **more)
+
+
+def pipe_of(model: Any, slices: Any, **options: Any) -> ElasticPipeline:
+    given: dict[str, Any] = {"make_optimizer": no_update, "microbatches": MICROBATCHES, "timeout_s": 60.0, **options}
+    return ElasticPipeline.from_transformers(model, slices=slices, **given)
+
+
+def chosen(pipe: ElasticPipeline) -> SliceOptions:
+    assert isinstance(pipe.model, Choosing)
+    assert len(pipe.model.store) == 0
+    return pipe.model.chosen.now
+
+
+class Case:
+    """One model on one batch, and what is to be in force."""
+
+    def __init__(self, family: str, kind: str, slices: Any, want: dict[str, Any], **options: Any) -> None:
+        self.family, self.kind, self.slices, self.want, self.options = family, kind, slices, want, options
+
+    def model(self) -> Any:
+        return model_of(self.family, **self.options)
+
+
+FREE: dict[str, Any] = {"query_bytes": 1.0}
+CASES = [
+    # measured on these processes, whatever comes of it
+    Case("llama", "packed", "auto", {}),
+    Case("mixtral", "padded", AutoSlices(slices=4), {"slices": 4}, router_aux_loss_coef=3.0),
+    # and from figures that leave one choice
+    Case("llama", "plain", AutoSlices(costs=costs(fixed_s=1e3)), {"slices": 1}),
+    Case(
+        "llama",
+        "silent",
+        AutoSlices(slices=4, balance="exchange", costs=costs(column_s=1.0, **FREE)),
+        {"exchanges": True, "order": "aligned"},
+    ),
+    Case(
+        "qwen3",
+        "packed",
+        AutoSlices(recompute="full", costs=costs(column_s=1.0), memory_bytes=1 << 20),
+        {"recompute": "full"},
+        tied=True,
+    ),
+]
+
+
+def _one_step(rank: int, size: int, cases: list[Case]) -> list[tuple[float, float, dict[str, Tensor], str]]:
+    found = []
+    for case in cases:
+        pipe = pipe_of(model := case.model(), case.slices)
+        batch = batch_of(case.kind)
+        state = torch.get_rng_state()
+        losses = [pipe.step(*batch)]
+        assert torch.equal(state, torch.get_rng_state())
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and not p.is_meta}
+        losses.append(pipe.step(*batch))
+        assert losses[0] == losses[1]
+        found.append((losses[0], pipe.evaluate(*batch), grads, repr(chosen(pipe))))
+        assert {name: getattr(chosen(pipe), name) for name in case.want} == case.want
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (2, CASES),
+        pytest.param(1, CASES[:3], marks=pytest.mark.slow),
+        pytest.param(4, CASES[:1] + CASES[3:4], marks=pytest.mark.slow),
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_whole(size: int, cases: list[Case]) -> None:
+    results = run_gloo(_one_step, size, cases, timeout_s=300.0)
+    for i, case in enumerate(cases):
+        allowed = SINGLE if case.family == "mixtral" else EXACT
+        losses, want, _ = alone(case.model(), [case.kind], make=no_update)
+        evaluated = whole_loss(case.model(), case.kind)
+        seen: set[str] = set()
+        for loss, other, grads, now in (told[i] for told in results):
+            assert now == results[0][i][3]
+            assert abs(loss / losses[0] - 1) <= allowed
+            assert abs(other / evaluated - 1) <= allowed
+            assert apart(grads, want) <= allowed, case.family
+            seen |= grads.keys()
+        assert seen == want.keys()
+
+
+# --- measuring leaves no trace ----------------------------------------------------------------------------------
+
+
+def _own(slices: Any, replicas: int = 1, **options: Any) -> ElasticPipeline:
+    given: dict[str, Any] = {"make_optimizer": own.adam, "seed": own.SEED, "timeout_s": 60.0, **options}
+    return ElasticPipeline.from_modules(
+        own.layers(),
+        own.loss_fn,
+        counted=own.counted,
+        slices=slices,
+        microbatches=own.PARTS // replicas,
+        replicas=replicas,
+        **given,
+    )
+
+
+def _twins(rank: int, size: int, replicas: int) -> tuple[list[float], list[float], str]:
+    """Updates by slices that are chosen, and by the same ones named from the start."""
+
+    def run(slices: Any) -> tuple[list[float], ElasticPipeline]:
+        pipe = _own(slices, replicas)
+        losses = []
+        for update in range(3):
+            inputs, labels = own.batch(update, 0)
+            rows = len(labels) // replicas
+            mine = slice(pipe.replica * rows, (pipe.replica + 1) * rows)
+            loss = pipe.step({n: t[mine] for n, t in inputs.items()}, labels[mine], max_norm=own.MAX_NORM)
+            losses.append(loss)
+        return losses, pipe
+
+    first, pipe = run(AutoSlices(slices=4, balance="auto", order="auto"))
+    now = chosen(pipe)
+    return first, run(now)[0], repr(now)
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_training_goes_as_with_the_same_slices_named(size: int, replicas: int) -> None:
+    """Measuring draws no random numbers, though layers have dropout, and leaves weights and gradients alone."""
+    results = run_gloo(_twins, size, replicas, timeout_s=300.0)
+    for first, second, now in results:
+        assert now == results[0][2]
+        # with one seed and the same options, updates are equal to the last bit
+        assert first == second == results[0][0]
+
+
+# --- other batches, other stages --------------------------------------------------------------------------------
+
+
+def _changes(rank: int, size: int) -> list[Any]:
+    asked = AutoSlices(recompute="none", costs=costs(fixed_s=0.5))
+    pipe = pipe_of(model_of("llama"), asked)
+    found: list[Any] = []
+    log: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pipeline_balance.slices.choosing")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    # evaluation comes first here, and nothing is chosen for it
+    assert isinstance(pipe.model, Choosing)
+    pipe.evaluate(*batch_of(tokens=11))
+    assert pipe.model.chosen.choice is None
+    for tokens in (16, 16, 11, 16):
+        pipe.step(*batch_of(tokens=tokens))
+        found.append(
+            (tokens, chosen(pipe).slices, chosen(pipe).balance, pipe.model.chosen.choice is not None, len(log))
+        )
+    pipe.evaluate(*batch_of(tokens=7))
+    pipe.rebuild(StageMap((0, 1, UNITS), (0, 1)))
+    pipe.step(*batch_of())
+    found.append(len(log))
+    # all on one rank, which waits for nobody
+    pipe.rebuild(StageMap((0, UNITS), (0,)))
+    pipe.step(*batch_of())
+    return [*found, chosen(pipe).slices, log]
+
+
+def test_it_is_chosen_again_for_another_length_and_on_other_stages() -> None:
+    results = run_gloo(_changes, 2, timeout_s=300.0)
+    first, again, other, back, moved, alone_, log = results[0]
+    assert first[1] > 1
+    assert first[4] == again[4] == 1
+    # eleven tokens cannot be cut evenly
+    assert other[1] == 1 or other[2] == "uneven"
+    assert (other[4], back[4], moved, alone_) == (2, 3, 4, 1)
+    assert back[:3] == first[:3]
+    assert "sequences of 16 tokens" in log[0]
+    assert "s a step predicted" in log[0]
+    # one rank says it
+    assert results[1][-1] == []
+    assert results[1][:3] == [(*row[:4], 0) for row in results[0][:3]]
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except SpecError as error:
+        return str(error)
+    return "nothing"
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    tight = pipe_of(model_of("llama"), AutoSlices(costs=costs(), memory_bytes=8))
+    other = pipe_of(model_of("llama"), AutoSlices(costs=costs(units=3)))
+    uneven = pipe_of(model_of("llama"), AutoSlices(slices=5, balance="none", costs=costs()))
+    recurrent = nn.Sequential(*list(own.layers())[:-1], own.Recurrent(), list(own.layers())[-1])
+
+    def chain() -> None:
+        ElasticPipeline.from_modules(
+            recurrent, own.loss_fn, counted=own.counted, slices="auto", make_optimizer=own.adam, microbatches=own.PARTS
+        ).step(*own.batch(0, 0))
+
+    failing = _own("auto")
+    inputs, labels = own.batch(0, 0)
+    said = [
+        _error(lambda: tight.step(*batch_of())),
+        _error(lambda: other.step(*batch_of())),
+        _error(lambda: uneven.step(*batch_of())),
+        _error(chain),
+        _error(lambda: pipe_of(model_of("llama"), AutoSlices(memory_bytes=100 + rank))),
+        _error(lambda: pipe_of(model_of("llama"), "auto", split_vocabulary=True)),
+        _error(lambda: pipe_of(model_of("llama"), "other")),
+        # another length on one rank
+        _error(lambda: failing.step({n: t[:, rank:] for n, t in inputs.items()}, labels[:, rank:])),
+    ]
+    # nothing was lost: what is wrong with a batch is wrong with that batch
+    assert failing.step(inputs, labels) > 0
+    return said
+
+
+def test_what_cannot_be_is_one_error_on_all_ranks() -> None:
+    results = run_gloo(_refused, 2, timeout_s=300.0)
+    expected = [
+        "no slices fit in memory: the least need is",
+        "costs are of 3 layers, the model has",
+        "sequences of 16 tokens cannot be cut into 5 slices",
+        "computes other outputs for two slices",
+        "ranks [1] cut microbatches by",
+        "split vocabulary",
+        "expected pipeline_balance.slices.SliceOptions",
+        "have inputs of other shapes",
+    ]
+    for told in results:
+        assert told == results[0]
+        for says, wanted in zip(told, expected, strict=True):
+            assert wanted in says
+
+
+def _one_fails(rank: int, size: int) -> tuple[str, float]:
+    pipe = _own("auto")
+    assert isinstance(pipe.model, Choosing)
+    measured = pipe.model.measured
+
+    def fails(*given: Any) -> Any:
+        if rank == 1:
+            raise SpecError("asked to fail")
+        return measured(*given)
+
+    pipe.model.measured = fails  # type: ignore[method-assign]
+    said = _error(lambda: pipe.step(*own.batch(0, 0)))
+    pipe.model.measured = measured  # type: ignore[method-assign]
+    return said, pipe.step(*own.batch(0, 0))
+
+
+def test_a_rank_that_cannot_measure_is_named_on_all() -> None:
+    results = run_gloo(_one_fails, 2, timeout_s=120.0)
+    for said, loss in results:
+        assert "asked to fail" in said
+        assert "1" in said
+        assert loss == results[0][1] > 0
+
+
+# --- what is measured -------------------------------------------------------------------------------------------
+
+
+def _bytes(rank: int, size: int) -> tuple[dict[str, float], float, float]:
+    from benchmarks.slices.by_hand import Dims, chunk_gradient_bytes, kept_per_token
+
+    model = model_of("llama", torch.float32)
+    pipe = pipe_of(model, AutoSlices(slices=4), make_optimizer=adam)
+    pipe.step(*batch_of())
+    assert isinstance(pipe.model, Choosing)
+    found = pipe.model.chosen.costs
+    assert found is not None
+    layer, dims, rows = found.units[1], Dims.of(model.config), 2
+    for how in ("none", "selective", "full"):
+        by_hand = rows * sum(kept_per_token(dims, how).values())  # type: ignore[arg-type]
+        assert layer.kept_bytes[how] == by_hand, how
+    assert layer.gradient_bytes == chunk_gradient_bytes(dims, rows, 1, 1)
+    assert found.boundary_bytes == rows * dims.hidden * 4
+    assert all(one.forward_s > 0 and one.backward_s > 0 for unit in found.units for one in unit.lengths)
+    return dict(layer.kept_bytes), found.latency_s, found.byte_s
+
+
+def test_measured_bytes_are_those_counted_by_hand() -> None:
+    first, second = run_gloo(_bytes, 2, timeout_s=120.0)
+    assert first == second
+    assert first[1] > 0
+
+
+def test_a_job_says_slices_by_its_layout() -> None:
+    from pipeline_balance.elastic.adapters import Adapters
+
+    for asked in ("auto", AutoSlices(memory_bytes=1 << 30)):
+        with pytest.raises(SpecError, match="a layout says how many slices it has"):
+            Adapters(own.layers(), own.loss_fn, own.counted, asked, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_options_are_values() -> None:
+    assert replace(AutoSlices(), slices=4) == AutoSlices(slices=4)
