@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline_balance.slices.attention import attend
-    from pipeline_balance.slices.choice import AutoSlices
+    from pipeline_balance.slices.auto.choice import AutoSlices
     from pipeline_balance.slices.options import SliceOptions
 
 __all__ = ["AutoSlices", "SliceOptions", "attend"]
 
 # options are read without torch
 _MODULE_OF = {
-    "AutoSlices": "pipeline_balance.slices.choice",
+    "AutoSlices": "pipeline_balance.slices.auto.choice",
     "SliceOptions": "pipeline_balance.slices.options",
     "attend": "pipeline_balance.slices.attention",
 }

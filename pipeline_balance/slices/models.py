@@ -9,9 +9,9 @@ from torch import nn
 
 from pipeline_balance.pipeline.model.layers import LossFn, PipelineModel
 from pipeline_balance.slices.adapter import SlicedTransformers
+from pipeline_balance.slices.auto.choice import Auto, AutoSlices
+from pipeline_balance.slices.auto.choosing import ChosenChain, ChosenTransformers
 from pipeline_balance.slices.chain import SlicedChain
-from pipeline_balance.slices.choice import Auto, AutoSlices
-from pipeline_balance.slices.choosing import ChosenChain, ChosenTransformers
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.recompute import Recomputing
 from prophet.errors import SpecError

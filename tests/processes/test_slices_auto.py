@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices import AutoSlices, SliceOptions
-from pipeline_balance.slices.choice import SliceCosts, SliceSeconds, UnitCosts
-from pipeline_balance.slices.choosing import Choosing
+from pipeline_balance.slices.auto.choice import SliceCosts, SliceSeconds, UnitCosts
+from pipeline_balance.slices.auto.choosing import Choosing
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from tests.helpers import sliced_layers as own
@@ -187,7 +187,7 @@ def _changes(rank: int, size: int) -> list[Any]:
     log: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("pipeline_balance.slices.choosing")
+    logger = logging.getLogger("pipeline_balance.slices.auto.choosing")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     # evaluation comes first here, and nothing is chosen for it

@@ -19,7 +19,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from pipeline_balance.pipeline.model.shapes import output_of
 from pipeline_balance.pipeline.model.vocabulary import Vocabulary, check_plain, made_up_labels, not_plain
 from pipeline_balance.schedules.actions import Action, Schedule
-from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 
@@ -86,13 +85,15 @@ class NextBatch:
     Attributes:
         world: Over all ranks, of all replicas.
         collective: Over the ranks of this replica.
-        stage_map: Which of those runs which units.
+        stages: The units of every stage [S].
+        ranks: The rank of every stage in `collective` [S].
         parts: Microbatches, or what they were cut into; none where a process has no stages.
     """
 
     world: Collective
     collective: Collective
-    stage_map: StageMap
+    stages: Sequence[Sequence[int]]
+    ranks: Sequence[int]
     parts: Sequence[Microbatch]
 
 
@@ -185,8 +186,8 @@ class PipelineModel(ABC):
         """The context in which a stage's forward and its backward run."""
         yield
 
-    def begin_batch(self, world: Collective, stage_map: StageMap) -> None:  # noqa: B027 - most models cut all alike
-        """A batch is about to be cut for training, by these ranks and stages."""
+    def begin_batch(self, world: Collective, stages: object) -> None:  # noqa: B027 - most models cut all alike
+        """A batch is about to be cut for training, by these ranks and stages, which can be compared."""
 
     def choose(self, given: NextBatch) -> None:
         """Choose how batches like this one are cut; collective over all ranks, the same on all."""

@@ -177,7 +177,13 @@ class Passes:
         """Let the model choose how such batches are cut, and make the stages that run them; collective."""
         groups, stage_map = self.groups, self.now.stage_map
         self.owned.model.choose(
-            NextBatch(world=groups.world, collective=groups.collective, stage_map=stage_map, parts=passing.parts)
+            NextBatch(
+                world=groups.world,
+                collective=groups.collective,
+                stages=[stage_map.layers_of(s) for s in range(stage_map.stages)],
+                ranks=stage_map.ranks,
+                parts=passing.parts,
+            )
         )
         # in between two batches an executor keeps nothing that the next one needs
         self.go_on(self.builder.build(stage_map, self.now.durations), self.owners)

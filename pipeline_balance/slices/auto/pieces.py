@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model.layers import Activations, Microbatch, PipelineModel
 from pipeline_balance.slices.alone import made_up
-from pipeline_balance.slices.choice import AutoSlices, measured_lengths
+from pipeline_balance.slices.auto.choice import AutoSlices, measured_lengths
 from pipeline_balance.slices.exchanging import kernel_seconds
 from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import Recompute, SliceOptions
@@ -28,7 +28,7 @@ from pipeline_balance.slices.store import ChunkStore, active
 from prophet.errors import SpecError
 from prophet.trials import trying
 
-# The smallest of so many times counts; long slices are timed twice
+# The smallest of so many times counts, of long slices fewer
 _REPEATS = 3
 
 
@@ -150,7 +150,9 @@ class Pieces(Sliced, PipelineModel):
             # a piece that would not fit shows nothing: no candidate with it would
             if tokens > lengths[0] and room is not None and kept["none"] * tokens * len(parts) > room / 2:
                 break
-            best = self._fastest(unit, parts, repeats=_REPEATS if len(parts) > 1 else 2)
+            # all lengths together are to take about as long as four whole sequences
+            repeats = max(min(_REPEATS, lengths[-1] // (2 * tokens)), 1)
+            best = self._fastest(unit, parts, repeats)
             columns = min(tokens, window - 1 if window is not None else tokens)
             more = [0.0, 0.0]
             if len(parts) > 1 and columns and self.attentions(unit):
@@ -163,7 +165,7 @@ class Pieces(Sliced, PipelineModel):
             try:
                 with self._recomputing(how):
                     short = self._piece(unit, self._parts(whole, lengths[0])[:1], count=True)
-                    taken = self._fastest(unit, self._parts(whole, middle)[:1], repeats=_REPEATS)[0][1]
+                    taken = self._fastest(unit, self._parts(whole, middle)[:1], _REPEATS)[0][1]
             except SpecError:
                 continue
             kept[how], again[how] = short.kept_bytes / lengths[0], max(taken - plain_s, 0.0) / middle

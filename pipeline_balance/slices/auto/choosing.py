@@ -18,15 +18,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.maps.compare import dense_ranks
 from pipeline_balance.pipeline.model.expert_layers import expert_layers
 from pipeline_balance.pipeline.model.layers import LossFn, Microbatch, NextBatch, labels_of
 from pipeline_balance.pipeline.run.agreement import from_all
 from pipeline_balance.schedules.actions import Schedule, ScheduleError
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.alone import check_limits
-from pipeline_balance.slices.chain import SlicedChain
-from pipeline_balance.slices.choice import (
+from pipeline_balance.slices.auto.choice import (
     AutoSlices,
     Choice,
     Setting,
@@ -35,12 +33,12 @@ from pipeline_balance.slices.choice import (
     UnitCosts,
     choose,
 )
+from pipeline_balance.slices.auto.pieces import Pieces, tokens_of
+from pipeline_balance.slices.chain import SlicedChain
 from pipeline_balance.slices.exchanging import shortest
 from pipeline_balance.slices.interface import Window
 from pipeline_balance.slices.options import Recompute, SliceOptions
 from pipeline_balance.slices.parts import SlicePart, part_of
-from pipeline_balance.slices.pieces import Pieces, tokens_of
-from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.json_messages import gather_json
@@ -114,7 +112,7 @@ class Choosing(Pieces):
             )
         # lengths of sequences for which they were chosen, on which ranks and stages
         self._chosen_for: frozenset[int] = frozenset()
-        self._at: tuple[ref[Collective], StageMap] | None = None
+        self._at: tuple[ref[Collective], object] | None = None
         self.asked, self.chosen = asked, InForce(asked)
         return self.chosen.now
 
@@ -130,11 +128,11 @@ class Choosing(Pieces):
 
     # --- cutting -----------------------------------------------------------------------------------------------
 
-    def begin_batch(self, world: Collective, stage_map: StageMap) -> None:
+    def begin_batch(self, world: Collective, stages: object) -> None:
         self.asks = False
-        if self._at is None or self._at[0]() is not world or self._at[1] != stage_map:
+        if self._at is None or self._at[0]() is not world or self._at[1] != stages:
             self._chosen_for = frozenset()
-        self._at = ref(world), stage_map
+        self._at = ref(world), stages
 
     def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
         tokens = tokens_of(microbatch)
@@ -157,14 +155,13 @@ class Choosing(Pieces):
     # --- choosing ----------------------------------------------------------------------------------------------
 
     def choose(self, given: NextBatch) -> None:
-        asked, stage_map = self.asked, given.stage_map
+        asked, used = self.asked, sorted({*given.ranks})
         every = from_all(lambda: self._figures(given), given.world, Operation("measuring pieces of slices"), waits=True)
         lengths = sorted({tokens for row in every for tokens in row["tokens"]})
         costs = asked.costs if asked.costs is not None else self._merged(every, self._links(given))
-        used = stage_map.used_ranks
         setting = Setting(
-            stages=tuple(tuple(stage_map.layers_of(s)) for s in range(stage_map.stages)),
-            ranks=tuple(dense_ranks(stage_map).ranks),
+            stages=tuple(map(tuple, given.stages)),
+            ranks=tuple(used.index(rank) for rank in given.ranks),
             # replicas cut their batches into equally many
             tokens=tuple(map(max, zip(*(row["tokens"] for row in every), strict=True))),
             lengths=tuple(lengths),
@@ -184,14 +181,15 @@ class Choosing(Pieces):
         found: dict[str, Any] = {"tokens": [tokens_of(one) for one in batch], "rank": given.collective.rank}
         # one name is one memory
         found |= {"host": socket.gethostname(), "free": free_bytes(self.device)}
-        mine = given.stage_map.layers_on(given.collective.rank)
-        here = [p for unit in mine for p in self.units[unit].parameters() if p.requires_grad]
+        here = given.collective.rank
+        mine = [unit for its, rank in zip(given.stages, given.ranks, strict=True) if rank == here for unit in its]
+        weights = [p for unit in mine for p in self.units[unit].parameters() if p.requires_grad]
         # before the first step: gradients, and about twice as much of the optimizer's
-        found["to_come"] = 3 * sum(p.nbytes for p in here) if all(p.grad is None for p in here) else 0
+        found["to_come"] = 3 * sum(p.nbytes for p in weights) if all(p.grad is None for p in weights) else 0
         asked = self.asked
         if asked.costs is None:
             room = asked.memory_bytes if asked.memory_bytes is not None else found["free"]
-            found |= self.measured(batch, mine, len(given.stage_map.used_ranks), room)
+            found |= self.measured(batch, mine, len({*given.ranks}), room)
         elif len(asked.costs.units) != len(self.units):
             raise SpecError(f"costs are of {len(asked.costs.units)} layers, the model has {len(self.units)}")
         return found
@@ -241,7 +239,7 @@ class Choosing(Pieces):
 
     def _links(self, given: NextBatch) -> tuple[float, float]:
         """Latency of a message between stages, and seconds per byte; collective."""
-        used, here = given.stage_map.used_ranks, given.collective.rank
+        used, here = sorted({*given.ranks}), given.collective.rank
         found = [0.0, 0.0]
         if len(used) > 1 and here in used:
             at = used.index(here)

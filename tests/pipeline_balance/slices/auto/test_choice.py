@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipeline_balance.schedules.actions import ScheduleError
 from pipeline_balance.schedules.simulate import Durations, peak_activation_bytes, simulate
 from pipeline_balance.schedules.sliced import slice_starts, sliced
-from pipeline_balance.slices.choice import (
+from pipeline_balance.slices.auto.choice import (
     NEARLY,
     AutoSlices,
     Candidate,
