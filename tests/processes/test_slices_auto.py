@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices import AutoSlices, SliceOptions
 from pipeline_balance.slices.auto.choice import SliceCosts, SliceSeconds, UnitCosts
-from pipeline_balance.slices.auto.choosing import Choosing
+from pipeline_balance.slices.auto.choosing import Choosing, ChosenTransformers
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from tests.helpers import sliced_layers as own
@@ -349,7 +349,7 @@ def _holds(rank: int, size: int) -> list[tuple[float, int]]:
     for slices, recompute, order in HOLDS:
         asked = AutoSlices(slices=slices, recompute=recompute, order=order, balance="none")
         pipe = pipe_of(model_of("llama", torch.float32), asked)
-        assert isinstance(pipe.model, Choosing)
+        assert isinstance(pipe.model, ChosenTransformers)
         batch = batch_of(tokens=32)
         pipe.step(*batch)
         live = LiveBytes(pipe.model)
