@@ -35,7 +35,7 @@ from pipeline_balance.slices.auto.choice import (
 )
 from pipeline_balance.slices.auto.pieces import Pieces, tokens_of
 from pipeline_balance.slices.chain import SlicedChain
-from pipeline_balance.slices.exchanging import shortest
+from pipeline_balance.slices.exchanging import Timed
 from pipeline_balance.slices.interface import Window
 from pipeline_balance.slices.options import Recompute, SliceOptions
 from pipeline_balance.slices.parts import SlicePart, part_of
@@ -189,7 +189,12 @@ class Choosing(Pieces):
         asked = self.asked
         if asked.costs is None:
             room = asked.memory_bytes if asked.memory_bytes is not None else found["free"]
-            found |= self.measured(batch, mine, len({*given.ranks}), room)
+            if self.device.type != "cpu":
+                raise SpecError(
+                    f"pieces of slices are timed on CPUs only, not on {self.device}: give AutoSlices its costs"
+                )
+            timed = Timed(given.collective, self.device)
+            found |= self.measured(batch, mine, len({*given.ranks}), room, timed)
         elif len(asked.costs.units) != len(self.units):
             raise SpecError(f"costs are of {len(asked.costs.units)} layers, the model has {len(self.units)}")
         return found
@@ -255,7 +260,7 @@ class Choosing(Pieces):
                 call = partial(turn, sent, torch.empty_like(sent))
                 # links are made at the first message
                 call()
-                taken.append(shortest(call))
+                taken.append(Timed(given.collective, self.device).shortest(call))
             byte_s = max(taken[1] - taken[0], 0.0) / (_LARGE_BYTES - _SMALL_BYTES)
             found = [max(taken[0] - byte_s * _SMALL_BYTES, 0.0), byte_s]
         every = gather_json(found, given.world, Operation("comparing measured messages"))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.model.layers import Activations, Microbatch, PipelineModel
 from pipeline_balance.slices.alone import made_up
 from pipeline_balance.slices.auto.choice import AutoSlices, measured_lengths
-from pipeline_balance.slices.exchanging import kernel_seconds
+from pipeline_balance.slices.exchanging import Timed, kernel_seconds
 from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import Recompute, SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
@@ -74,7 +74,7 @@ class Pieces(Sliced, PipelineModel):
         raise SpecError(f"recompute={how!r} is for transformers models")
 
     def measured(
-        self, batch: Sequence[Microbatch], mine: Sequence[int], ranks: int, room: int | None
+        self, batch: Sequence[Microbatch], mine: Sequence[int], ranks: int, room: int | None, timed: Timed
     ) -> dict[str, Any]:
         """Figures of this rank's units; local.
 
@@ -83,6 +83,7 @@ class Pieces(Sliced, PipelineModel):
             mine: Units of this rank.
             ranks: P.
             room: Bytes that pieces may take.
+            timed: Times calls.
         """
         asked = self.asked
         whole = max(batch, key=lambda one: (tokens_of(one), next(iter(one.inputs.values())).shape[0]))
@@ -97,7 +98,7 @@ class Pieces(Sliced, PipelineModel):
             every = [one for unit in range(len(self.units)) for one in self.attentions(unit)]
             found["wide"] = max((one.wide.itemsize // one.dtype.itemsize for one in every), default=1)
             if every and ranks > 1 and asked.balance in ("auto", "exchange"):
-                found |= self._exchanged(whole, every[0], lengths)
+                found |= self._exchanged(whole, every[0], lengths, timed)
             kinds: dict[object, dict[str, Any]] = {}
             for unit in mine:
                 window = self._window(unit, whole)
@@ -107,7 +108,7 @@ class Pieces(Sliced, PipelineModel):
                 found["units"][str(unit)] = kinds[key]
         return found
 
-    def _exchanged(self, whole: Microbatch, heads: Heads, lengths: Sequence[int]) -> dict[str, Any]:
+    def _exchanged(self, whole: Microbatch, heads: Heads, lengths: Sequence[int], timed: Timed) -> dict[str, Any]:
         """What attention's kernel and its queries take, where attention may be exchanged."""
         tokens = tokens_of(whole) // 2 * 2
         try:
@@ -117,7 +118,7 @@ class Pieces(Sliced, PipelineModel):
             # a window, a soft cap, frozen layers
             return {}
         rows = next(iter(whole.inputs.values())).shape[0]
-        forward_s, _, backward_s, _ = kernel_seconds(heads, rows, lengths[len(lengths) // 2])
+        forward_s, _, backward_s, _ = kernel_seconds(timed, heads, rows, lengths[len(lengths) // 2])
         queries = rows * heads.queries * heads.width * heads.dtype.itemsize
         return {
             "exchanges": True,
