@@ -26,7 +26,7 @@ from pipeline_balance.pipeline.model.layers import Activations, Microbatch
 from pipeline_balance.pipeline.model.router_losses import loss_of_sums
 from pipeline_balance.pipeline.model.skeleton import Readable
 from pipeline_balance.slices.alone import Trial, check_limits
-from pipeline_balance.slices.interface import Seen, Window, attending, configs_of, seeing
+from pipeline_balance.slices.interface import WITHOUT_MASKS, Seen, Window, attending, configs_of, seeing
 from pipeline_balance.slices.kernel import Heads, tracing
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
@@ -73,7 +73,7 @@ class SlicedTransformers(Sliced, Recomputing):
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
-        with attending(self._configs), super().working(microbatch):
+        with attending(self._configs, WITHOUT_MASKS), super().working(microbatch):
             yield
 
     def shared(self, unit: int, part: SlicePart) -> Iterable[Any]:
@@ -153,8 +153,17 @@ class SlicedTransformers(Sliced, Recomputing):
         if self._latest is None or self._latest[0] is not part or self._latest[1] != self._mode():
             assert part.whole is not None
             mine, theirs = self._alone(part), self._whole(part.whole)[0]
+            # most layers are called with the same tensors: each is cut once
+            cut: dict[tuple[int, int], Any] = {}
+
+            def part_of_leaf(a: Any, b: Any, layer: int) -> Any:
+                key = id(a), id(b)
+                if key not in cut:
+                    cut[key] = _part(a, b, part, layer)
+                return cut[key]
+
             calls = [
-                replace(own, leaves=[_part(a, b, part, i) for a, b in zip(own.leaves, full.leaves, strict=True)])
+                replace(own, leaves=[part_of_leaf(a, b, i) for a, b in zip(own.leaves, full.leaves, strict=True)])
                 for i, (own, full) in enumerate(zip(mine.calls, theirs.calls, strict=True))
             ]
             recorded = replace(mine, calls=calls)

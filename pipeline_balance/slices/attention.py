@@ -87,7 +87,7 @@ def attend(
     pending = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, sinks))
     place = _Place(store, layer, unit, scale, pending, window, soft_cap)
     out: Tensor = _Attend.apply(query, key, value, sinks, place)  # type: ignore[no-untyped-call]
-    return out[..., :wide]
+    return out if wide == query.shape[-1] else out[..., :wide]
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -168,17 +168,28 @@ class _Place:
         )
         return found
 
-    def blocks(self, query: Tensor, given: Collection[int] = ()) -> Iterator[_Block]:
+    def blocks(self, query: Tensor, given: frozenset[int] = frozenset()) -> Sequence[_Block]:
         """What tokens of the slice attend to: its own triangle, diagonal parts ahead, then the chunks before it.
 
         Args:
             query: Of the slice.
             given: Pieces of those chunks that other ranks compute.
         """
-        unit, kind = self.unit, (query.dtype, query.device)
+        unit, plans = self.unit, self.store.plans
         # the slice's own chunk is the last of these
-        *before, own = self.store.chunks(self.layer, unit.microbatch)[: unit.slice + 1]
-        seen = self._seen(unit.slice)
+        chunks = self.store.chunks(self.layer, unit.microbatch)[: unit.slice + 1]
+        # layers mostly lie alike, forward and backward: what they read is found once
+        key = (tuple([(c.place, c.pending) for c in chunks]), self.window, query.dtype, query.device, given)
+        # documents are a batch's own, and many
+        known = plans.get(key) if unit.documents is None else None
+        if known is None:
+            known = [*self._blocks(chunks[:-1], chunks[-1], query, given)]
+            if unit.documents is None:
+                plans[key] = known
+        return known
+
+    def _blocks(self, before: list[Chunk], own: Chunk, query: Tensor, given: Collection[int]) -> Iterator[_Block]:
+        kind, seen = (query.dtype, query.device), self._seen(self.unit.slice)
         if seen is not None:
             seen = seen.tril() if self.window is None else seen.tril().triu(1 - self.window)
         mask = additive(seen, query) if seen is not None else None
@@ -194,9 +205,9 @@ class _Place:
                 part = band(_length(rows), _length(columns), shift, diagonal, *kind)
             # one part alone needs no cutting
             at = (rows, columns) if len(own_parts) > 1 else (_ALL, _ALL)
-            yield _Block(own, own.place, *at, diagonal, part)
+            yield _Block(own.place, *at, diagonal, part)
         for first, place, rows, mask in self._runs(before, own, query, given):
-            yield _Block(first, place, rows, _ALL, False, mask)
+            yield _Block(place, rows, _ALL, False, mask, before=True, pending=first.pending)
 
     def _runs(
         self, before: list[Chunk], own: Chunk, query: Tensor, given: Collection[int]
@@ -253,20 +264,22 @@ class _Block:
     On the diagonal, a token attends to those up to itself; every row is in one such block.
 
     Attributes:
-        first: The first chunk that is attended to.
         place: Where its tokens, and those of the chunks beside it, are in the room.
         rows: Tokens of the slice.
         columns: Tokens of the place.
         diagonal: See above.
         mask: [B or 1, 1, rows, columns]; None: nothing is hidden.
+        before: It is not of the slice itself, but of chunks before it.
+        pending: A backward will come for those.
     """
 
-    first: Chunk
     place: tuple[int, int]
     rows: slice
     columns: slice
     diagonal: bool
     mask: Tensor | None
+    before: bool = False
+    pending: bool = False
 
     @property
     def causal(self) -> bool:
@@ -421,14 +434,14 @@ class _Attend(torch.autograd.Function):
             found = place.backward(block, grad_out, query, line.room, (own.out, own.lse))
             if block.alone:
                 totals = [t.to(wide) for t in found]
-            elif block.first is own:
+            elif not block.before:
                 totals = totals or [_by_token(t, wide) for t in (query, *line.room.tokens(*own.place))]
                 for total, part, at in zip(totals, found, (block.rows, block.columns, block.columns), strict=True):
                     _gather(total[:, :, at], part, first=block.diagonal)
             else:
                 block.of_rows(totals[0]).add_(found[0])
                 # chunks that no backward will come for, as of frozen layers, need no gradients
-                if block.first.pending:
+                if block.pending:
                     line.add_there(block.place, found[1:])
         if turn:
             turn.work()

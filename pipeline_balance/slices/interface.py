@@ -18,6 +18,8 @@ from pipeline_balance.slices.attention import attend
 from prophet.errors import SpecError
 
 NAME = "sliced"
+# The same without a mask function: transformers then makes none. A slice's layers get what whole sequences have shown.
+WITHOUT_MASKS = "sliced_without_masks"
 # arguments that change nothing about attention
 _NEUTRAL = {
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
@@ -86,6 +88,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(WITHOUT_MASKS, attention)
     AttentionMaskInterface.register(NAME, mask)
 
 
@@ -265,13 +268,13 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def attending(every: Sequence[Any]) -> Iterator[None]:
+def attending(every: Sequence[Any], name: str = NAME) -> Iterator[None]:
     """Within this context modules with these configurations compute attention over slices."""
     register()
     before = [config._attn_implementation for config in every]
     try:
         for config in every:
-            config._attn_implementation = NAME
+            config._attn_implementation = name
         yield
     finally:
         for config, implementation in zip(every, before, strict=True):

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,6 +237,8 @@ class ChunkStore:
         self.exchange: object = None
         # new chunks, where somebody asks for those of a pass
         self.appended: list[Chunk] | None = None
+        # what slices read of chunks that lie at such places, see `attention`
+        self.plans: dict[object, list[Any]] = {}
 
     def __len__(self) -> int:
         """Chunks that are alive."""
@@ -338,6 +341,7 @@ class ChunkStore:
         for line in self._lines.values():
             line.free()
         self._lines.clear()
+        self.plans.clear()
         self.pool.trim()
         for layer, rooms in list(self.rooms.items()):
             for room in rooms:

@@ -29,7 +29,7 @@ from pipeline_balance.pipeline.model.layers import (
 from pipeline_balance.pipeline.model.lost_losses import LostLosses, is_loss, lost_loss
 from pipeline_balance.pipeline.model.vocabulary import unsplit
 from pipeline_balance.pipeline.run.failures import Failures
-from pipeline_balance.pipeline.run.generators import seeded, unit_seed
+from pipeline_balance.pipeline.run.generators import going_on, seed_generators, unit_seed
 from pipeline_balance.pipeline.run.gradients.wide_sums import WideSums
 from pipeline_balance.pipeline.run.vocabulary import VocabularyPasses
 from pipeline_balance.schedules.actions import SHARED, Action
@@ -252,7 +252,8 @@ class Executor:
     def _forward(self, s: int, m: int, given: Activations, run: Run) -> None:
         units, part = self.stages[s], run.microbatches[m]
         out = given
-        with added_losses(self._weight_of(m, run)) as added:
+        # once for all units: putting generators back takes longer than seeding them
+        with added_losses(self._weight_of(m, run)) as added, going_on(self.device):
             for unit in units:
                 seed = unit_seed(self.seed, unit, run.update, part.number, part.slice)
                 out = (
@@ -294,8 +295,8 @@ class Executor:
 
     def _unit(self, unit: int, seed: int, given: Activations, part: Microbatch) -> Activations:
         def call() -> Activations:
-            with seeded(seed, self.device):
-                return self.model.run(unit, given, part)
+            seed_generators(seed, self.device)
+            return self.model.run(unit, given, part)
 
         # what seeding takes is part of the layer's time: every microbatch pays it
         return self.meter.run_unit(unit, self.model.units[unit], call, given) if self.model.metered else call()

@@ -33,17 +33,29 @@ def unit_seed(seed: int, unit: int, update: int, microbatch: int, slice_: int | 
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, the default generators of the host, of Python and of `device` draw from `seed`; afterwards they go on."""
-    on_device = getattr(torch, device.type, None) if device.type not in ("cpu", "meta") else None
+def going_on(device: torch.device) -> Iterator[None]:
+    """Whatever is seeded or drawn inside, the default generators of the host, of Python and of `device` go on after."""
     before, python = RandomState(device), random.getstate()
-    # not `torch.manual_seed`, which seeds the generators of all devices
-    seed_host(seed)
-    random.seed(seed)
-    if on_device is not None:
-        on_device.manual_seed(seed)
     try:
         yield
     finally:
         before.put_back()
         random.setstate(python)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Let the default generators of the host, of Python and of `device` draw from `seed`."""
+    on_device = getattr(torch, device.type, None) if device.type not in ("cpu", "meta") else None
+    # not `torch.manual_seed`, which seeds the generators of all devices
+    seed_host(seed)
+    random.seed(seed)
+    if on_device is not None:
+        on_device.manual_seed(seed)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, the default generators of the host, of Python and of `device` draw from `seed`; afterwards they go on."""
+    with going_on(device):
+        seed_generators(seed, device)
+        yield
