@@ -16,14 +16,20 @@ from benchmarks.slices import counts, simulated
 from benchmarks.slices.cluster import emulated
 from benchmarks.slices.contenders import TORCHS
 from benchmarks.slices.floor import floor
-from benchmarks.slices.steps import against_baseline, measure
+from benchmarks.slices.steps import against_baseline, measure, with_slice_cost
 from prophet.errors import RankFailed
 
 LLAMA = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "intermediate": 688}
 SMALL = {"layers": 8, "hidden": 64, "heads": 4, "intermediate": 172, "microbatches": 4}
-WITHIN = 0.95  # of the speed without slices, where one process runs them
+# of the speed that the case `floor` of the same run allows, where one process runs slices; of 0.95 if it did not run
+WITHIN = 0.97
 SLICES = 16
-REAL = ("bytes", "recompute", "longest", "floor", "one-process", "step-m1", "step-m2")
+# sequences whose slices are long enough for the kernel's large blocks of rows, in one layer
+LONG = {"layers": 1, "tokens": 16384}
+# tokens of a sequence that takes hardly any arithmetic, and seconds that each of its slices may cost besides
+SHORT, SLICE_S = 64, 0.008
+REAL = ("bytes", "recompute", "longest", "floor", "floor-long", "one-process", "one-process-long", "one-process-short")
+REAL += ("step-m1", "step-m2")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,22 +67,39 @@ def _on_ranks(
         return [{"case": case, "p": ranks, "reason": str(error)}]
 
 
+def _alone(case: str, args: argparse.Namespace, before: Sequence[Row]) -> list[Row]:
+    """A case of one process with its target; `before` has rows of this run."""
+    work = {**LLAMA, "microbatches": 1, "tokens": args.tokens} | _SIZES.get(case, {})
+    names = ("own-1f1b", *(f"minimal-n{n}" for n in _SLICES[case]))
+    options = {"case": case, "work": work, "names": names, "repeats": args.repeats}
+    rows = _on_ranks(case, measure, options, 1, args.limit_s)
+    if case == "one-process-short":
+        return against_baseline(with_slice_cost(rows, at_most=SLICE_S), target={})
+    floors = [r for r in before if r["case"] == case.replace("one-process", "floor") and r.get("operations") == "all"]
+    allowed = {r["n"]: WITHIN * r["speed_over_whole"] for r in floors}
+    least = {n: WITHIN if case == "one-process-long" else allowed.get(n, 0.95) for n in _SLICES[case]}
+    return against_baseline(rows, target={f"minimal-n{n}": least[n] for n in _SLICES[case]})
+
+
+_SIZES = {"one-process-long": LONG, "floor-long": LONG, "one-process-short": {"tokens": SHORT}}
+_SLICES = {"one-process": (8,), "one-process-long": (SLICES,), "one-process-short": (8, SLICES)}
+_SLICES |= {"floor": (8, SLICES), "floor-long": (SLICES,)}
+
+
 def _timed(case: str, args: argparse.Namespace) -> list[Row]:
-    """A timed case with its targets."""
+    """A timed case of two ranks with its targets."""
     microbatches = 2 if case == "step-m2" else 1
     work = {**LLAMA, "microbatches": microbatches, "tokens": args.tokens}
-    names: tuple[str, ...] = ("own-1f1b", "minimal-n8")
-    ranks, target = 1, {"minimal-n8": WITHIN}
-    if case != "one-process":
-        n, least = (16, 1.6) if microbatches == 1 else (8, 1.3)
-        both = [f"{order}-n{n}" for order in ("minimal", "aligned")]
-        ranks, target = 2, dict.fromkeys([*both, *(f"{name}-uneven" for name in both)], least)
-        names = ("own-1f1b", *target, f"minimal-n{n}-v2", *TORCHS)
+    n, least = (16, 1.6) if microbatches == 1 else (8, 1.3)
+    both = [f"{order}-n{n}" for order in ("minimal", "aligned")]
+    target = dict.fromkeys([*both, *(f"{name}-uneven" for name in both)], least)
+    names = ("own-1f1b", *target, f"minimal-n{n}-v2", *TORCHS)
     options = {"case": case, "work": work, "names": names, "repeats": args.repeats}
-    return against_baseline(_on_ranks(case, measure, options, ranks, args.limit_s), target=target)
+    return against_baseline(_on_ranks(case, measure, options, 2, args.limit_s), target=target)
 
 
-def real(case: str, args: argparse.Namespace) -> list[Row]:
+def real(case: str, args: argparse.Namespace, before: Sequence[Row]) -> list[Row]:
+    """Rows of a case; `before` has those of this run so far."""
     if case == "recompute":
         return counts.recomputed()
     if case == "bytes":
@@ -85,11 +108,11 @@ def real(case: str, args: argparse.Namespace) -> list[Row]:
     if case == "longest":
         options = {"work": {**SMALL, "kv_heads": 1, "tokens": 256}, "slices": SLICES}
         return _on_ranks(case, counts.longest_real, options, 4, args.limit_s)
-    if case == "floor":
-        work = {**LLAMA, "microbatches": 1, "tokens": args.tokens}
-        options = {"work": work, "slices": (8, SLICES), "repeats": args.repeats}
+    if case.startswith("floor"):
+        work = {**LLAMA, "microbatches": 1, "tokens": args.tokens} | _SIZES.get(case, {})
+        options = {"case": case, "work": work, "slices": _SLICES[case], "repeats": args.repeats}
         return _on_ranks(case, floor, options, 1, args.limit_s)
-    return _timed(case, args)
+    return _alone(case, args, before) if case.startswith("one-process") else _timed(case, args)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -107,7 +130,7 @@ def table(rows: Sequence[Row]) -> str:
 
 _FIGURES = (
     *("simulated_s", "over_simulated", "over_equal", "over_equal_most", "over_uneven", "held_over_uneven"),
-    *("step_s_median", "speed_over_own_1f1b", "idle_over_work", "worst_gradient_error", "over_form"),
+    *("step_s_median", "slice_cost_s", "speed_over_own_1f1b", "idle_over_work", "worst_gradient_error", "over_form"),
     *("uneven_idle_over_work", "peak_units", "uneven_peak_units", "volume", "kept_chunks", "plan_s", "p", "m", "v"),
     *("n", "whole_s", "sliced_s", "speed_over_whole", "longest_over_1f1b", "by_hand_bytes", "transfer_of_forward"),
 )
@@ -131,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += found
         print(table(found), flush=True)
     for case in () if args.simulate or alone else args.cases:
-        found = real(case, args)
+        found = real(case, args, rows)
         rows += found
         print(table(found), flush=True)
     if args.json:

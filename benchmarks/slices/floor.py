@@ -149,7 +149,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def floor(
-    collective: Collective, *, device: str, work: dict[str, int], slices: Sequence[int], repeats: int
+    collective: Collective, *, device: str, case: str, work: dict[str, int], slices: Sequence[int], repeats: int
 ) -> list[Row]:
     """A row per group and number of slices, then one of all groups. Every round times whole sequences and slices in
     turn; the first one does not count.
@@ -168,7 +168,7 @@ def floor(
     groups = dict.fromkeys(group for group, _ in seconds)
     for n in (1, *slices):
         seconds["all", n] = [sum(x) for x in zip(*(seconds[group, n] for group in groups), strict=True)]
-    named = job.named("floor", "", 1)
+    named = job.named(case, "", 1)
     shared = {name: named[name] for name in ("case", "T", "dims", "threads")}
     return [shared | _row(g, n, seconds[g, 1], seconds[g, n]) for n in slices for g in (*groups, "all")]
 

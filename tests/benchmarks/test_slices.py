@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
 from benchmarks.common import rows_on_ranks
+from benchmarks.slices import __main__ as program
 from benchmarks.slices.__main__ import main, table
 from benchmarks.slices.cluster import EQUAL, EXCHANGE, UNEVEN, Simulated, judged
 from benchmarks.slices.counts import longest_real, ranks_beside_form, recomputed
 from benchmarks.slices.floor import Operations, floor
-from benchmarks.slices.steps import against_baseline, measure
+from benchmarks.slices.steps import against_baseline, measure, with_slice_cost
 from benchmarks.slices.workload import Work
 from pipeline_balance.pipeline.run.executor import SENDS
 
@@ -107,8 +109,36 @@ def test_the_baseline_of_a_round_is_that_round() -> None:
     assert found["met"]
 
 
+def test_a_slice_costs_what_is_over_its_share_of_the_whole() -> None:
+    rows = [
+        {"schedule": "own-1f1b", "n": 1, "step_s": [2.0, 9.0]},
+        {"schedule": "minimal-n4", "n": 4, "step_s": [6.0, 4.0]},
+    ]
+    whole, found = with_slice_cost(rows, at_most=0.6)
+    assert "met" not in whole
+    assert (found["slice_cost_s"], found["met"]) == (0.5, True)
+    assert not with_slice_cost(rows, at_most=0.4)[1]["met"]
+
+
+@pytest.mark.parametrize("floor_speed", [0.5, None])
+def test_one_process_is_held_to_the_floor_of_its_run(
+    floor_speed: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(case: str, body: Any, options: Any, ranks: int, limit: float) -> Any:
+        return [{"case": case, "schedule": s, "step_s": [t]} for s, t in zip(options["names"], (1.0, 2.0), strict=True)]
+
+    monkeypatch.setattr(program, "_on_ranks", timed)
+    before = [{"case": "floor", "operations": "all", "n": 8, "speed_over_whole": floor_speed}] if floor_speed else []
+    found = program.real("one-process", program.parser().parse_args([]), before)[1]
+    # half as fast as the whole
+    assert found["met"] is (floor_speed is not None)
+    assert found["target"] == (">= 0.485" if floor_speed else ">= 0.95")
+    long = program.real("one-process-long", program.parser().parse_args([]), before)[1]
+    assert long["target"] == ">= 0.97"
+
+
 def test_operations_alone_are_timed_whole_and_in_slices() -> None:
-    rows = rows_on_ranks(floor, {"work": TINY, "slices": (4, 8), "repeats": 2}, ranks=1, limit_s=100.0)
+    rows = rows_on_ranks(floor, {"case": "floor", "work": TINY, "slices": (4, 8), "repeats": 2}, ranks=1, limit_s=100.0)
     assert rows is not None
     groups = [*Operations(Work(**TINY)).groups(), "all"]
     assert [(r["operations"], r["n"]) for r in rows] == [(g, n) for n in (4, 8) for g in groups]
