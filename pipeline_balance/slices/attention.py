@@ -429,7 +429,7 @@ class _Attend(torch.autograd.Function):
             turn.ask([own.lse, query, own.out, grad_out])
         # Gradients of the query, the key and the value
         totals: list[Tensor] = []
-        for block in place.blocks(query, turn.given if turn else ()):
+        for block in place.blocks(query, turn.given if turn else frozenset()):
             # with the merged output and log-sum-exp each block's gradients are exact alone (SlimPipe, 4)
             found = place.backward(block, grad_out, query, line.room, (own.out, own.lse))
             if block.alone:
@@ -494,7 +494,7 @@ def _merged(query: Tensor, sinks: Tensor | None, place: _Place, turn: Turn | Non
     room = place.store.line(place.layer, place.unit.microbatch).room
     if turn:
         turn.ask([query])
-    for block in place.blocks(query, turn.given if turn else ()):
+    for block in place.blocks(query, turn.given if turn else frozenset()):
         part, part_lse = place.forward(block, query, room)
         if block.alone:
             out, lse = part.to(wide), part_lse.to(wide)

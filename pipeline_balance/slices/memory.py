@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Room:
-    """Keys [B, tokens, H, D] and values of one layer, as long as needed.
+    """Keys [B, H, tokens, D] and values of one layer, as long as needed: a head's tokens lie side by side.
 
     A place is the tokens `start` to `stop`, and nobody else's until it is given back. `grown` counts how often the
     memory had to be made longer.
@@ -38,7 +38,7 @@ class Room:
     @property
     def used_bytes(self) -> int:
         """What the places take."""
-        return sum(b - a for a, b in self._taken) * sum(t[:, :1].nbytes for t in self._tensors)
+        return sum(b - a for a, b in self._taken) * sum(t[:, :, :1].nbytes for t in self._tensors)
 
     def take(self, near: tuple[int, int] | None, *given: Tensor) -> tuple[int, int]:
         """A place with copies of a slice's keys and values.
@@ -62,7 +62,7 @@ class Room:
 
     def tokens(self, start: int, stop: int) -> tuple[Tensor, ...]:
         """Keys and values there, [B, H, stop - start, D]. The next `take` may make them stale."""
-        return tuple(t[:, start:stop].transpose(1, 2) for t in self._tensors)
+        return tuple(t[:, :, start:stop] for t in self._tensors)
 
     def give(self, place: tuple[int, int]) -> None:
         """Give a place back."""
@@ -71,14 +71,15 @@ class Room:
     def fits(self, *given: Tensor) -> bool:
         """Whether such keys and values can be kept here: as many sequences, heads and so on as those that are there."""
         return not self._tensors or all(
-            (t.shape[0], *t.shape[2:], t.dtype, t.device) == (g.shape[0], g.shape[1], g.shape[3], g.dtype, g.device)
+            (t.shape[0], t.shape[1], t.shape[3], t.dtype, t.device)
+            == (g.shape[0], g.shape[1], g.shape[3], g.dtype, g.device)
             for t, g in zip(self._tensors, given, strict=True)
         )
 
     def trim(self) -> None:
         """Nothing is kept here now: let go of what has not been needed since the last call."""
         self._taken.clear()
-        if self._tensors and self._most < self._tensors[0].shape[1]:
+        if self._tensors and self._most < self._tensors[0].shape[2]:
             self._tensors = tuple(_like(t, self._most) for t in self._tensors) if self._most else ()
         self._most = 0
 
@@ -97,19 +98,19 @@ class Room:
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
         """Between places, before the first and behind the last one."""
-        length = self._tensors[0].shape[1] if self._tensors else 0
+        length = self._tensors[0].shape[2] if self._tensors else 0
         for (_, a), (b, _) in pairwise([(0, 0), *self._taken, (length, length)]):
             if a < b:
                 yield a, b
 
     def _lengthen(self, given: tuple[Tensor, ...]) -> None:
-        before = self._tensors or tuple(g.new_empty((g.shape[0], 0, g.shape[1], g.shape[3])) for g in given)
-        if self._most > (length := before[0].shape[1]):
+        before = self._tensors or tuple(g.new_empty((*g.shape[:2], 0, g.shape[3])) for g in given)
+        if self._most > (length := before[0].shape[2]):
             self._tensors = tuple(_like(t, self._most) for t in before)
             for new, old in zip(self._tensors, before, strict=True):
-                new[:, :length] = old
+                new[:, :, :length] = old
             self.grown += 1
 
 
 def _like(tensor: Tensor, tokens: int) -> Tensor:
-    return torch.empty((tensor.shape[0], tokens, *tensor.shape[2:]), dtype=tensor.dtype, device=tensor.device)
+    return torch.empty((*tensor.shape[:2], tokens, tensor.shape[3]), dtype=tensor.dtype, device=tensor.device)
