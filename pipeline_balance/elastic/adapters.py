@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.elastic.shards.experts import has_experts
-from pipeline_balance.elastic.shards.job_state import is_sharded
+from pipeline_balance.elastic.shards.job_state import mesh_axes
 from pipeline_balance.elastic.shards.sharded import ShardedModel
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import CountLabels, LossFn, PipelineModel
@@ -85,8 +85,11 @@ class Adapters:
         """
         options = self._options
         if layout.slices == 1:
-            if options.recompute != "none" and is_sharded(layout):
-                raise SpecError(f'{layout}: shards are not computed again; leave out recompute="{options.recompute}"')
+            if options.recompute != "none" and "dp" in mesh_axes(layout):
+                raise SpecError(
+                    f"{layout}: with zero 2 and 3 the model's own forward runs whole, so nothing is computed again; "
+                    f'leave out recompute="{options.recompute}"'
+                )
             return self.plain
         layout.check_trainable(experts=has_experts(self.plain.root))
         if not self._cuts:
@@ -95,6 +98,11 @@ class Adapters:
                 "itself, or its layers"
             )
         options = replace(options, slices=layout.slices, stages_per_rank=layout.v)
+        if options.exchanges and layout.tp > 1:
+            raise SpecError(
+                f'{layout}: balance="exchange" plans for all heads of an attention, and tp ranks have a part of them '
+                'each: give Job slices with balance="none"'
+            )
         # hooks of sharding sit on the user's modules, and would run while shapes are traced
         with now.copy.apart() if isinstance(now, ShardedModel) else nullcontext():
             return self._made(self.plain.root, options)

@@ -86,7 +86,7 @@ class Job:
             is then the map in force, and a layout without `stages` begins with those that suit the last costs.
         limits: Memory and speed of every process [N], for `balance_stages`.
         slices: What layouts with slices take beside their number and that of stages per rank, as `SliceOptions(1,
-            order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too.
+            order="aligned")`. `SliceOptions.recompute` holds without slices, too, but not with zero 2 and 3.
         weights: A folder of a transformers model: each process reads its layers from it, rather than draw what is on
             `meta`.
         split_backward: As `ElasticPipeline` takes it.
@@ -94,7 +94,7 @@ class Job:
         schedule: As `ElasticPipeline` takes it.
 
     Raises:
-        SpecError: For a layout that cannot be trained yet: pp or experts with zero 2 and 3, slices with tp.
+        SpecError: For a layout that cannot be trained yet: pp, experts or slices with zero 2 and 3.
     """
 
     def __init__(
@@ -138,7 +138,9 @@ class Job:
             check(layout, plain, processes())
             check_nodes(nodes, processes())
             check_stages(balance_stages, limits, processes())
-            first.append(adapters[0].of(layout))
+            runs = adapters[0].of(layout)
+            # shards are made by a switch, from the model spread out
+            first.append(plain if is_sharded(layout) else runs)
 
         on_all_processes("beginning a job", begin, timeout_s)
         check_alike(layout, nodes, timeout_s)

@@ -126,7 +126,7 @@ class Switching:
             present, rules_now = self.layout, self.rules
             pipeline_state = self.state(layout, read)
             found = pipeline_state.items()
-            ahead = pipeline_state.ahead() if is_sharded(layout) else None
+            ahead = pipeline_state.ahead(runs) if is_sharded(layout) else None
 
         def made() -> Prepared:
             self.groups.keep()

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,14 @@ from pipeline_balance.pipeline.model.adapter import IGNORED_LABEL, Recorded, shi
 from pipeline_balance.pipeline.model.expert_layers import collective_of
 from pipeline_balance.pipeline.model.layers import Activations, Microbatch
 from pipeline_balance.pipeline.model.router_losses import loss_of_sums
-from pipeline_balance.pipeline.model.skeleton import Readable
+from pipeline_balance.pipeline.model.skeleton import Readable, copy_of
 from pipeline_balance.slices.alone import Trial, check_limits
 from pipeline_balance.slices.interface import WITHOUT_MASKS, Seen, Window, attending, configs_of, seeing
 from pipeline_balance.slices.kernel import Heads, tracing
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
 from pipeline_balance.slices.recompute import Recomputing
+from pipeline_balance.slices.store import ChunkStore
 from prophet.errors import SpecError
 
 # Names under which configurations have the number of experts
@@ -70,6 +71,35 @@ class SlicedTransformers(Sliced, Recomputing):
             super().look()
         if self.router_loss is not None and not isinstance(self._coefficient(), int | float):
             raise SpecError(f"{type(self._owner).__name__} has a router loss without a router_aux_loss_coef")
+
+    def over(
+        self,
+        of: Callable[[nn.Module], nn.Module],
+        units: tuple[nn.Module, ...],
+        apart: Callable[[], AbstractContextManager[None]],
+    ) -> Self:
+        made = super().over(of, units, apart)
+        made._owner, made.store, made._attentions = of(self._owner), ChunkStore(), {}
+        # ranks that have parts of a unit would have to run it together
+        made._trial = Trial(made, made._made_up)
+        return made
+
+    def _made_up(self, unit: int) -> SlicedTransformers:
+        """This model with the whole of a unit, in made-up numbers."""
+        mine, copies = {id(p) for p in self.units[unit].parameters()}, dict[int, nn.Module]()
+
+        def drawn(name: str, parameter: Tensor) -> Tensor:
+            if id(parameter) not in mine:
+                return parameter
+            # on the host, whose generator a trial puts back; of a size at which outputs are about as large as inputs
+            found = torch.randn(parameter.shape) * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
+            return found.to(self.device, parameter.dtype)
+
+        with self._apart():
+            copy_of(self.root, drawn, {}, hooks=lambda kind: lambda: True, done=copies)
+        made = super().over(lambda module: copies[id(module)], self.units, nullcontext)
+        made.root.eval()
+        return made
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:

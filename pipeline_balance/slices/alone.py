@@ -9,7 +9,7 @@ Shape legend: B sequences, T tokens of a slice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,10 +41,15 @@ def check_limits(units: Sequence[nn.Module]) -> None:
 
 
 class Trial:
-    """Tries the units of `model` that are here, each once."""
+    """Tries the units of `model` that are here, each once.
 
-    def __init__(self, model: PipelineModel) -> None:
-        self.model = model
+    Args:
+        model: The model.
+        whole: Makes a model with the whole of a unit, where ranks have parts of it; None: `model` has it.
+    """
+
+    def __init__(self, model: PipelineModel, whole: Callable[[int], PipelineModel] | None = None) -> None:
+        self.model, self._whole = model, whole if whole is not None else lambda unit: model
         self._tried: set[tuple[Any, ...]] = set()
         # By unit, the numbers that its attentions give as `layer`
         self._calls: dict[int, set[int]] = {}
@@ -82,18 +87,18 @@ class Trial:
 
     def _try(self, unit: int, both: SlicePart, parts: tuple[SlicePart, SlicePart]) -> None:
         """Raise `SpecError` if a unit gives other outputs for `parts` in turn than for `both` at once."""
-        model = self.model
+        model = self._whole(unit)
         device = next(iter(both.inputs.values())).device
         given = tuple(made_up(t, device) for t in model.activations(both)[unit])
         self._calls[unit] = set()
-        at_once = self._run(unit, given, both, _Noting(self._calls[unit]))
+        at_once = _run(model, unit, given, both, _Noting(self._calls[unit]))
         # a store apart: the pipeline's chunks stay as they are
         store, at = ChunkStore(), 0
         for part in parts:
             length = part.stop - part.start
             like = model.activations(part)[unit]
             own = tuple(_cut(t, to, at, length) for t, to in zip(given, like, strict=True))
-            for whole, mine in zip(at_once, self._run(unit, own, part, store), strict=True):
+            for whole, mine in zip(at_once, _run(model, unit, own, part, store), strict=True):
                 if not _alike(_cut(whole, mine, at, length), mine):
                     kind = type(model.units[unit]).__name__
                     # classes of ours mean nothing to the user
@@ -114,12 +119,12 @@ class Trial:
                     "give each attention of the model a `layer` of its own"
                 )
 
-    def _run(self, unit: int, given: Activations, part: SlicePart, store: ChunkStore) -> Activations:
-        model = self.model
-        model.activations(part)
-        assert part.unit is not None
-        with model.working(part), active(store, part.unit):
-            return model.run(unit, given, part)
+
+def _run(model: PipelineModel, unit: int, given: Activations, part: SlicePart, store: ChunkStore) -> Activations:
+    model.activations(part)
+    assert part.unit is not None
+    with model.working(part), active(store, part.unit):
+        return model.run(unit, given, part)
 
 
 class _Noting(ChunkStore):

@@ -8,7 +8,7 @@ its input only: up projection and SwiGLU are computed again, and no norm keeps a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -142,12 +142,12 @@ def _is_norm(module: nn.Module) -> bool:
 def _checkpointed(parts: list[nn.Module]) -> Iterator[None]:
     """Within this context the forward of each of `parts` is checkpointed.
 
-    Its second call, in the backward, comes after the context and is plain.
+    Its second call, in the backward, comes after the context and without the hooks of the module.
     """
     before = [part.__dict__.get("forward") for part in parts]
     try:
         for part in parts:
-            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+            part.forward = partial(checkpoint, _as_at_first(part), use_reentrant=False)
         yield
     finally:
         for part, own in zip(parts, before, strict=True):
@@ -156,3 +156,25 @@ def _checkpointed(parts: list[nn.Module]) -> Iterator[None]:
                 part.__dict__.pop("forward", None)
             else:
                 part.forward = own
+
+
+def _as_at_first(part: nn.Module) -> Callable[..., Any]:
+    """The forward of a part, which finds what it found in place of parameters in its first call.
+
+    Hooks may have put it there, as those of shards do.
+    """
+    forward, first = part.forward, dict[str, Tensor]()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first.update({name: t for name, t in vars(part).items() if isinstance(t, Tensor)})
+        # in the second call parameters are back
+        back = {name: part._parameters.pop(name) for name in first if name in part._parameters}
+        vars(part).update({name: first[name] for name in back})
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for name, parameter in back.items():
+                del vars(part)[name]
+                part._parameters[name] = parameter
+
+    return call

@@ -206,7 +206,7 @@ def _goes_on(rank: int, size: int) -> None:
         "dp4,zero2": "zero2 with experts",
         "tp2,dp2": "tp2: a Sequential has no tensor-parallel plan",
         "dp3,tp3,ep9": "12 experts cannot be shared by ep9",
-        "tp2,slices2": "slices2 with tp2",
+        "tp2,slices2": "tp2: a Sequential has no tensor-parallel plan",
     }
     for text, words in refused.items():
         with pytest.raises(SpecError, match=words):

@@ -104,7 +104,7 @@ def _refused(rank: int, size: int) -> None:
     before = job.state_dict()
     with pytest.raises(TransitionError, match="foreach=True cannot update shards beside experts"):
         job.switch(Parallelism.parse("tp2"))
-    for text, words in (("tp2,zero2", "zero2 with experts"), ("tp2,slices2", "slices2 with tp2")):
+    for text, words in (("tp2,zero2", "zero2 with experts"), ("dp2,slices2,zero2", "slices2 with zero2")):
         with pytest.raises(SpecError, match=words):
             job.switch(Parallelism.parse(text))
     assert same(before, job.state_dict())

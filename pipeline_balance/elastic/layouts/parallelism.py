@@ -233,26 +233,25 @@ class Parallelism:
     def check_trainable(self, *, experts: bool) -> None:
         """Raise `SpecError` for combinations that can be described but not trained.
 
-        What can be: pp x tp x dp with zero 0 and 1, also with ep over its processes, tp x dp with zero 2 and 3 without
-        experts, and pp x dp x ep with zero 0 and 1 in slices.
+        What can be: pp x tp x dp with zero 0 and 1, whole or in slices, also with ep over its processes, and tp x dp
+        with zero 2 and 3 without experts, whole.
 
         Args:
             experts: Whether the model has experts.
         """
         faults = []
-        # FSDP2 wants the root module called, so all layers are one stage
+        # FSDP2 wants the root module called, so all layers are one stage, and see whole sequences
         if self.zero >= 2 and self.pp > 1:
             faults.append(f"zero{self.zero} with pp{self.pp}")
         if self.zero >= 2 and experts:
             faults.append(f"zero{self.zero} with experts")
         if self.ep > 1 and not experts:
             faults.append(f"ep{self.ep} with a model that has no experts")
-        if self.slices > 1 and self.tp > 1:
-            faults.append(f"slices{self.slices} with tp{self.tp}")
         if self.slices > 1 and self.zero >= 2:
             faults.append(f"slices{self.slices} with zero{self.zero}")
         if faults:
             raise SpecError(
-                f"{self}: {' and '.join(faults)} cannot be trained; expected pp x tp x dp with zero 0 or 1, and with "
-                "ep for a model with experts, tp x dp with zero 2 or 3 for one without, or pp x dp x ep in slices"
+                f"{self}: {' and '.join(faults)} cannot be trained; expected pp x tp x dp with zero 0 or 1, with ep "
+                "for a model with experts, whole or in slices; or tp x dp with zero 2 or 3 for one without, "
+                "whole: FSDP2 wants the model called at once"
             )

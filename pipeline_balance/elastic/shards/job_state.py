@@ -314,7 +314,7 @@ class JobState(PipelineState):
             # modules that were made ahead serve unless the user has changed something since
             made = target.ahead
             if made is None or not made.copy.stands():
-                made = self._modules(shards, self._found())
+                made = self._modules(model, shards, self._found())
             made.update(now, to.config.seed)
             model, twins = made, made.copy.twins()
             for name in owned.of(to.layers):
@@ -326,8 +326,8 @@ class JobState(PipelineState):
                     raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
         return Built(stages=self._stages(replace(mover.builder, model=model), to), owned=owned, model=model)
 
-    def ahead(self) -> Ahead:
-        """Read the modules as they are; what is returned makes new ones from that, in any thread.
+    def ahead(self, runs: PipelineModel) -> Ahead:
+        """Read the modules as they are; what is returned makes new ones for `runs` from that, in any thread.
 
         That returns None where it fails: then the switch makes them, and says why it cannot.
         """
@@ -339,7 +339,7 @@ class JobState(PipelineState):
             try:
                 # The current device is per thread
                 with torch.accelerator.device_index(index):
-                    return self._modules(shards, found)
+                    return self._modules(runs, shards, found)
             except Exception:
                 return None
 
@@ -349,11 +349,11 @@ class JobState(PipelineState):
         now = self.now_sharded
         return found_in(self.plain.root, now.copy if now is not None else None)
 
-    def _modules(self, shards: Shards, found: Sequence[Found]) -> ShardedModel:
-        """Modules like those that were `found`, cut into shards, without memory."""
+    def _modules(self, runs: PipelineModel, shards: Shards, found: Sequence[Found]) -> ShardedModel:
+        """The model `runs` with modules like those that were `found`, cut into shards, without memory."""
         # Not this object, which refers to what is in force now
         passes = self.passes
-        return sharded(self.plain, found, shards, lambda: passes.progress.updates)
+        return sharded(runs, found, shards, lambda: passes.progress.updates)
 
     def beside(self, others: list[Tensor]) -> list[Tensor]:
         now = self.now_sharded

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import tree_flatten
 
 from pipeline_balance.elastic.shards.fully_sharded import give_back
 from pipeline_balance.elastic.shards.module_copies import Copy, Found, sharded_of, without_memory
@@ -34,9 +34,6 @@ from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.expert_layers import collective_of
 from pipeline_balance.pipeline.model.layers import Activations, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of
 from pipeline_balance.pipeline.model.ownership import like_meta
-from pipeline_balance.pipeline.model.router_losses import find_router_loss
-from pipeline_balance.pipeline.model.shapes import output_of
-from pipeline_balance.pipeline.model.skeleton import Skeleton
 from pipeline_balance.pipeline.move.state import base_name
 from pipeline_balance.pipeline.run.generators import unit_seed
 from prophet.errors import SpecError
@@ -197,6 +194,8 @@ class ShardedModel(PipelineModel):
         self, plain: PipelineModel, found: Sequence[Found], shards: Shards, updates: Callable[[], int]
     ) -> None:
         self.plain, self.shards, self._seed, self._updates = plain, shards, 0, updates
+        # what knows batches, and runs units where the root is not called
+        self._runs, self.slicing = plain, plain.slicing
         self.in_stages = shards.dp is None
         self._part: Microbatch | None = None
         self.copy = Copy(found, without_memory)
@@ -315,18 +314,21 @@ class ShardedModel(PipelineModel):
             raise SpecError("modules were added or replaced in a layout of shards: do it in one of pp and dp")
 
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
-        return self.plain.cut(inputs, labels, microbatches, first)
+        return self._runs.cut(inputs, labels, microbatches, first)
 
     def counted(self, microbatch: Microbatch) -> float:
-        return self.plain.counted(microbatch)
+        return self._runs.counted(microbatch)
+
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        return self._runs.loss(activations, microbatch)
 
     def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
-        # One slice, in which layers may attend as in slices
-        return self.plain.sliced(microbatch)
+        # also one slice, in which layers may attend as in slices
+        return self._runs.sliced(microbatch)
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
-        with self.plain.working(microbatch):
+        with self._runs.working(microbatch):
             yield
 
     def activations(self, microbatch: Microbatch) -> list[Activations]:
@@ -345,10 +347,10 @@ class ShardedModel(PipelineModel):
         """Give memory of gathered parameters back, which a pass without a backward would keep."""
         self._part = None
         give_back(self.root)
-        self.plain.end_pass()
+        self._runs.end_pass()
 
     def rest(self) -> None:
-        self.plain.rest()
+        self._runs.rest()
 
 
 class _Row(nn.Module):
@@ -388,50 +390,29 @@ class ShardedChain(ShardedModel):
         found: Activations = self._row(microbatch)
         return found
 
-    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
-        return self.plain.loss(activations, microbatch)
-
 
 class _Listed(nn.Module):
     """The parameters of a unit that is no module."""
-
-
-class _InStages(TransformersModel):
-    """The model `plain` with other modules, whose layers take and return what its own do."""
-
-    def __init__(self, plain: TransformersModel, root: nn.Module, layers: Any, units: tuple[nn.Module, ...]) -> None:
-        # no __init__: it would look into modules that have no memory yet
-        self.__dict__.update(vars(plain))
-        self.root, self.layers, self.units, self._latest = root, layers, units, None
-        self.skeleton, self._known, self._outputs = Skeleton(root, layers, plain.device), {}, {}
-        if plain.router_loss is not None:
-            # Of the gates in this copy
-            self.router_loss = find_router_loss(root, layers)
-
-    def _shapes_of(self, layer: int, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
-        """Without hooks, since those of tensor parallelism want shards."""
-        return output_of(self.layers[layer], args, kwargs, self.device, hooks=lambda kind: None)
 
 
 class ShardedTransformers(ShardedModel):
     """A transformers model as shards: in stages, or its own forward whole as the first unit."""
 
     plain: TransformersModel
-    _stages: _InStages | None = None
 
     def update(self, now: ShardedModel | None, seed: int) -> None:
         super().update(now, seed)
         if self.in_stages:
-            self._stages = _InStages(self.plain, self.root, self.copy.of(self.plain.layers), self.units)
+            self._runs = self.plain.over(self.copy.of, self.units, self.copy.apart)
 
     def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
-        if self._stages is not None:
-            return self._stages.run(unit, activations, microbatch)
+        if self.in_stages:
+            return self._runs.run(unit, activations, microbatch)
         return super().run(unit, activations, microbatch)
 
     def activations(self, microbatch: Microbatch) -> list[Activations]:
-        if self._stages is not None:
-            return self._stages.activations(microbatch)
+        if self.in_stages:
+            return self._runs.activations(microbatch)
         return super().activations(microbatch)
 
     def _units(self) -> tuple[nn.Module, ...]:
@@ -465,10 +446,6 @@ class ShardedTransformers(ShardedModel):
             return (zero_of((loss,)),)
         # 16-bit losses lose digits when microbatches are added up
         return (loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss,)
-
-    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
-        # transformers returns a mean; the pipeline divides the sum by all labels of the batch
-        return activations[0] * self.counted(microbatch)
 
 
 def sharded(plain: PipelineModel, found: Sequence[Found], shards: Shards, updates: Callable[[], int]) -> ShardedModel:

@@ -10,11 +10,12 @@ Shape legend: L units (n + 2), n layers, B rows of a microbatch, T tokens of a r
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +121,8 @@ class TransformersModel(PipelineModel):
         self._front: frozenset[str] = frozenset()  # parameters by what reads them: before the layers, or after
         self._behind: frozenset[str] = frozenset()
         self.router_loss: RouterLoss | None = None
+        # within it layers have no hooks but the user's
+        self._apart: Callable[[], AbstractContextManager[None]] = nullcontext
         self._ends = (_Held(), _Held())
         self.units = (self._ends[0], *self.layers, self._ends[1])
         self.skeleton.to_device()
@@ -388,11 +391,9 @@ class TransformersModel(PipelineModel):
         )
         if key not in self._outputs:
             args, kwargs = tree_unflatten(leaves, structure)
-            self._outputs[key] = self._shapes_of(layer, args, kwargs)
+            with self._apart():
+                self._outputs[key] = shapes.output_of(self.layers[layer], args, kwargs, self.device)
         return self._outputs[key]
-
-    def _shapes_of(self, layer: int, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
-        return shapes.output_of(self.layers[layer], args, kwargs, self.device)
 
     def _stand_ins(self, layer: int, leaves: list[Any]) -> list[Any]:
         """What stands for a layer's output: nobody but the next layer may read it."""
@@ -504,6 +505,30 @@ class TransformersModel(PipelineModel):
             raise SpecError(f"split_vocabulary needs words as the main input, got {name} of {ids.dtype}")
 
     # --- construction ------------------------------------------------------------------------------------------
+
+    def over(
+        self,
+        of: Callable[[nn.Module], nn.Module],
+        units: tuple[nn.Module, ...],
+        apart: Callable[[], AbstractContextManager[None]],
+    ) -> Self:
+        """This model over other modules, which have the same whole shapes.
+
+        Args:
+            of: What stands for a module of this one.
+            units: What stands for the units [L].
+            apart: Within this context the other modules have no hooks but the user's.
+        """
+        # no __init__: it would look into modules that may have no memory yet
+        made = copy.copy(self)
+        layers: Any = of(self.layers)
+        made.root, made.layers, made.units = of(self.root), layers, units
+        made.skeleton = Skeleton(made.root, layers, self.device)
+        made._latest, made._known, made._outputs, made._apart = None, {}, {}, apart
+        if self.router_loss is not None:
+            # of the gates in these modules
+            made.router_loss = find_router_loss(made.root, layers)
+        return made
 
     def look(self) -> None:
         """Look at the model again where it may have changed: wrapped modules, a router loss, checkpointing.

@@ -346,3 +346,33 @@ def test_labels_behind_padding_are_refused(rows: int) -> None:
     labels[:, -2:] = -100
     (whole,) = run.cut({**inputs, "attention_mask": mask}, labels, 1)
     assert len(run.sliced(whole)) == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", {}), ("gpt2", {"resid_pdrop": 0.5}), ("mixtral", {}), ("deepseek_v3", {})]
+)
+def test_units_that_ranks_have_parts_of_are_tried_whole_with_made_up_weights(
+    family: str, options: dict[str, Any]
+) -> None:
+    model: Any = small(family, **options)
+    plain = SlicedTransformers(model, SliceOptions(4))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(torch.nan)  # their outputs would equal nothing
+    (whole,) = plain.cut(*batch_of(), 1)
+    state = torch.get_rng_state()
+    run = plain.over(lambda module: module, plain.units, nullcontext)
+    assert len(run.sliced(whole)) == 4
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    assert all(p.isnan().all() for p in model.parameters())
+    layer = next(iter(plain.layers.children()))
+    handle = layer.register_forward_hook(_with_a_state)
+    run = plain.over(lambda module: module, plain.units, nullcontext)
+    with pytest.raises(SpecError, match=rf"layer 1 \({type(layer).__name__}\) computes other outputs for two slices"):
+        run.sliced(whole)
+    handle.remove()
+
+
+def _with_a_state(layer: Any, args: Any, output: Any) -> Any:
+    return output.cumsum(dim=1) if isinstance(output, torch.Tensor) else (output[0].cumsum(dim=1), *output[1:])
