@@ -227,7 +227,8 @@ def _refused(rank: int, size: int) -> list[float]:
     with pytest.raises(SpecError, match="zero2 with pp2 and slices4 with zero2 cannot be trained"):
         job.switch(Parallelism.parse("pp2,dp2,zero2,slices4"))
     before = job.state_dict()
-    handles = [layer.mlp.register_forward_hook(_mixes) for layer in job.model.model.layers]
+    model: Any = job.model.model
+    handles = [layer.mlp.register_forward_hook(_mixes) for layer in model.layers]
     job.switch(Parallelism.parse("pp2,tp2,slices8"))
     with pytest.raises(SpecError, match=r"layer \d \(LlamaDecoderLayer\) computes other outputs for two slices"):
         job.step()
