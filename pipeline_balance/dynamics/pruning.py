@@ -131,7 +131,8 @@ class PrunedLinear(nn.Linear):
     Its weights have one of two forms. In the dense one they are [O, I], and what was pruned is masked in every forward
     pass. In the sparse one the same parameter has the K values that are left, row by row: so have its gradient and what
     optimizers keep for it, and products are sparse. `prune` and `store_sparse` go from the first to the second. A
-    weight that other modules share stays dense. The buffer `mask` has the places of the weights in the form that they
+    weight that other modules share stays dense, as does one with fewer than two values left; of that products are
+    sparse all the same. The buffer `mask` has the places of the weights in the form that they
     have, so that both travel together.
 
     A `state_dict` is that of the dense form always. In the sparse form it is a copy: what is written into it does not
@@ -152,6 +153,8 @@ class PrunedLinear(nn.Linear):
         # past `register_buffer`, which takes the property for another attribute
         self._buffers["mask"] = torch.ones_like(self.weight, dtype=torch.bool)
         self._known: tuple[Tensor, Pattern] | None = None
+        # a mask of the dense form, its version, and where the weights are if hardly one is left
+        self._counted: tuple[Tensor, int, Pattern | None] | None = None
         # whether other modules have the weight, too; whoever sees them all says so, see `note_shared`
         self.shared = False
 
@@ -306,6 +309,9 @@ class PrunedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.stored_sparse:
+            few = self._of_next_to_nothing() if x.dtype == self.weight.dtype else None
+            if few is not None:
+                return self._multiplied(x, self.weight.reshape(-1)[few.places()], few)
             # masked here too: an optimizer with momentum would move a pruned weight away from zero
             return nn.functional.linear(x, self.weight * self.mask, self.bias)
         if self.weight.dtype not in _TYPES:
@@ -316,9 +322,28 @@ class PrunedLinear(nn.Linear):
             raise SpecError(f"the layer takes {self.in_features} features, got an input of {list(x.shape)}")
         # torch has sparse products in the types of the weights alone
         with torch.autocast(x.device.type, enabled=False):
-            flat = product(x.reshape(-1, self.in_features).to(self.weight.dtype), self.weight, self._pattern())
-            out = flat.view(*x.shape[:-1], self.out_features)
-            return out + self.bias if self.bias is not None else out
+            return self._multiplied(x, self.weight, self._pattern())
+
+    def _multiplied(self, x: Tensor, values: Tensor, pattern: Pattern) -> Tensor:
+        flat = product(x.reshape(-1, self.in_features).to(values.dtype), values, pattern)
+        out = flat.view(*x.shape[:-1], self.out_features)
+        return out + self.bias if self.bias is not None else out
+
+    def _of_next_to_nothing(self) -> Pattern | None:
+        """Where weights are that are too few to be stored sparse; None if there are more.
+
+        Global pruning empties whole layers. As products of zeros these would take as long as before.
+        """
+        mask = self._places
+        if not self.sparse_below or mask.is_meta or mask.is_inference() or self.weight.dtype not in _TYPES:
+            return None
+        if torch.is_autocast_enabled(mask.device.type):
+            # a dense product would be of another type
+            return None
+        if self._counted is None or self._counted[0] is not mask or self._counted[1] != mask._version:
+            few = int(mask.sum()) < _FEWEST
+            self._counted = mask, mask._version, Pattern.of(mask) if few else None
+        return self._counted[2]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if keep_vars and self.stored_sparse:

@@ -268,6 +268,30 @@ def test_other_types_and_layers_of_next_to_nothing_stay_dense() -> None:
     assert empty.kept == 1 / 64
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_layers_of_next_to_nothing_have_no_dense_product(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, dense = PrunedLinear(64, 48, sparse_below=0.1), PrunedLinear(64, 48)
+    dense.load_state_dict(layer.state_dict())
+    mask = torch.zeros(48, 64, dtype=torch.bool)
+    mask[5, :left] = True
+    linear, called = nn.functional.linear, list[PrunedLinear]()
+    found: dict[PrunedLinear, list[Tensor | None]] = {}
+    for each in (layer, dense):
+        each.prune(mask, ())
+        monkeypatch.setattr(nn.functional, "linear", lambda *given, of=each: (called.append(of), linear(*given))[1])
+        x = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        out = each(x)
+        out.pow(2).sum().backward()
+        found[each] = [out, x.grad, each.weight.grad, each.bias.grad]
+    assert called == [dense]
+    for one, other in zip(found[layer], found[dense], strict=True):
+        assert one is not None
+        torch.testing.assert_close(one, other)
+    # a mask that is changed later counts
+    layer.mask.fill_(True)
+    torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias))
+
+
 def test_all_ranks_learn_that_optimizers_are_missing_and_masks_do_not_depend_on_the_form() -> None:
     models = [_model(below, torch.float64) for below in (0.0, 0.5)]
     for sparsity in (0.4, 0.7, 0.85):
