@@ -29,10 +29,12 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def flash_width(found: tuple[int, int]) -> int:
-    """The widest head whose gradients flash attention computes on a GPU of this compute capability."""
-    # torch's own attention leaves wider ones to other kernels there
-    return 192 if (8, 6) <= found <= (8, 9) else 256
+def flash_trains(width: int, found: tuple[int, int]) -> bool:
+    """Whether flash attention computes gradients of heads of this width on a GPU of this compute capability."""
+    if 192 < width <= 224 and ((8, 6) <= found <= (8, 9) or (12, 0) <= found <= (12, 1)):
+        # torch's own attention leaves these to other kernels there
+        return False
+    return width <= 256
 
 
 def mask_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -72,7 +72,7 @@ def chosen(device: torch.device, dtype: torch.dtype, width: int, plain: bool) ->
             f"attention over slices in bfloat16 needs compute capability 8.0, {device} has {found[0]}.{found[1]}: "
             "train in float16 or float32"
         )
-    if plain and dtype != torch.float32 and found >= (8, 0) and width <= gpu.flash_width(found):
+    if plain and dtype != torch.float32 and found >= (8, 0) and gpu.flash_trains(width, found):
         return FLASH
     return EFFICIENT
 
