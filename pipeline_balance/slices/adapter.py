@@ -36,6 +36,8 @@ from prophet.errors import SpecError
 
 # Names under which configurations have the number of experts
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# Made-up weights that are drawn, for any number of them; a prime, so that rows of matrices begin at different ones
+_DRAWN = 65537
 
 
 class SlicedTransformers(Sliced, Recomputing):
@@ -92,8 +94,11 @@ class SlicedTransformers(Sliced, Recomputing):
             if id(parameter) not in mine:
                 return parameter
             # on the host, whose generator a trial puts back; of a size at which outputs are about as large as inputs
-            found = torch.randn(parameter.shape) * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
-            return found.to(self.device, parameter.dtype)
+            size = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+            some = (torch.randn(min(parameter.numel(), _DRAWN)) * size).to(self.device, parameter.dtype)
+            # drawing all of them would take longer than all else
+            times = -(-parameter.numel() // max(len(some), 1))
+            return some.repeat(times)[: parameter.numel()].view(parameter.shape)
 
         with self._apart():
             copy_of(self.root, drawn, {}, hooks=lambda kind: lambda: True, done=copies)

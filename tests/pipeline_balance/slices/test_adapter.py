@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
@@ -376,3 +377,36 @@ def test_units_that_ranks_have_parts_of_are_tried_whole_with_made_up_weights(
 
 def _with_a_state(layer: Any, args: Any, output: Any) -> Any:
     return output.cumsum(dim=1) if isinstance(output, torch.Tensor) else (output[0].cumsum(dim=1), *output[1:])
+
+
+class _Widest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor of each type has that is made within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.found[made.dtype] = max(self.found[made.dtype], made.numel())
+        return made
+
+
+def test_made_up_weights_are_drawn_in_part_and_take_the_memory_of_the_layers_own() -> None:
+    model: Any = small("llama", intermediate_size=8192).to(torch.bfloat16)
+    plain = SlicedTransformers(model, SliceOptions(4))
+    run = plain.over(lambda module: module, plain.units, nullcontext)
+    with torch.no_grad(), _Widest() as widest:
+        made = run._made_up(1)
+    own = model.model.layers[0].mlp.up_proj.weight
+    layers: Any = made.layers
+    numbers = layers[0].mlp.up_proj.weight
+    assert (numbers.shape, numbers.dtype) == (own.shape, own.dtype)
+    # what is drawn is in float32, and repeated in the weights' type
+    assert widest.found[torch.float32] < own.numel() / 3
+    assert widest.found[torch.bfloat16] < own.numel() * 1.5
+    assert numbers.float().std() * own.shape[-1] ** 0.5 == pytest.approx(1.0, rel=0.05)
+    # no row of a matrix is another one's, or its outputs would be
+    assert len({tuple(row) for row in numbers.tolist()}) == len(numbers)
+    assert layers[1].mlp.up_proj.weight is model.model.layers[1].mlp.up_proj.weight
