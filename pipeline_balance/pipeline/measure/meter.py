@@ -139,8 +139,9 @@ class Meter:
     sent_bytes: int = 0
     working_on: tuple[int, int, float] | None = None
     noted: Noted = field(default_factory=Noted)
-    # how many microbatches a stage has taken, whether its layers' backward is to be timed, and stages that have been
+    # how many microbatches a stage has taken, whether the last one has hooks, and stages with a time
     _passes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    _hooked: dict[int, bool] = field(default_factory=dict)
     _hooking: bool = True
     _timed: set[int] = field(default_factory=set)
     _waited_s: float = 0.0
@@ -160,8 +161,7 @@ class Meter:
         """Forget all samples, for a new measuring period or a new stage map. Bytes stay known until counted anew."""
         for by_layer in (self.forward, self.backward, self.stage_weight):
             by_layer.clear()
-        self._passes.clear()
-        self._timed.clear()
+        self._time_anew()
         for samples in (self.loss, self.between):
             samples.clear()
         self.counted.clear()
@@ -171,6 +171,11 @@ class Meter:
         self._marked.stretches.clear()
         self._steps, self._step_s, self._compute_s = 0, 0.0, 0.0
         self._wait_s = {"F": 0.0, "B": 0.0}
+
+    def _time_anew(self) -> None:
+        """Let microbatches go backward with hooks until there is a time."""
+        self._passes.clear()
+        self._timed.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -184,7 +189,10 @@ class Meter:
 
     def begin_step(self) -> None:
         """Begin a new step, which work counts towards from here on."""
-        if self.enabled:
+        if not self.enabled:
+            # samples of before may stay, and say nothing of the next measured steps
+            self._time_anew()
+        else:
             # what an unfinished step has marked is nobody's
             self._marked, self._acted = _Marked(), False
             self._step_began = self._last_end = self.clock()
@@ -274,11 +282,12 @@ class Meter:
         return result
 
     def _hooks(self, stage: int) -> bool:
-        """Whether the backward of a stage's coming microbatch is to be timed by layer: of all of its layers or none."""
+        """Whether a stage's coming microbatch is to be timed going backward: in all layers and slices or in none."""
         if self.working_on is None or self.working_on[0] == 0:
             self._passes[stage] += 1
-        # the second of three, as the first microbatch of a step is slower; all until there is a time
-        return self._passes[stage] % HOOKED_EVERY == 2 or stage not in self._timed
+            # the second of three, as the first microbatch of a step is slower; all until there is a time
+            self._hooked[stage] = self._passes[stage] % HOOKED_EVERY == 2 or stage not in self._timed
+        return self._hooked.get(stage, True)
 
     def run_shared(self, call: Callable[[], None]) -> None:
         """Run what all ranks share; it counts for no layer, nor as waiting before the next action."""

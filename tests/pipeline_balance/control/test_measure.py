@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.measure.meter import Meter, gather_costs, local_costs
+from pipeline_balance.pipeline.measure.slice_costs import OfSlice
 from pipeline_balance.spec import LayerCost
 from prophet.ranks.collective import Collective
 from prophet.ranks.device import clocks
@@ -169,6 +170,37 @@ def test_every_third_microbatch_has_hooks_once_there_is_a_time() -> None:
     meter.reset()
     _train(meter, 1)
     assert len(meter.backward[0]) == len(meter.backward[1]) == 1, "a new period has times at once"
+
+
+def test_steps_that_are_measured_anew_have_times_at_once() -> None:
+    """Without a reset, as where decisions are made beside backward passes: else a decision may see times long past."""
+    meter = Meter(work_clock=_Clock())
+    for steps in (2, 2):
+        before = len(meter.backward[0])
+        for enabled in (*[True] * steps, False):
+            meter.enabled = enabled
+            meter.begin_step()
+            _train(meter, 1)
+            meter.end_step()
+        assert len(meter.backward[0]) > before
+
+
+def test_all_slices_of_a_microbatch_have_hooks_or_none() -> None:
+    """Also where the first backward comes between two of its slices, as in a pipeline's first microbatches."""
+    meter, slices = Meter(work_clock=_Clock()), 2
+    layers: dict[int, nn.Module] = {i: nn.Linear(2, 2) for i in range(2)}
+    passed: dict[tuple[int, int], Tensor] = {}
+    order = [*("F00", "F01", "F10", "F11"), *("F20", "B01", "F21", "B00"), *("B11", "B10", "B21", "B20")]
+    for kind, microbatch, number in order:
+        unit = int(microbatch), int(number)
+        meter.working_on = unit[1], slices, 1 / slices
+        if kind == "F":
+            passed[unit] = meter.run_action("F", 0, lambda: _forward(meter, layers))
+        else:
+            meter.run_action("B", 0, passed.pop(unit).backward)
+    # the third one began when there was no time yet
+    for i in layers:
+        assert [x.slice for x in meter.backward[i] if isinstance(x, OfSlice)] == [1, 0] * 3
 
 
 @pytest.mark.parametrize("enabled", [False, True])
