@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.layers import Activations, Microbatch
-from pipeline_balance.slices.offload import Saved
 from pipeline_balance.slices.parts import Sliced
+from pipeline_balance.slices.saved.offload import Saved
 from pipeline_balance.slices.store import ChunkStore, Unit
 
 

@@ -30,7 +30,7 @@ from pipeline_balance.slices.interface import WITHOUT_MASKS, Seen, Window, atten
 from pipeline_balance.slices.kernel import Heads, tracing
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
-from pipeline_balance.slices.recompute import Recomputing
+from pipeline_balance.slices.saved.recompute import Recomputing
 from pipeline_balance.slices.store import ChunkStore
 from prophet.errors import SpecError
 

@@ -13,7 +13,7 @@ from pipeline_balance.slices.auto.choice import Auto, AutoSlices
 from pipeline_balance.slices.auto.choosing import ChosenChain, ChosenTransformers
 from pipeline_balance.slices.chain import SlicedChain
 from pipeline_balance.slices.options import SliceOptions
-from pipeline_balance.slices.recompute import Recomputing
+from pipeline_balance.slices.saved.recompute import Recomputing
 from prophet.errors import SpecError
 
 

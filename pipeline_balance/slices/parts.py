@@ -20,8 +20,8 @@ from pipeline_balance.schedules.sliced import slice_starts
 from pipeline_balance.slices.exchange import Exchanger
 from pipeline_balance.slices.exchanging import Exchanging
 from pipeline_balance.slices.kernel import Heads
-from pipeline_balance.slices.offload import Offloader
 from pipeline_balance.slices.options import SliceOptions
+from pipeline_balance.slices.saved.offload import Offloader
 from pipeline_balance.slices.store import ChunkStore, Unit, active
 from prophet.errors import SpecError
 

@@ -18,9 +18,9 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.closed_forms import offloaded_peak_bytes, sliced_peak_bytes
 from pipeline_balance.schedules.sliced import Order
 from pipeline_balance.slices.adapter import SlicedTransformers
-from pipeline_balance.slices.offload import Offloader
 from pipeline_balance.slices.options import Recompute, SliceOptions
 from pipeline_balance.slices.parts import Sliced
+from pipeline_balance.slices.saved.offload import Offloader
 from pipeline_balance.slices.store import current
 from prophet.errors import SpecError, StageFailed
 from tests.helpers import sliced_layers as own

@@ -17,7 +17,7 @@ from benchmarks.slices.live_bytes import LiveBytes
 from pipeline_balance.slices import models
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.options import Recompute, SliceOptions
-from pipeline_balance.slices.recompute import Recomputing, recomputed_parts
+from pipeline_balance.slices.saved.recompute import Recomputing, recomputed_parts
 from prophet.errors import SpecError
 from tests.helpers import sliced_layers as own
 from tests.helpers.house import ROOT
