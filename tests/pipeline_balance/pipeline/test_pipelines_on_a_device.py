@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import prophet
 from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
 from pipeline_balance.elastic import Batches, Job, Parallelism, reshard
-from pipeline_balance.pipeline.measure.meter import RankTimes
+from pipeline_balance.pipeline.measure.meter import HOOKED_EVERY, RankTimes
 from pipeline_balance.pipeline.model.added_loss import add_loss
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds
@@ -459,7 +459,8 @@ def test_a_meter_finds_the_devices_times_and_waits_for_none() -> None:
     with threads_for_groups():
         found = on_devices(DeviceWorld(2, timeout_s=20.0), measured)
     for costs, times, samples in found:
-        assert len(samples) == 3 * PARTS * 4 + 3 * (PARTS * 4 - 1)
+        # forward without the microbatch whose bytes are counted; backward the first, and each third from the second on
+        assert len(samples) == 3 * (PARTS * 4 - 1) + 3 * (1 + len(range(1, PARTS * 4, HOOKED_EVERY)))
         assert [1e3 * s for s in samples] == pytest.approx([round(1e3 * s) for s in samples])
         assert min(samples) > 0
         assert 1e3 * (costs[2].forward_s - costs[1].forward_s) == pytest.approx(7)
