@@ -191,10 +191,10 @@ def test_all_slices_of_a_microbatch_have_hooks_or_none() -> None:
     layers: dict[int, nn.Module] = {i: nn.Linear(2, 2) for i in range(2)}
     passed: dict[tuple[int, int], Tensor] = {}
     order = [*("F00", "F01", "F10", "F11"), *("F20", "B01", "F21", "B00"), *("B11", "B10", "B21", "B20")]
-    for kind, microbatch, number in order:
-        unit = int(microbatch), int(number)
+    for action in order:
+        unit = int(action[1]), int(action[2])
         meter.working_on = unit[1], slices, 1 / slices
-        if kind == "F":
+        if action[0] == "F":
             passed[unit] = meter.run_action("F", 0, lambda: _forward(meter, layers))
         else:
             meter.run_action("B", 0, passed.pop(unit).backward)
