@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.model.lost_losses import LostLosses
 from pipeline_balance.pipeline.model.registered import register
 from pipeline_balance.pipeline.run import executor
-from pipeline_balance.pipeline.run.generators import seeded
+from pipeline_balance.pipeline.run.generators import seed_generators
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, SpecError, TransitionError
@@ -63,13 +61,11 @@ def _train(rank: int, size: int, steps: int, split: bool) -> dict[str, Any]:
 
 
 def _seeding_takes_long(rank: int, size: int) -> list[float]:
-    @contextmanager
-    def slowly(seed: int, device: torch.device) -> Iterator[None]:
+    def slowly(seed: int, device: torch.device) -> None:
         time.sleep(5e-3)
-        with seeded(seed, device):
-            yield
+        seed_generators(seed, device)
 
-    executor.seeded = slowly
+    executor.seed_generators = slowly
     run = pipeline()
     for step in range(2):
         run.step(*batch(step))
