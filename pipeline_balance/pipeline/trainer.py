@@ -137,6 +137,7 @@ class ElasticPipeline:
             check_units(made.units, made.root)
             if made.vocabulary is not None and (joins or self.in_job):
                 raise SpecError(f"split_vocabulary: {_STAYS}")
+            _check_context(_context_of(made), replicas, changes=joins or self.in_job)
             self.owned = Ownership(made)
             self.builder = StageBuilder(
                 model=made, config=config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
@@ -154,6 +155,8 @@ class ElasticPipeline:
             self.groups.divide()
         if self.model.vocabulary is not None:
             self.groups.share_vocabulary()
+        if (context := _context_of(self.model)) > 1:
+            self.model.share_tokens(self.groups.share_tokens(context))
 
         def make() -> Optimizers:
             column = self.groups.grid.column(self.rank) if rank_assignment is None else ()
@@ -353,7 +356,7 @@ class ElasticPipeline:
 
         Args:
             inputs: A batch, or a sequence of its microbatches, whose lengths may differ. The same on every rank of a
-                replica.
+                replica, and of replicas that share slices.
             labels: Labels, in the same form.
             update: Whether this batch ends the update.
             max_norm: What the gradients' norm is clipped to (None: not).
@@ -681,10 +684,11 @@ class ElasticPipeline:
         each of ranks in a row. `release.membership.Membership` calls this.
 
         Raises:
-            SpecError: A vocabulary is split over the ranks.
+            SpecError: A vocabulary is split over the ranks, or slices are shared.
         """
         if self.model.vocabulary is not None:
             raise SpecError(f"split_vocabulary: {_STAYS}")
+        _check_context(_context_of(self.model), self.groups.replicas, changes=True)
         before, now = self.groups.grid, self.stage_map
         self.groups.enter(group)
         self.groups.arrange(before.replicas)
@@ -732,6 +736,30 @@ class ElasticPipeline:
 
 _SLICED = "pipeline_balance.slices.models"
 _STAYS = "rows stay on their ranks, so ranks cannot change, nor layouts: save, and load in a run on other ranks"
+
+
+def _context_of(model: PipelineModel) -> int:
+    """How many replicas in a row share the tokens of slices."""
+    return model.slicing.context_parallel if model.slicing is not None else 1
+
+
+def _check_context(context: int, replicas: int, *, changes: bool) -> None:
+    """Raise `SpecError` unless so many replicas in a row can share tokens.
+
+    Args:
+        context: How many.
+        replicas: How many there are.
+        changes: Whether ranks may come and go.
+    """
+    if context == 1:
+        return
+    if replicas % context:
+        raise SpecError(
+            f"context_parallel={context}: as many replicas in a row share every slice, so it must divide replicas="
+            f"{replicas}"
+        )
+    if changes:
+        raise SpecError("context_parallel: ranks that share slices stay, so it is not for jobs and changing groups")
 
 
 def _models_of(slices: Slicer | Literal["auto"]) -> Any:

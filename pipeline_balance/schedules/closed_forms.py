@@ -174,6 +174,21 @@ def sliced_window_chunks(slices: int, slice_tokens: int, window: int) -> int:
     return min(slices, 1 - (1 - window) // slice_tokens)
 
 
+def context_bytes_over_passed(slices: int, key_share: float = 1.0) -> float:
+    """2 / ((N + 1) k): bytes where queries and outputs travel, over those of keys and values of all slices so far.
+
+    Forward: queries and outputs of every slice go to c - 1 ranks, against keys and values of slice n and the n before
+    it. Backward: queries, outputs, their gradients, and gradients of queries, against keys, values and their gradients.
+    So keys and values without a cache would need k times as many bytes (SlimPipe, 5). Log-sum-exps, one number for a
+    head's width, are left out.
+
+    Args:
+        slices: N, of equal length.
+        key_share: k, key heads over query heads.
+    """
+    return 2 / ((slices + 1) * key_share)
+
+
 def sliced_idle_over_work(ranks: int, stages_per_rank: int, microbatches: int, slices: int) -> float:
     """(P - 1) / (N M V) where all slices cost the same and transfers are free, in both orders.
 

@@ -31,6 +31,7 @@ from pipeline_balance.slices.kernel import Heads, tracing
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
 from pipeline_balance.slices.saved.recompute import Recomputing
+from pipeline_balance.slices.sharing.context import taken
 from pipeline_balance.slices.store import ChunkStore
 from prophet.errors import SpecError
 
@@ -73,6 +74,11 @@ class SlicedTransformers(Sliced, Recomputing):
             super().look()
         if self.router_loss is not None and not isinstance(self._coefficient(), int | float):
             raise SpecError(f"{type(self._owner).__name__} has a router loss without a router_aux_loss_coef")
+        if self.router_loss is not None and self._context_parallel > 1:
+            raise SpecError(
+                f"context_parallel: the router loss of {type(self._owner).__name__} is of whole microbatches, whose "
+                "tokens several ranks share: set output_router_logits=False"
+            )
 
     def over(
         self,
@@ -152,9 +158,10 @@ class SlicedTransformers(Sliced, Recomputing):
         parts = self.parts(microbatch, inputs, moved, seen.documents)
         windows = [i for i, call in enumerate(recorded.calls) if any(isinstance(leaf, Window) for leaf in call.leaves)]
         self._check_exchange(tokens, windows)
+        self.check_shared(tokens, windows)
         # all but the last unit, whose outputs are losses
         self._trial.run(range(len(self.layers) + 1), parts)
-        return parts
+        return self.share_of(parts)
 
     def counted(self, microbatch: Microbatch) -> int:
         if isinstance(microbatch, SlicePart):
@@ -208,7 +215,7 @@ class SlicedTransformers(Sliced, Recomputing):
     def _alone(self, part: SlicePart) -> Recorded:
         """What layers are called with for a slice alone; only shapes are read, which slices of one length share."""
         assert part.whole is not None
-        kept, key = part.whole.kept, f"slices of {part.stop - part.start} tokens"
+        kept, key = part.whole.kept, f"slices of {part.tokens} tokens"
         if key not in kept:
             with attending(self._configs), seeing():
                 kept[key] = self._record(self.kwargs_of(part), Readable(allowed=True))
@@ -358,13 +365,14 @@ def _part(mine: Any, whole: Any, part: SlicePart, layer: int) -> Any:
         return whole
     # one dimension, which is the sequence's
     (*more, dim) = differ
-    wanted = (part.stop - part.start, part.unit.starts[-1] if part.unit is not None else 0)
+    labels = part.whole.labels if part.whole is not None else None
+    wanted = (part.tokens, labels.shape[1] if labels is not None else 0)
     if more or (mine.shape[dim], whole.shape[dim]) != wanted:
         raise SpecError(
             f"layer {layer} takes a tensor of shape {list(whole.shape)} for whole sequences and {list(mine.shape)} for "
             "a slice: it cannot be cut along the sequence"
         )
-    return whole.narrow(dim, part.start, part.stop - part.start)
+    return taken(whole, dim, part.of_sequence)
 
 
 def _met(layer: nn.Module, config: Any) -> Fraction:

@@ -21,15 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeline_balance.schedules.sliced import BLOCK
 from pipeline_balance.slices import kernel
-from pipeline_balance.slices.exchange import Turn, turn_of
 from pipeline_balance.slices.kernel import additive, band, half_of, without_blind
 from pipeline_balance.slices.memory import Room
+from pipeline_balance.slices.sharing.exchange import Turn, turn_of
 from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, current
 from prophet.errors import SpecError
 
 _ALL = slice(None)
 # Tokens of a triangle from which on cutting it saves more time than further calls take
 CUT = 512
+# The log-sum-exp of nothing: finite, as the difference of two infinite ones is no number
+_NOTHING = -1e30
 
 _forward, _backward = kernel.forward, kernel.backward
 
@@ -171,15 +173,18 @@ class _Place:
     def blocks(self, query: Tensor, given: frozenset[int] = frozenset()) -> Sequence[_Block]:
         """What tokens of the slice attend to: its own triangle, diagonal parts ahead, then the chunks before it.
 
+        What other ranks' tokens see of the slice comes behind the triangle.
+
         Args:
-            query: Of the slice.
+            query: Of the slice, on all ranks that share its tokens.
             given: Pieces of those chunks that other ranks compute.
         """
-        unit, plans = self.unit, self.store.plans
+        unit, plans, context = self.unit, self.store.plans, self.store.context
         # the slice's own chunk is the last of these
         chunks = self.store.chunks(self.layer, unit.microbatch)[: unit.slice + 1]
         # layers mostly lie alike, forward and backward: what they read is found once
-        key = (tuple([(c.place, c.pending) for c in chunks]), self.window, query.dtype, query.device, given)
+        here = tuple([(c.place, c.pending) for c in chunks])
+        key = (here, self.window, context, query.dtype, query.device, given)
         # documents are a batch's own, and many
         known = plans.get(key) if unit.documents is None else None
         if known is None:
@@ -192,10 +197,10 @@ class _Place:
         kind, seen = (query.dtype, query.device), self._seen(self.unit.slice)
         if seen is not None:
             seen = seen.tril() if self.window is None else seen.tril().triu(1 - self.window)
-        mask = additive(seen, query) if seen is not None else None
-        own_parts: list[tuple[slice, slice, bool]] = [(slice(0, query.shape[2]), slice(0, query.shape[2]), True)]
+        mask, context = additive(seen, query) if seen is not None else None, self.store.context
+        own_parts: list[tuple[slice, slice, bool]] = [(slice(0, own.tokens), slice(0, own.tokens), True)]
         if self.window is not None or not kernel.on_device(query):
-            own_parts = [*_triangle(0, query.shape[2], self.window)]
+            own_parts = [*_triangle(0, own.tokens, self.window)]
         for rows, columns, diagonal in own_parts:
             part: Tensor | None = None
             shift = _shift(rows, columns, self.window)
@@ -204,8 +209,10 @@ class _Place:
             elif shift is not None:
                 part = band(_length(rows), _length(columns), shift, diagonal, *kind)
             # one part alone needs no cutting
-            at = (rows, columns) if len(own_parts) > 1 else (_ALL, _ALL)
+            at = (rows, columns) if len(own_parts) > 1 or context is not None else (_ALL, _ALL)
             yield _Block(own.place, *at, diagonal, part)
+        for rows, columns in context.rectangles(own.tokens) if context is not None else ():
+            yield _Block(own.place, rows, columns, False, mask[:, :, rows, columns] if mask is not None else None)
         for first, place, rows, mask in self._runs(before, own, query, given):
             yield _Block(place, rows, _ALL, False, mask, before=True, pending=first.pending)
 
@@ -245,7 +252,8 @@ class _Place:
 
     def _seen(self, number: int) -> Tensor | None:
         """Which tokens of slice `number` are in a token's document, [B, T, S]; None without documents."""
-        mine, theirs = self.unit.documents_of(self.unit.slice), self.unit.documents_of(number)
+        mine, theirs = self.unit.asking, self.unit.documents_of(number)
+        mine = self.unit.documents_of(self.unit.slice) if mine is None else mine
         return None if mine is None or theirs is None else mine[:, :, None] == theirs[:, None, :]
 
 
@@ -261,7 +269,7 @@ def _left(before: list[Chunk], given: Collection[int]) -> Iterator[tuple[int, Ch
 class _Block:
     """Part of a slice's attention that one call of the kernel computes.
 
-    On the diagonal, a token attends to those up to itself; every row is in one such block.
+    On the diagonal, a token attends to those up to itself; every row of this rank's tokens is in one such block.
 
     Attributes:
         place: Where its tokens, and those of the chunks beside it, are in the room.
@@ -425,17 +433,25 @@ class _Attend(torch.autograd.Function):
         line = store.line(layer, unit.microbatch)
         # what later slices have added for this slice's keys and values
         later = line.summed(own)
+        lse, out, grad, context = own.lse, own.out, grad_out, store.context
+        if context is not None:
+            # all ranks' tokens from here on
+            lse, query, out, grad = context.gather([lse, query, out, grad], layer)
         if turn := turn_of(store, layer):
-            turn.ask([own.lse, query, own.out, grad_out])
+            turn.ask([lse, query, out, grad])
         # Gradients of the query, the key and the value
         totals: list[Tensor] = []
         for block in place.blocks(query, turn.given if turn else frozenset()):
             # with the merged output and log-sum-exp each block's gradients are exact alone (SlimPipe, 4)
-            found = place.backward(block, grad_out, query, line.room, (own.out, own.lse))
+            found = place.backward(block, grad, query, line.room, (out, lse))
             if block.alone:
                 totals = [t.to(wide) for t in found]
             elif not block.before:
-                totals = totals or [_by_token(t, wide) for t in (query, *line.room.tokens(*own.place))]
+                if not totals:
+                    totals = [_by_token(t, wide) for t in (query, *line.room.tokens(*own.place))]
+                    if context is not None:
+                        # others' tokens are in no diagonal block
+                        totals[0][:, :, own.tokens :].zero_()
                 for total, part, at in zip(totals, found, (block.rows, block.columns, block.columns), strict=True):
                     _gather(total[:, :, at], part, first=block.diagonal)
             else:
@@ -449,6 +465,11 @@ class _Attend(torch.autograd.Function):
                 totals[0].add_(query_part)
                 line.add(one.freed, found)
             turn.close()
+        if context is not None:
+            others = context.give([totals[0].to(query.dtype)], layer)
+            totals[0] = totals[0][:, :, : own.tokens]
+            for (query_part,) in others:
+                totals[0].add_(query_part)
         for total, part in zip(totals[1:], later, strict=False):
             total.add_(part)
         store.pop(layer, unit)
@@ -491,6 +512,10 @@ def _merged(query: Tensor, sinks: Tensor | None, place: _Place, turn: Turn | Non
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     out = lse = query.new_empty(0)
+    tokens, context = query.shape[2], place.store.context
+    if context is not None:
+        # all ranks' tokens from here on
+        (query,) = context.gather([query], place.layer)
     room = place.store.line(place.layer, place.unit.microbatch).room
     if turn:
         turn.ask([query])
@@ -501,6 +526,9 @@ def _merged(query: Tensor, sinks: Tensor | None, place: _Place, turn: Turn | Non
             continue
         if not out.numel():
             out, lse = _by_token(query, wide), query.new_empty(query.shape[:3], dtype=wide)
+            if context is not None:
+                # other ranks' tokens may see nothing here
+                out[:, :, tokens:], lse[:, :, tokens:] = 0.0, _NOTHING
         # Every token sees itself, so the first block of its row is never empty
         if block.diagonal:
             block.of_rows(out).copy_(part)
@@ -512,6 +540,12 @@ def _merged(query: Tensor, sinks: Tensor | None, place: _Place, turn: Turn | Non
         for _, (part_lse, part) in turn.answers():
             _merge(out, lse, part, part_lse)
         turn.close()
+    if context is not None:
+        others = context.give([lse, out.to(query.dtype)], place.layer)
+        # copies: what is kept must not keep all ranks' memory
+        out, lse = out[:, :, :tokens].clone(), lse[:, :, :tokens].clone()
+        for part_lse, part in others:
+            _merge(out, lse, part, part_lse)
     if sinks is not None:
         sink = sinks.detach().to(wide)[:, None]
         # one more token, whose value is zero

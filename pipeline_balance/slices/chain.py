@@ -67,5 +67,6 @@ class SlicedChain(Sliced, ModuleChain):
         # asks for shapes, with which attentions are known
         self.activations(parts[0])
         self._check_exchange(microbatch.labels.shape[1])
+        self.check_shared(microbatch.labels.shape[1])
         self._trial.run(range(len(self.units)), parts)
-        return parts
+        return self.share_of(parts)

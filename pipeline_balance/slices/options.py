@@ -47,6 +47,8 @@ class SliceOptions:
             last. From the third step on, "auto" takes what needs least memory of what a rank's schedule hides. With
             one slice nothing goes.
         host_bytes_per_s: For `offload`: of the link to the host, each way. None measures it.
+        context_parallel: c, how many replicas in a row share the tokens of every slice (SlimPipe, Section 5). They are
+            given the same batch, and c must divide the replicas.
 
     Raises:
         SpecError: For values that do not exist, or do not fit together.
@@ -62,12 +64,13 @@ class SliceOptions:
     exchange_costs: ExchangeCosts | None = None
     offload: float | Literal["auto"] = 0.0
     host_bytes_per_s: float | None = None
+    context_parallel: int = 1
 
     # by name: these options are a value, which the modules that run by it import
     models: ClassVar[str] = "pipeline_balance.slices.models"
 
     def __post_init__(self) -> None:
-        for name in ("slices", "stages_per_rank"):
+        for name in ("slices", "stages_per_rank", "context_parallel"):
             value = getattr(self, name)
             # bool is an int to Python: `slices=True` would be one slice
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -90,6 +93,8 @@ class SliceOptions:
             raise SpecError('keep_bytes needs balance="exchange": other slices keep nothing of other ranks')
         if self.exchange_costs is not None and self.balance != "exchange":
             raise SpecError('exchange_costs needs balance="exchange"')
+        if self.context_parallel > 1 and self.slices == 1:
+            raise SpecError("context_parallel needs 2 slices or more: it shares the tokens of slices")
         crossover = self.crossover_tokens
         if crossover is not None and (not isinstance(crossover, int) or isinstance(crossover, bool) or crossover < 0):
             raise SpecError(f"crossover_tokens must be a number of tokens, got {crossover!r}")

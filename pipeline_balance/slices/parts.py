@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.model.layers import Activations, Microbatch, TrainingPass
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.sliced import slice_starts
-from pipeline_balance.slices.exchange import Exchanger
-from pipeline_balance.slices.exchanging import Exchanging
 from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.saved.offload import Offloader
+from pipeline_balance.slices.sharing.context import Context, Ranges, check_lengths, ranges_of, taken
+from pipeline_balance.slices.sharing.exchange import Exchanger
+from pipeline_balance.slices.sharing.exchanging import Exchanging
 from pipeline_balance.slices.store import ChunkStore, Unit, active
 from prophet.errors import SpecError
+from prophet.ranks.collective import Collective
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +36,24 @@ class SlicePart(Microbatch):
         whole: The microbatch; inputs and labels here are those of the tokens `start` to `stop`.
         unit: Which slice of which microbatch it is, to attention.
         start, stop: Tokens of the sequence.
+        ranges: Those of them that this rank has, where several share them; else empty.
     """
 
     whole: Microbatch | None = None
     unit: Unit | None = None
     start: int = 0
     stop: int = 0
+    ranges: Ranges = ()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens this rank has."""
+        return sum(b - a for a, b in self.of_sequence)
+
+    @property
+    def of_sequence(self) -> Ranges:
+        """Which tokens of the sequence these are."""
+        return self.ranges or ((self.start, self.stop),)
 
 
 class Sliced:
@@ -54,6 +68,7 @@ class Sliced:
         # of the training pass that runs
         self._exchanger: Exchanger | None = None
         self.offloader = Offloader(slicing) if slicing.offloads else None
+        self._context_parallel = slicing.context_parallel
         self.store = ChunkStore()
         # by unit or kind of layer, and all else that types depend on
         self._attentions: dict[object, tuple[Heads, ...]] = {}
@@ -86,6 +101,38 @@ class Sliced:
     def shared(self, unit: int, part: SlicePart) -> Iterable[Any]:
         """What a unit reads that is kept for the whole microbatch."""
         return [*part.inputs.values(), part.labels]
+
+    # --- ranks that share tokens --------------------------------------------------------------------------------
+
+    def share_tokens(self, group: Collective) -> None:
+        self.store.context = Context(group)
+
+    def check_shared(self, tokens: int, windows: Sequence[int] = ()) -> None:
+        """Raise `SpecError` where ranks cannot share the tokens of every slice.
+
+        Args:
+            tokens: Of a sequence.
+            windows: Layers with one that hides tokens of the batch, as far as `attentions` does not say so.
+        """
+        if self._context_parallel == 1:
+            return
+        check_lengths(self.starts(tokens), self._context_parallel)
+        if hiding := self._hiding(tokens, windows):
+            raise SpecError(
+                f"context_parallel: layer {min(hiding)} has a sliding window, and the tokens that a rank has of a "
+                "slice are not side by side. Windows need few bytes of earlier slices: train without"
+            )
+
+    def share_of(self, parts: Sequence[Microbatch]) -> list[Microbatch]:
+        """What this rank has of every slice: all of it, or its share."""
+        context = self.store.context
+        return [*parts] if context is None else _shares([part_of(part) for part in parts], context)
+
+    def _hiding(self, tokens: int, windows: Sequence[int]) -> list[int]:
+        """Layers with a window that hides tokens of a sequence."""
+        units: tuple[nn.Module, ...] = self.units  # type: ignore[attr-defined]
+        every = [(unit, one) for unit in range(len(units)) for one in self.attentions(unit)]
+        return [*windows, *(unit for unit, one in every if one.window is not None and one.window < tokens)]
 
     # --- exchange ----------------------------------------------------------------------------------------------
 
@@ -127,8 +174,7 @@ class Sliced:
         if first is None:
             return
         attentions = [(unit, one) for unit in range(len(units)) for one in self.attentions(unit)]
-        hiding = [*windows, *(unit for unit, one in attentions if one.window is not None and one.window < tokens)]
-        if hiding:
+        if hiding := self._hiding(tokens, windows):
             raise SpecError(
                 f'balance="exchange" plans for attention to all earlier tokens: layer {min(hiding)} has a sliding '
                 'window, with which late slices have hardly more to do. Train with balance="none"'
@@ -157,7 +203,8 @@ class Sliced:
 
     def rest(self) -> None:
         """Let go of the chunks' memory."""
-        self.store = ChunkStore()
+        context, self.store = self.store.context, ChunkStore()
+        self.store.context = context
         if self.exchanging is not None:
             self.exchanging.rest()
 
@@ -222,14 +269,36 @@ class Sliced:
         return found
 
 
+def _shares(parts: Sequence[SlicePart], context: Context) -> list[Microbatch]:
+    """The tokens that this rank has of each of a microbatch's slices."""
+    whole = parts[0].unit
+    assert whole is not None
+    starts = tuple(start // context.size for start in whole.starts)
+    # by rank: which tokens it has of every slice, and their documents
+    ranges = [[ranges_of(a, b, rank, context.size) for a, b in pairwise(whole.starts)] for rank in range(context.size)]
+    documents = None if whole.documents is None else taken(whole.documents, 1, tuple(chain(*ranges[context.rank])))
+    found: list[Microbatch] = []
+    for number, part in enumerate(parts):
+        unit = Unit(whole.microbatch, number, whole.slices, documents, starts)
+        if whole.documents is not None:
+            asking = tuple(chain(*(ranges[rank][number] for rank in (context.rank, *context.others))))
+            unit = replace(unit, asking=taken(whole.documents, 1, asking))
+        mine = ranges[context.rank][number]
+        here = tuple((a - part.start, b - part.start) for a, b in mine)
+        inputs = {name: taken(t, 1, here) for name, t in part.inputs.items()}
+        labels = None if part.labels is None else taken(part.labels, 1, here)
+        found.append(replace(part, inputs=inputs, labels=labels, unit=unit, ranges=mine))
+    return found
+
+
 def _check_whole(tensors: Sequence[Tensor]) -> None:
     """Raise `SpecError` where this rank has a part of every sequence and others have the rest."""
     # torch's context parallelism replaces this function, or hands out `DTensor`s
     patched = getattr(nn.functional.scaled_dot_product_attention, "__module__", None) or ""
     if "context_parallel" in patched or any(hasattr(t, "device_mesh") for t in tensors):
         raise SpecError(
-            "slices need whole sequences on every rank of a stage: context parallelism, which spreads them over ranks, "
-            "does not go together with them"
+            "slices need whole sequences on every rank of a stage, and torch's context parallelism spreads them over "
+            "ranks: let SliceOptions(context_parallel=...) do that"
         )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline_balance.pipeline.model.buffers import BufferPool
 from pipeline_balance.slices.kernel import half_of
 from pipeline_balance.slices.memory import Room
+from pipeline_balance.slices.sharing.context import Context
 from prophet.errors import SpecError
 
 
@@ -38,6 +39,8 @@ class Unit:
         slices: N.
         documents: Integers [B, tokens of the whole sequence]; None: one document.
         starts: The slices' first tokens and the sequence's length [N + 1]; without documents they may be left out.
+        asking: Where ranks share the slice's tokens, the documents of its tokens on all of them, this rank's ahead
+            [B, c T]. Documents and starts are of this rank's tokens alone then.
     """
 
     microbatch: int
@@ -45,6 +48,7 @@ class Unit:
     slices: int
     documents: Tensor | None = None
     starts: tuple[int, ...] = ()
+    asking: Tensor | None = None
 
     def documents_of(self, number: int) -> Tensor | None:
         """The documents of slice `number`'s tokens, [B, T]."""
@@ -239,6 +243,8 @@ class ChunkStore:
         self.appended: list[Chunk] | None = None
         # what slices read of chunks that lie at such places, see `attention`
         self.plans: dict[object, list[Any]] = {}
+        # the ranks that share every slice's tokens; None: this one has all of them
+        self.context: Context | None = None
 
     def __len__(self) -> int:
         """Chunks that are alive."""
@@ -248,6 +254,11 @@ class ChunkStore:
         """What the attentions of all chunks gave, as far as it is kept."""
         chunks = [chunk for line in self._lines.values() for chunk in line.chunks]
         return [t for chunk in chunks for t in (chunk.out, chunk.lse) if t is not None]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share every slice's tokens."""
+        return self.context.size if self.context is not None else 1
 
     @property
     def n_bytes(self) -> int:

@@ -187,13 +187,14 @@ def pipe_of(
     keep_bytes: int = 0,
     offload: Any = 0.0,
     host_bytes_per_s: float | None = None,
+    context: int = 1,
     **options: Any,
 ) -> ElasticPipeline:
     options = {"make_optimizer": adam, "microbatches": MICROBATCHES, "timeout_s": 60.0, **options}
     crossover = 4 if balance == "uneven" else None  # unlike the models' own, which would make nearly equal slices
     costs = FREE if balance == "exchange" else None
     made = SliceOptions(
-        slices, stages, order, recompute, balance, crossover, keep_bytes, costs, offload, host_bytes_per_s
+        slices, stages, order, recompute, balance, crossover, keep_bytes, costs, offload, host_bytes_per_s, context
     )
     return ElasticPipeline.from_transformers(model, slices=made, **options)
 

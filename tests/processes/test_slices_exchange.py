@@ -17,11 +17,11 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds
-from pipeline_balance.slices.exchange import Exchanger, Turn
-from pipeline_balance.slices.exchanging import Exchanging
 from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced
+from pipeline_balance.slices.sharing.exchange import Exchanger, Turn
+from pipeline_balance.slices.sharing.exchanging import Exchanging
 from pipeline_balance.slices.store import ChunkStore, Unit
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, StageFailed

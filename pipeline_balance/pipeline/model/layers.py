@@ -98,13 +98,16 @@ class NextBatch:
 
 
 class Slicing(Protocol):
-    """How microbatches are cut into `slices`, and in which order these pass the stages."""
+    """How microbatches are cut into `slices`, who shares these, and in which order they pass the stages."""
 
     @property
     def slices(self) -> int: ...
 
     @property
     def stages_per_rank(self) -> int: ...
+
+    @property
+    def context_parallel(self) -> int: ...
 
     def check(self, ranks: Sequence[int]) -> None:
         """Raise `SpecError` unless stages on these ranks [S] can be run."""
@@ -180,6 +183,10 @@ class PipelineModel(ABC):
     def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
         """Return what passes the stages one by one: the microbatch, or its slices in order."""
         return [microbatch]
+
+    def share_tokens(self, group: Collective) -> None:
+        """Take the ranks that share the tokens of every slice; only models with such slices are asked."""
+        raise NotImplementedError
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:

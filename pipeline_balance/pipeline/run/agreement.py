@@ -40,7 +40,7 @@ _COMPARED = (
     ("follow another schedule", "all"),
     ("have other options (such as the learning rate) in their optimizers' groups", "all"),
     ("have inputs of other shapes", "replica"),
-    ("were given other inputs or labels", "replica"),
+    ("were given other inputs or labels", "data"),
     ("hold other weights of the same stages", "column"),
     ("would run the stages that share experts in another order, or on other microbatches,", "column"),
 )
@@ -318,7 +318,8 @@ def agree_on_batch(
     ranks = range(groups.world.size)
     first_of = {
         "all": [0 for _ in ranks],
-        "replica": [grid.first_with_data(r) for r in ranks],
+        "replica": [grid.first_beside(r) for r in ranks],
+        "data": [grid.first_with_data(r) for r in ranks],
         "column": [grid.first_alike(r) for r in ranks],
     }
     for column, (what, among) in enumerate(_COMPARED, start=1):

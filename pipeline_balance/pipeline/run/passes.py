@@ -290,8 +290,9 @@ class Passes:
             model, config = self.owned.model, self.config
             return batch_of(model, inputs, labels, config.microbatches, 0, config.device, rows_each=size)
 
-        # without shared experts, replicas need not run the same
-        actions = actions_of(self.now.executor if self.experts.any else None, training=False)
+        # without shared experts or tokens, replicas need not run the same
+        alike = self.experts.any or self.groups.grid.context > 1
+        actions = actions_of(self.now.executor if alike else None, training=False)
         with torch.no_grad(), evaluating(self.owned.model.root), self.meter.paused():
             passing = self._agree(prepare, ("evaluate",), actions)
             run = Run(passing.parts, passing.shapes, self.progress.updates, training=False)

@@ -41,11 +41,13 @@ class Grid:
         rows: [R][P] the processes of every replica, by pipeline rank.
         beside: [...][R][P] other grids of the same size, which compute the same with other shards of the tensors.
         ep: After how many replicas the same part of their layers' experts comes again: those of r and r + ep are equal.
+        context: How many replicas in a row are given the same data, whose tokens they share.
     """
 
     rows: tuple[tuple[int, ...], ...]
     beside: tuple[tuple[tuple[int, ...], ...], ...] = ()
     ep: int = 1
+    context: int = 1
 
     @classmethod
     def of(cls, processes: int, replicas: int) -> Grid:
@@ -83,10 +85,23 @@ class Grid:
         """The rows of this grid and of those beside it, [...][R][P], in the same order on all processes."""
         return tuple(sorted((self.rows, *self.beside)))
 
+    def first_beside(self, process: int) -> int:
+        """Return the first process that passes the same microbatches as this one."""
+        number = self.replica_of(process)
+        return min(r for rows in self.every for r in rows[number]) if number < self.replicas else process
+
     def first_with_data(self, process: int) -> int:
         """Return the first process that is given the same data as this one."""
         number = self.replica_of(process)
-        return min(r for rows in self.every for r in rows[number]) if number < self.replicas else process
+        if number == self.replicas:
+            return process
+        return self.first_beside(self.rows[number // self.context * self.context][0])
+
+    @property
+    def contexts(self) -> list[tuple[int, ...]]:
+        """The processes that share tokens: of one pipeline rank, in `context` replicas in a row."""
+        starts = range(0, self.replicas, self.context)
+        return [self.column(p)[r : r + self.context] for p in range(self.pipeline_ranks) for r in starts]
 
     def first_alike(self, process: int) -> int:
         """Return the first process with the same shards of the same layers as this one."""

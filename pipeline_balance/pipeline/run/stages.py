@@ -122,6 +122,7 @@ class PipelineGroups:
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
         self._vocabulary: Collective | None = None
+        self._tokens: Collective | None = None
         # one replica, until others are arranged
         self.arrange(1)
 
@@ -191,7 +192,7 @@ class PipelineGroups:
 
     def leave(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `enter` goes on in another one."""
-        self._side = self._vocabulary = None
+        self._side = self._vocabulary = self._tokens = None
         for collective in self._included:
             collective.close()
 
@@ -205,6 +206,17 @@ class PipelineGroups:
         """The communicator of this replica's ranks for a split vocabulary alone."""
         assert self._vocabulary is not None
         return self._vocabulary
+
+    def share_tokens(self, context: int) -> Collective:
+        """Make the communicators of as many replicas in a row, which share tokens; collective over all ranks.
+
+        Args:
+            context: How many; it divides the replicas.
+        """
+        self.assign(replace(self.rank_assignment, grid=replace(self.grid, context=context)))
+        self._tokens = self._part(self.grid.contexts)
+        self.include(self._tokens)
+        return self._tokens
 
     def side(self) -> Collective:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""

@@ -35,10 +35,10 @@ from pipeline_balance.slices.auto.choice import (
 )
 from pipeline_balance.slices.auto.pieces import Pieces, tokens_of
 from pipeline_balance.slices.chain import SlicedChain
-from pipeline_balance.slices.exchanging import Timed
 from pipeline_balance.slices.interface import Window
 from pipeline_balance.slices.options import Recompute, SliceOptions
 from pipeline_balance.slices.parts import SlicePart, part_of
+from pipeline_balance.slices.sharing.exchanging import Timed
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.json_messages import gather_json
@@ -80,6 +80,11 @@ class InForce:
     def stages_per_rank(self) -> int:
         """V."""
         return self.now.stages_per_rank
+
+    @property
+    def context_parallel(self) -> int:
+        """How many replicas share slices: 1, as ranks that share them cannot time layers alone."""
+        return self.now.context_parallel
 
     def check(self, ranks: Sequence[int]) -> None:
         """Raise `SpecError` unless stages on these ranks [S] can run in some number of slices."""

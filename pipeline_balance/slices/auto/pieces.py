@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.model.layers import Activations, Microbatch, PipelineModel
 from pipeline_balance.slices.alone import made_up
 from pipeline_balance.slices.auto.choice import AutoSlices, measured_lengths
-from pipeline_balance.slices.exchanging import Timed, kernel_seconds
 from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import Recompute, SliceOptions
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
+from pipeline_balance.slices.sharing.exchanging import Timed, kernel_seconds
 from pipeline_balance.slices.store import ChunkStore, active
 from prophet.errors import SpecError
 from prophet.trials import trying

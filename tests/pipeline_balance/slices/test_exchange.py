@@ -11,8 +11,8 @@ import torch
 
 from pipeline_balance.schedules.exchange import Help, Slot
 from pipeline_balance.slices import kernel
-from pipeline_balance.slices.exchange import KeptMemory, Turn, piece_bytes, visible
 from pipeline_balance.slices.kernel import Heads
+from pipeline_balance.slices.sharing.exchange import KeptMemory, Turn, piece_bytes, visible
 from pipeline_balance.slices.store import Unit
 from prophet.errors import SpecError
 
@@ -92,6 +92,7 @@ def test_all_helpers_are_asked_before_any_answers() -> None:
         units=[Unit(0, n, 2, None, (0, 4, 8)) for n in range(2)],
         memory=None,
         device=torch.device("cpu"),
+        ranks=1,
         exchanged=exchanged,
         moved_bytes=[0, 0],
         begin_next=lambda: launched.append(("next", 0)),

@@ -18,9 +18,9 @@ from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.exchange import Exchange, plan
 from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds, Verdict, verdict
 from pipeline_balance.slices import kernel
-from pipeline_balance.slices.exchange import Exchanger, KeptMemory, piece_bytes, visible
 from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import SliceOptions
+from pipeline_balance.slices.sharing.exchange import Exchanger, KeptMemory, piece_bytes, visible
 from pipeline_balance.slices.store import ChunkStore, Unit
 from prophet.ranks.collective import Collective
 from prophet.ranks.device.clocks import clock_on, seconds_between
@@ -93,8 +93,10 @@ class Exchanging:
         if self._memory is not None:
             keep = self._memory.cut(max(piece_bytes(one, *size) for one in {*every} for size in sizes))
         largest = max(sizes, key=lambda size: size[0] * size[1])
-        self.costs = self._given if self._given is not None else self._measured(given, every[0], largest, device)
-        found, said = self._plan(given.schedule, heads, units, keep, self.costs)
+        self.costs = self._given
+        if self.costs is None:
+            self.costs = self._measured(given, every[0], largest, store.ranks, device)
+        found, said = self._plan(given.schedule, heads, units, keep, self.costs, store.ranks)
         self.plan, self.verdict = found, said
         if not said.pays:
             if self._warned is not given.schedule:
@@ -110,6 +112,7 @@ class Exchanging:
         units: Sequence[Unit],
         keep: int,
         costs: ExchangeCosts,
+        ranks: int,
     ) -> tuple[Exchange, Verdict]:
         layers = tuple(len(some) for some in heads)
         first = next(one for some in heads for one in some)
@@ -121,7 +124,8 @@ class Exchanging:
             schedule,
             layers,
             pieces=None if whole else [visible(unit) for unit in units],
-            heads=(first.queries, first.keys),
+            # queries go for all ranks that share a slice, keys of the tokens of one
+            heads=(first.queries * ranks, first.keys),
             call=max(each.call_s / each.piece_s for each in (costs.forward, costs.backward)),
             keep=keep,
             gradients=1 + wide,
@@ -132,35 +136,39 @@ class Exchanging:
         return found, said
 
     def _measured(
-        self, given: TrainingPass, heads: Heads, size: tuple[int, int], device: torch.device
+        self, given: TrainingPass, heads: Heads, size: tuple[int, int], ranks: int, device: torch.device
     ) -> ExchangeCosts:
         """What attention and transfers cost the slowest rank; measured once for such slices."""
         # of the same ranks: those that others have measured are not known to all of these, and differ
         known, key = self._costs.setdefault(given.collective, {}), (heads, size, tuple(given.ranks))
         if key not in known:
-            known[key] = measured_costs(given, heads, *size, device)
+            known[key] = measured_costs(given, heads, *size, ranks, device)
         return known[key]
 
 
-def measured_costs(given: TrainingPass, heads: Heads, rows: int, tokens: int, device: torch.device) -> ExchangeCosts:
+def measured_costs(
+    given: TrainingPass, heads: Heads, rows: int, tokens: int, ranks: int, device: torch.device
+) -> ExchangeCosts:
     """What attention and transfers cost the slowest rank. Collective over the ranks with a stage.
 
     Args:
         given: What runs.
         heads: One attention of the model.
         rows: Sequences of a microbatch.
-        tokens: Of a slice.
+        tokens: Of a slice, on each of the ranks that share it.
+        ranks: How many do.
         device: Where ranks compute.
     """
     timed = Timed(given.collective, device)
-    mine = [*kernel_seconds(timed, heads, rows, tokens), _transfer_seconds(timed, given, heads, rows, tokens)]
+    kernels = kernel_seconds(timed, heads, rows, tokens, ranks)
+    mine = [*kernels, _transfer_seconds(timed, given, heads, rows, tokens * ranks)]
     forward_call, forward_piece, backward_call, backward_piece, slice_s = _slowest(given, mine)
     forward, backward = (
         # torch's kernel computes the hidden half of a slice's own chunk as well, unless it is cut: about two pieces
         LayerSeconds(piece_s=piece, diagonal_s=2 * piece, call_s=call, slice_s=slice_s)
         for call, piece in ((forward_call, forward_piece), (backward_call, backward_piece))
     )
-    return ExchangeCosts(forward=forward, backward=backward, kv_share=heads.keys / heads.queries)
+    return ExchangeCosts(forward=forward, backward=backward, kv_share=heads.keys / (heads.queries * ranks))
 
 
 class Timed:
@@ -186,18 +194,19 @@ class Timed:
         return min(seconds_between(began, ended) for began, ended in marks)
 
 
-def kernel_seconds(timed: Timed, heads: Heads, rows: int, tokens: int) -> list[float]:
+def kernel_seconds(timed: Timed, heads: Heads, rows: int, tokens: int, ranks: int = 1) -> list[float]:
     """Seconds of a call without its products, and of a piece's products, forward and then backward.
 
     Args:
         timed: Times calls.
         heads: The attention.
         rows: Sequences.
-        tokens: Of a slice.
+        tokens: Of a slice, on each of the ranks that share it.
+        ranks: How many do.
     """
     half = -(-tokens // 2)
     # zeros: times do not depend on values, and training draws no other numbers than without this
-    query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype, device=timed.device)
+    query = torch.zeros(rows, heads.queries, tokens * ranks, heads.width, dtype=heads.dtype, device=timed.device)
     found: list[float] = []
     taken: list[tuple[float, float]] = []
     for pieces in (_FEW, _MANY):

@@ -110,7 +110,7 @@ class Exchanger:
     ) -> None:
         self._store, self._ranks, self.collective = store, given.ranks, given.collective
         self.plan, self.heads, self.units, self.rows, self.memory = plan, heads, units, rows, memory
-        self.device = device
+        self.device, self.ranks = device, store.ranks
         self.row = list(given.ranks).index(given.collective.rank)
         self._slot_of = {action: slot for slot, action in enumerate(given.schedule.actions[self.row])}
         self._slot = self._position = 0
@@ -277,8 +277,9 @@ class Turn:
         return self._of.units[self._pass(one)[1]]
 
     def _tokens(self, one: Help) -> int:
+        """Of queries, which are those of all ranks that share the slice."""
         unit = self._unit(one)
-        return unit.starts[unit.slice + 1] - unit.starts[unit.slice]
+        return (unit.starts[unit.slice + 1] - unit.starts[unit.slice]) * self._of.ranks
 
     def _places(self, one: Help, pieces: Sequence[int]) -> list[tuple[int, int]]:
         """First and last tokens of pieces in the sequence."""
@@ -402,7 +403,7 @@ class Turn:
     def _mask(self, one: Help, query: Tensor) -> Tensor | None:
         """What hides tokens of other documents; None: nothing is hidden."""
         unit = self._unit(one)
-        mine = unit.documents_of(unit.slice)
+        mine = unit.asking if unit.asking is not None else unit.documents_of(unit.slice)
         if mine is None or unit.documents is None:
             return None
         theirs = torch.cat([unit.documents[:, a:b] for a, b in self._places(one, one.pieces)], dim=1)
@@ -467,11 +468,11 @@ def piece_bytes(heads: Heads, rows: int, tokens: int) -> int:
 
 def visible(unit: Unit) -> Sequence[int]:
     """The pieces of earlier chunks that a slice sees any token of."""
-    mine = unit.documents_of(unit.slice)
+    mine = unit.asking if unit.asking is not None else unit.documents_of(unit.slice)
     if mine is None or unit.documents is None:
         return range(2 * unit.slice)
     # documents are numbered in order, so a row sees a piece where its last token's document reaches the slice's first
-    first = mine[:, 0]
+    first = mine.amin(dim=1)
     found = []
     for piece in range(2 * unit.slice):
         start, stop = kernel.half_of((unit.starts[piece // 2], unit.starts[piece // 2 + 1]), piece)
