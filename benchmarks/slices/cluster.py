@@ -6,6 +6,7 @@ only order and waiting are shown, and what links take.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -159,10 +160,9 @@ def judged(rows: Sequence[Row]) -> list[Row]:
     if by_name.keys() >= {EQUAL, UNEVEN, EXCHANGE}:
         mine, equal, uneven = (by_name[name] for name in (EXCHANGE, EQUAL, UNEVEN))
         # of one round each, so that a disturbance counts for both
-        over_equal = sorted(a / b for a, b in zip(mine["step_s"], equal["step_s"], strict=True))
-        mine["over_equal"], mine["over_equal_most"] = over_equal[len(over_equal) // 2], over_equal[-1]
-        over = sorted(a / b for a, b in zip(mine["step_s"], uneven["step_s"], strict=True))
-        mine["over_uneven"] = over[len(over) // 2]
+        over_equal = [a / b for a, b in zip(mine["step_s"], equal["step_s"], strict=True)]
+        mine["over_equal"], mine["over_equal_most"] = statistics.median(over_equal), max(over_equal)
+        mine["over_uneven"] = statistics.median(a / b for a, b in zip(mine["step_s"], uneven["step_s"], strict=True))
         bytes_of = [
             max(
                 a + b

@@ -165,6 +165,14 @@ def test_emulated_hosts_are_compared_with_the_simulator() -> None:
     assert not judged([*slower, {**faster, "exchange_bytes": [8 << 30] * 2}])[2]["met"]
 
 
+def test_ratios_of_policies_are_medians_over_rounds() -> None:
+    held = {"activation_bytes": [1, 1], "exchange_on": False, "over_simulated": 1.0}
+    rows = [{"schedule": name, "step_s_median": 1.0, "step_s": [1.0, 1.0], **held} for name in (EQUAL, UNEVEN)]
+    mine = {"schedule": EXCHANGE, "step_s_median": 1.0, "step_s": [0.8, 1.0], **held}
+    found = judged([*rows, mine])[2]
+    assert (found["over_equal"], found["over_uneven"], found["over_equal_most"]) == pytest.approx((0.9, 0.9, 1.0))
+
+
 @pytest.mark.slow
 def test_four_real_ranks_hold_what_the_form_says() -> None:
     work = {**TINY, "microbatches": 4, "tokens": 128}
