@@ -383,7 +383,7 @@ class _Widest(TorchDispatchMode):
     """Notes how many numbers the largest tensor of each type has that is made within it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
