@@ -181,7 +181,8 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
     seconds = {kind: array.tolist() for kind, array in taken_s.items()}
     down, up = links("forward_transfer_s"), links("backward_transfer_s")
     _checked(durations, "between_s", ())
-    home = schedule.stage_ranks
+    # looked up once: each look goes over a rank's actions
+    home, shares = schedule.stage_ranks, schedule.shares
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
@@ -205,9 +206,9 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
             return of_all("S", m)
         if action.kind == "G":
             return end.get(Action(0, "I", m), end.get(Action(0, "B", m)))
-        if schedule.shares and (action.kind, s) == ("F", 0):
+        if shares and (action.kind, s) == ("F", 0):
             return of_all("E", m)
-        if schedule.shares and action.kind in "BI" and s == stages - 1:
+        if shares and action.kind in "BI" and s == stages - 1:
             return of_all("T", m)
         if action.kind == "F":
             if s == 0:

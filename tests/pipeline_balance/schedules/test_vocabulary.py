@@ -107,3 +107,12 @@ def test_the_head_costs_each_rank_the_same_and_is_hidden_but_for_the_ends() -> N
     assert ran.busy_s == pytest.approx((work,) * ranks)
     # little more than the ranks' own start and end
     assert ran.makespan_s < work + 2 * (ranks + 1) * (3.0 + s + t)
+
+
+def test_a_simulation_asks_once_whether_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer reads a whole row, so one for each action would take a time that grows with its square."""
+    asked: list[Schedule] = []
+    monkeypatch.setattr(Schedule, "shares", property(lambda one: bool(asked.append(one))))  # type: ignore[func-returns-value]
+    schedule = sliced(4, 1, 4, 8)
+    simulate(schedule, Durations.uniform(schedule.stages))
+    assert len(asked) == 1
