@@ -69,6 +69,41 @@ def test_layers_that_may_be_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(calls) == known
 
 
+class Overflowing(nn.Module):
+    """Has no finite outputs for made-up inputs, though it may have for those of training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        huge = (x * 1e200).exp()
+        return torch.cat([huge[..., :1], (huge - huge)[..., 1:2], x[..., 2:]], dim=-1)
+
+
+def test_outputs_that_are_no_numbers_are_compared_too() -> None:
+    run = chain(Overflowing())
+    (whole,) = run.cut(*own.batch(0, 0), 1)
+    assert len(run.sliced(whole)) == 3
+    run = chain(nn.Sequential(Overflowing(), Counting()))
+    with pytest.raises(SpecError, match=r"layer 2 \(Sequential\) computes other outputs for two slices"):
+        run.sliced(whole)
+
+
+class Scaling(nn.Module):
+    """Has a buffer, and no parameters."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(own.DIM, dtype=torch.float64, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.get_buffer("scale")
+
+
+def test_a_layer_whose_buffers_are_elsewhere_is_tried_there() -> None:
+    layer = Scaling("meta")
+    run = chain(layer)
+    (whole,) = run.cut(*own.batch(0, 0), 1)
+    assert len(run.sliced(whole)) == 3
+
+
 @pytest.mark.parametrize(
     ("gate", "words"),
     [
