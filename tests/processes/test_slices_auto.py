@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
@@ -134,10 +135,26 @@ def test_loss_and_gradients_are_those_of_the_whole(size: int, cases: list[Case])
 # --- measuring leaves no trace ----------------------------------------------------------------------------------
 
 
+class _Running(nn.Module):
+    """Adds running means that training keeps: in place, and by binding the name to another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("changed", "bound"):
+            self.register_buffer(name, torch.zeros(own.DIM, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not isinstance(x, FakeTensor):
+            mean = x.detach().mean((0, 1))
+            self.get_buffer("changed").mul_(0.9).add_(mean, alpha=0.1)
+            self.bound = self.get_buffer("bound") * 0.9 + mean * 0.1
+        return x + self.get_buffer("changed") - 2 * self.get_buffer("bound")
+
+
 def _own(slices: Any, replicas: int = 1, **options: Any) -> ElasticPipeline:
     given: dict[str, Any] = {"make_optimizer": own.adam, "seed": own.SEED, "timeout_s": 60.0, **options}
     return ElasticPipeline.from_modules(
-        own.layers(),
+        given.pop("layers", None) or own.layers(),
         own.loss_fn,
         counted=own.counted,
         slices=slices,
@@ -151,7 +168,10 @@ def _twins(rank: int, size: int, replicas: int) -> tuple[list[float], list[float
     """Updates by slices that are chosen, and by the same ones named from the start."""
 
     def run(slices: Any) -> tuple[list[float], ElasticPipeline]:
-        pipe = _own(slices, replicas)
+        first, *others = own.layers()
+        # buffers of replicas go their own ways
+        means = [_Running()] if replicas == 1 else []
+        pipe = _own(slices, replicas, layers=nn.Sequential(first, *means, *others))
         losses = []
         for update in range(3):
             inputs, labels = own.batch(update, 0)
@@ -168,7 +188,7 @@ def _twins(rank: int, size: int, replicas: int) -> tuple[list[float], list[float
 
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_training_goes_as_with_the_same_slices_named(size: int, replicas: int) -> None:
-    """Measuring draws no random numbers, though layers have dropout, and leaves weights and gradients alone."""
+    """Measuring draws no random numbers, though layers have dropout, and leaves weights, gradients, buffers alone."""
     results = run_gloo(_twins, size, replicas, timeout_s=300.0)
     for first, second, now in results:
         assert now == results[0][2]
@@ -332,6 +352,30 @@ def test_measured_bytes_are_those_counted_by_hand() -> None:
     first, second = run_gloo(_bytes, 2, timeout_s=120.0)
     assert first == second
     assert first[1] > 0
+
+
+class _Keeping(nn.Module):
+    """Keeps more than its parameters show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin().sin().sin()
+
+
+def _like(rank: int, size: int) -> tuple[float, float]:
+    first, *others, last = own.layers()
+    plain, more = (nn.Sequential(nn.Linear(own.DIM, own.DIM), part).double() for part in (nn.Identity(), _Keeping()))
+    pipe = _own(AutoSlices(slices=4), layers=nn.Sequential(first, plain, more, *others, last))
+    pipe.step(*own.batch(0, 0))
+    assert isinstance(pipe.model, Choosing)
+    assert pipe.model.chosen.costs is not None
+    _, one, other, *_ = pipe.model.chosen.costs.units
+    return one.kept_bytes["none"], other.kept_bytes["none"]
+
+
+def test_layers_with_other_parts_are_measured_apart() -> None:
+    """Though they have parameters alike."""
+    ((plain, more),) = run_gloo(_like, 1, timeout_s=120.0)
+    assert more > plain > 0
 
 
 HOLDS: list[tuple[int, Any, Any]] = [

@@ -18,7 +18,7 @@ import numpy as np
 from pipeline_balance.schedules.actions import Schedule, ScheduleError
 from pipeline_balance.schedules.exchange import Exchange, plan
 from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds, verdict
-from pipeline_balance.schedules.simulate import Durations, peak_activation_bytes, simulate
+from pipeline_balance.schedules.simulate import Durations, simulate
 from pipeline_balance.schedules.sliced import Order, slice_starts, sliced
 from pipeline_balance.slices.options import Balance, Recompute, SliceOptions
 from prophet.errors import SpecError
@@ -461,11 +461,10 @@ class _Scorer:
                 weight_s=np.zeros_like(backward),
                 forward_transfer_s=links,
                 backward_transfer_s=links,
+                activation_bytes=[[math.ceil(n * t) for t, _ in slices] for n in self._kept(one.recompute)],
+                chunk_gradient_bytes=[[math.ceil(n * t) for t, _ in slices] for n in self._gradients()],
             ),
         )
-        kept = [[math.ceil(bytes_ * tokens) for tokens, _ in slices] for bytes_ in self._kept(one.recompute)]
-        sums = [[math.ceil(bytes_ * tokens) for tokens, _ in slices] for bytes_ in self._gradients()]
-        peaks = peak_activation_bytes(schedule, kept, sums)
         messages = _MESSAGES[setting.stages_per_rank == 1] if setting.used > 1 else 0
         more = math.ceil(messages * costs.boundary_bytes * longest)
         step_s = found.makespan_s
@@ -477,22 +476,19 @@ class _Scorer:
             candidate=one,
             step_s=step_s,
             work_s=sum(found.busy_s) / len(found.busy_s),
-            peak_bytes=tuple(peak + more for peak in peaks),
+            peak_bytes=tuple(peak + more for peak in found.peak_activation_bytes),
         )
 
     def _schedule(self, one: Candidate, *, helped: bool) -> Schedule | None:
         key = one.slices, one.order, helped
         if key not in self._schedules:
             setting = self._setting
+            shape = setting.used, setting.stages_per_rank, len(setting.tokens), one.slices
             try:
-                made = sliced(
-                    setting.used, setting.stages_per_rank, len(setting.tokens), one.slices, one.order, helped=helped
-                )
+                self._schedules[key] = sliced(*shape, one.order, helped=helped)
             except ScheduleError:
                 # several stages per rank do not go with every number
                 self._schedules[key] = None
-            else:
-                self._schedules[key] = made
         return self._schedules[key]
 
     def _starts(self, one: Candidate) -> list[tuple[int, ...]] | None:

@@ -348,7 +348,10 @@ class ChosenChain(Choosing, SlicedChain):
         return ()
 
     def _kind(self, unit: int) -> object:
-        return type(self.units[unit]), tuple((p.shape, p.dtype, p.requires_grad) for p in self.units[unit].parameters())
+        whole = self.units[unit]
+        # parts without parameters cost something, too
+        types = tuple(map(type, whole.modules()))
+        return types, tuple((p.shape, p.dtype, p.requires_grad) for p in whole.parameters())
 
     def _window(self, unit: int, whole: Microbatch) -> int | None:
         windows = [one.window for one in self.attentions(unit)]

@@ -281,12 +281,15 @@ def _narrowed(whole: Microbatch, tokens: int) -> Microbatch:
 @contextmanager
 def _same_buffers(module: nn.Module) -> Iterator[None]:
     """Within this context buffers may change; afterwards they are as before."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    every = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
+    before = [(*one, one[2].clone() if one[2] is not None and not one[2].is_meta else None) for one in every]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in before:
+            for part, name, buffer, value in before:
+                # a layer may have bound the name to another tensor
+                part._buffers[name] = buffer
                 # by comparison: an untouched one keeps torch's count of changes
-                if not torch.equal(buffer, value):
+                if buffer is not None and value is not None and not torch.equal(buffer, value):
                     buffer.copy_(value)
