@@ -64,6 +64,12 @@ def _cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
+def network_cores() -> tuple[int, ...]:
+    """The second half of the cores, which move bytes; none where there is one core."""
+    cores = _cores()
+    return cores[len(cores) // 2 :] if len(cores) > 1 else ()
+
+
 def compute_apart() -> None:
     """This thread on the first half of the cores, threads that move gloo's bytes on the others and before any other.
 
@@ -71,18 +77,17 @@ def compute_apart() -> None:
     that would count many times over. A network card needs no core. To be called again when further process groups have
     been made. Needs root; leaves everything as it is on one core.
     """
-    cores = _cores()
-    half = len(cores) // 2
-    if half == 0:
+    others = network_cores()
+    if not others:
         return
-    os.sched_setaffinity(0, cores[:half])
+    os.sched_setaffinity(0, set(_cores()) - set(others))
     waiting = {
         str(t.native_id) for t in threading.enumerate() if t.name.startswith("gloo")
     }  # of `prophet.ranks.process_group`
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             if task.name in waiting or "gloo" in (task / "comm").read_text():
-                os.sched_setaffinity(int(task.name), cores[half:])
+                os.sched_setaffinity(int(task.name), others)
                 os.setpriority(os.PRIO_PROCESS, int(task.name), NETWORK_NICE)
 
 

@@ -140,6 +140,23 @@ def run(argv: Sequence[str], *, stdin: str | None = None) -> str:
     return done.stdout
 
 
+def mask(cores: Sequence[int]) -> str:
+    """The cores as the kernel writes a set: hexadecimal digits in groups of eight."""
+    digits = f"{sum(1 << core for core in cores):x}"
+    groups = [digits[max(0, end - 8) : end] for end in range(len(digits), 0, -8)]
+    return ",".join(reversed(groups))
+
+
+def receive_on(profile: Profile, prefix: str, cores: Sequence[int]) -> None:
+    """Let what arrives on any link be worked on by these cores.
+
+    Else the core that sends does it, in the time of the thread that it interrupts there.
+    """
+    line = f'for queue in /sys/class/net/*/queues/rx-*/rps_cpus; do echo {mask(cores)} > "$queue"; done'
+    for where in [words.split()[-1] for words in namespace_commands(profile, prefix)]:
+        run(["ip", "netns", "exec", where, "sh", "-ec", line])
+
+
 def set_up_network(profile: Profile, prefix: str) -> None:
     """Build all namespaces, links and token buckets of `profile`."""
     run(["ip", "-batch", "-"], stdin="\n".join(namespace_commands(profile, prefix)) + "\n")

@@ -32,6 +32,7 @@ from typing import IO, Any
 from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.kernel_objects import TestbedError, TestbedUnavailable
 from benchmarks.cluster.profiles import Profile
+from benchmarks.pacing import network_cores
 
 __all__ = ["HostFailed", "HostResult", "Running", "Testbed", "TestbedError", "TestbedUnavailable", "unwound_when_ended"]
 
@@ -217,6 +218,8 @@ class Testbed:
             )
             self._folder = Path(tempfile.mkdtemp(prefix=self.prefix))
             kernel.set_up_network(self.profile, self.prefix)
+            if self.paced and (cores := network_cores()):
+                kernel.receive_on(self.profile, self.prefix, cores)
             for host in range(self.profile.hosts):
                 self._quotas.create(self.prefix, host, self.profile.share[host])
         except OSError as error:

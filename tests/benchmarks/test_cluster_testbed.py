@@ -15,6 +15,7 @@ import pytest
 from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.profiles import BUILT_IN, ProfileError, load_profile, uniform
 from benchmarks.cluster.testbed import HostFailed, Running, Testbed, TestbedError, TestbedUnavailable
+from benchmarks.pacing import network_cores
 from tests.helpers.cluster_testbed import needs_testbed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,6 +135,13 @@ def test_missing_tools_and_rights_are_clear_errors(monkeypatch: pytest.MonkeyPat
         kernel.check_available()
 
 
+@pytest.mark.parametrize(
+    ("cores", "written"), [((1,), "2"), ((0, 2, 3), "d"), ((31, 32), "1,80000000"), ((64,), "1,00000000,00000000")]
+)
+def test_cores_are_written_as_the_kernel_reads_them(cores: tuple[int, ...], written: str) -> None:
+    assert kernel.mask(cores) == written
+
+
 def test_only_own_names_are_removed() -> None:
     for prefix in ("", "mp", "mp12-", "mp12-zzzz-"):
         with pytest.raises(TestbedError, match="refusing"):
@@ -147,6 +155,18 @@ def test_more_cores_than_there_are() -> None:
 
 
 # --- the real thing ---
+
+
+@needs_testbed
+def test_what_arrives_at_paced_hosts_is_worked_on_apart_from_what_they_compute() -> None:
+    if not (cores := network_cores()):
+        pytest.skip("one core")
+    profile = uniform("arrives", hosts=2, share=0.25)
+    with Testbed(profile, paced=True) as bed:
+        for where in (kernel.namespace(bed.prefix, 1), kernel.switch(bed.prefix, 0)):
+            show = ["ip", "netns", "exec", where, "sh", "-c", "cat /sys/class/net/*/queues/rx-*/rps_cpus"]
+            found = {int(line.replace(",", ""), 16) for line in kernel.run(show).split()}
+            assert found == {sum(1 << core for core in cores)}
 
 
 @needs_testbed
