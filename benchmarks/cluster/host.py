@@ -12,7 +12,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.pacing import Pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +33,22 @@ class Host:
         """Print a line that the testbed can wait for."""
         print(text, flush=True)
 
+    def pace(self) -> Pace:
+        """What the main thread computes lasts `slowdown` times as long, apart from all other threads of this host."""
+        from benchmarks.pacing import Apart, Pace
+
+        # where no time is stretched, nothing need be kept apart
+        return Pace(self.slowdown, apart=Apart() if self.slowdown > 1 else None)
+
     @contextmanager
     def paced(self) -> Iterator[None]:
-        """Inside, what this thread computes lasts `slowdown` times as long; see `benchmarks.pacing`."""
+        """Inside, the torch operators of the main thread are paced; see `benchmarks.pacing`."""
         from benchmarks.pacing import PacedOperators, compute_at_length
         from prophet.machine.memory import keep_memory
 
         compute_at_length()
         keep_memory()
-        with PacedOperators(self.slowdown) if self.slowdown > 1 else nullcontext():
+        with PacedOperators(self.pace()) if self.slowdown > 1 else nullcontext():
             yield
 
     @contextmanager

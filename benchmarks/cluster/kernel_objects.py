@@ -36,6 +36,8 @@ TCP_SETTINGS = {
     "tcp_congestion_control": "reno",
     "tcp_limit_output_bytes": str(1 << 15),
 }
+# By the layout's version; ten times what others have. More would starve the kernel's own threads, which work on packets
+WEIGHT = {1: ("cpu.shares", 10_240), 2: ("cpu.weight", 1000)}
 NETWORK = "10.77"  # the first half of every host's address
 PREFIX = re.compile(r"^mp\d+-[0-9a-f]{4}-$")
 
@@ -183,7 +185,10 @@ def set_buckets(commands: Sequence[tuple[str, str]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Control groups that limit processor time; one folder per host. Knows version 1 and version 2 layouts."""
+    """Control groups that limit or prefer processor time; one folder per host, or one for all that pace themselves.
+
+    Knows version 1 and version 2 layouts.
+    """
 
     root: Path
     version: int
@@ -201,8 +206,19 @@ class Quotas:
             f"processor time with it"
         )
 
-    def folder(self, prefix: str, host: int) -> Path:
-        return self.root / f"{prefix}h{host}"
+    def folder(self, prefix: str, host: int | None) -> Path:
+        """The group of a host; None: the one that all share who pace themselves."""
+        return self.root / (f"{prefix}hosts" if host is None else f"{prefix}h{host}")
+
+    def create_shared(self, prefix: str) -> None:
+        """One group without a quota, which goes before whatever else runs on the machine.
+
+        Only in a group of theirs are the hosts' threads nice to each other: outside of any, the kernel makes a group of
+        every session (`sched_autogroup`), and a thread's niceness counts in its own alone.
+        """
+        folder, (file, weight) = self.folder(prefix, None), WEIGHT[self.version]
+        folder.mkdir()
+        (folder / file).write_text(str(weight))
 
     def create(self, prefix: str, host: int, share: float) -> None:
         self.folder(prefix, host).mkdir()
@@ -220,8 +236,8 @@ class Quotas:
         (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US * scale))
         (folder / "cpu.cfs_quota_us").write_text(str(quota_us * scale))
 
-    def add(self, prefix: str, host: int, pid: int) -> None:
-        """Put a process with all its threads under the host's quota."""
+    def add(self, prefix: str, host: int | None, pid: int) -> None:
+        """Put a process with all its threads into the group of `folder`."""
         (self.folder(prefix, host) / "cgroup.procs").write_text(str(pid))
 
     def members(self, prefix: str) -> list[int]:

@@ -21,7 +21,6 @@ from benchmarks.cluster.host import Host
 from benchmarks.cluster.profiles import ProfileError, load_profile
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.common import write_json
-from benchmarks.pacing import compute_apart
 from benchmarks.tables import markdown
 from prophet.machine.measure import Probe, discard
 from prophet.ranks.operation import Operation
@@ -37,7 +36,6 @@ def measure(host: Host, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         groups = {
             way: ProcessGroupCollective(timeout_s=args["timeout_s"], receive_first=first) for way, first in WAYS.items()
         }
-        compute_apart()
         ranks, rank = host.hosts, host.rank
         others = ~np.eye(ranks, dtype=np.bool_)
         op = Operation("probe of links")

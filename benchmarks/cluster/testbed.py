@@ -32,7 +32,7 @@ from typing import IO, Any
 from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.kernel_objects import TestbedError, TestbedUnavailable
 from benchmarks.cluster.profiles import Profile
-from benchmarks.pacing import network_cores
+from benchmarks.pacing import compute_cores, network_cores
 
 __all__ = ["HostFailed", "HostResult", "Running", "Testbed", "TestbedError", "TestbedUnavailable", "unwound_when_ended"]
 
@@ -184,7 +184,8 @@ class Testbed:
 
     Raises `TestbedUnavailable` where the machine or the user cannot do it, before anything is made. python: the
     interpreter of the hosts' processes. paced: hosts are told to be slow (`Host.paced`) instead of being under a quota;
-    quotas are what can be changed while programs run.
+    quotas are what can be changed while programs run. Paced hosts go before what else runs on the machine, and what
+    arrives at them is worked on by `network_cores`.
     """
 
     __test__ = False
@@ -195,11 +196,11 @@ class Testbed:
         self.prefix = f"mp{os.getpid()}-{secrets.token_hex(2)}-"
         self.python = python or sys.executable
         self._quotas = kernel.check_available()
-        cores = os.cpu_count() or 1
+        cores, what = (len(compute_cores()), "to compute on") if paced else (os.cpu_count() or 1, "in all")
         if sum(profile.share) > cores:
             raise TestbedUnavailable(
-                f"profile {profile.name!r} hands out {sum(profile.share):g} cores, this machine has {cores}: the hosts "
-                f"would be slower than their shares say"
+                f"profile {profile.name!r} hands out {sum(profile.share):g} cores, this machine has {cores} {what}: "
+                f"the hosts would be slower than their shares say"
             )
         self._guardian: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
@@ -218,10 +219,13 @@ class Testbed:
             )
             self._folder = Path(tempfile.mkdtemp(prefix=self.prefix))
             kernel.set_up_network(self.profile, self.prefix)
-            if self.paced and (cores := network_cores()):
-                kernel.receive_on(self.profile, self.prefix, cores)
-            for host in range(self.profile.hosts):
-                self._quotas.create(self.prefix, host, self.profile.share[host])
+            if self.paced:
+                self._quotas.create_shared(self.prefix)
+                if cores := network_cores():
+                    kernel.receive_on(self.profile, self.prefix, cores)
+            else:
+                for host, share in enumerate(self.profile.share):
+                    self._quotas.create(self.prefix, host, share)
         except OSError as error:
             self.close()
             raise TestbedError(f"the testbed could not be set up: {error}") from error
@@ -374,7 +378,7 @@ class Testbed:
         return popen
 
     def _let_go(self, running: Running, processes: list[_Process]) -> None:
-        """Put every process under its quota once its imports are done (they are not what is measured), then let go."""
+        """Put every process into its group once its imports are done (they are not what is measured), then let go."""
         ready = [p.out.with_suffix(".ready") for p in processes]
         deadline = time.monotonic() + START_LIMIT_S
         while not all(r.exists() for r in ready):
@@ -385,8 +389,7 @@ class Testbed:
         for p in processes:
             assert p.popen.stdin is not None
             with contextlib.suppress(OSError):
-                if not self.paced:
-                    self._quotas.add(self.prefix, p.rank, p.popen.pid)
+                self._quotas.add(self.prefix, None if self.paced else p.rank, p.popen.pid)
                 p.popen.stdin.write(b"go\n")
             with contextlib.suppress(OSError):
                 p.popen.stdin.close()

@@ -36,7 +36,6 @@ from benchmarks.cluster.workload import (
     warm_up,
 )
 from benchmarks.measure import peak_memory_bytes, reset_peak_memory, resident_bytes, rotated
-from benchmarks.pacing import compute_apart
 from prophet import Engine, EngineConfig, attach
 from prophet.demo.text import load_corpus
 from prophet.engine.config import Experiment
@@ -116,7 +115,6 @@ class Bench:
         self.calibration: Calibration | None = None
         self.observed: Observed | None = None
         self.layers: dict[str, Any] = {}
-        compute_apart()
 
     def rows(self) -> Iterator[Tensor]:
         return batches(
@@ -194,7 +192,6 @@ class Bench:
         experiment = Experiment(schedule=p.schedule, transfers=p.transfers, replan=p.replan)
         engine = attach(self.model, optimizer, config=self.config(p), experiment=experiment)
         stack.callback(engine.close)
-        compute_apart()
         return optimizer, engine
 
     def _watched_steps(self, p: Policy, steps: int, on_step: Callable[[StepReport], None] | None = None) -> Recording:
@@ -229,7 +226,6 @@ class Bench:
     def run(self, p: Policy, repetition: int) -> dict[str, Any]:
         """One repetition of a policy: `skip` steps that are not counted, then `steps` that are."""
         gc.collect()
-        compute_apart()
         reset_peak_memory()
         if p.system == "prophet":
             result = self._run_ours(p, repetition)
@@ -288,7 +284,6 @@ class Bench:
         )
         layers: list[peers.Peer] = [block.moe for block in model.blocks]  # type: ignore[misc]
         optimizer = optimizer_of(model, self.workload)
-        compute_apart()
         steps, counts = [], []
         with ExitStack() as stack:
             self._give(p, [layer.gate for layer in layers], repetition, stack)

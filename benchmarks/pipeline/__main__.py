@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.kernel_objects import Quotas
 from benchmarks.cluster.profiles import ProfileError, uniform
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.common import chosen, environment, write_json
@@ -27,6 +24,9 @@ from benchmarks.pipeline.rows import summarise, table, verdict, verdict_text
 from benchmarks.pipeline.worker import CORPUS_BYTES
 from benchmarks.tables import words
 from pipeline_balance.spec import LayerCost
+
+# four hosts keep one core busy for four fifths of the time, at most
+SLOWDOWN = 5.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=60, help="counted steps of every policy: the model's life")
     p.add_argument("--warm-up", type=int, default=6, help="steps before those, on equal numbers of layers")
     p.add_argument("--repetitions", type=int, default=3, help="lives of every case, each with another seed")
-    p.add_argument("--slowdown", type=float, default=2.5, help="how much slower a host is than the machine")
+    p.add_argument("--slowdown", type=float, default=SLOWDOWN, help="how much slower a host is than the machine")
     p.add_argument("--link-mbit-per-s", type=float, default=1000.0)
     p.add_argument("--budget-bytes", type=int, default=64 << 20, help="buffers of a move on one rank")
     p.add_argument("--timeout-s", type=float, default=60.0, help="limit on every wait between hosts")
@@ -74,7 +74,7 @@ def run_hosts(
     bed: Testbed, case: Case, policies: Sequence[str], args: argparse.Namespace, repetition: int = 0
 ) -> list[dict[str, Any]]:
     """What every host has found in one life of a case."""
-    names = ("replicas", "layers", "zero", "share_experts", "steps", "warm_up", "slowdown", "budget_bytes", "timeout_s")
+    names = ("replicas", "layers", "zero", "share_experts", "steps", "warm_up", "budget_bytes", "timeout_s")
     job = {**chosen(args, *names), "case": case.name, "repetition": repetition}
     # another policy comes first in every repetition
     job["policies"] = rotated(policies, repetition)
@@ -105,19 +105,12 @@ def on_hosts(
     return rows
 
 
-@contextmanager
-def preferred(name: str, hosts: int, args: argparse.Namespace) -> Iterator[Testbed]:
-    """Hosts that go before whatever else runs on the machine. They pace themselves: a quota would stop a host's
-    threads for its messages, too, once an action has used it up.
+def paced_hosts(name: str, hosts: int, args: argparse.Namespace) -> Testbed:
+    """Hosts that pace themselves: a quota would stop a host's threads for its messages, too, once an action has used
+    it up.
     """
-    cores = os.cpu_count() or 1
-    with Testbed(uniform(name, hosts=hosts, link_mbit_per_s=args.link_mbit_per_s, share=cores / hosts)) as bed:
-        quotas = Quotas.find()
-        file, most = ("cpu.shares", 1 << 18) if quotas.version == 1 else ("cpu.weight", 10_000)
-        for host in range(hosts):
-            bed.set_share(host, float(cores))
-            (quotas.folder(bed.prefix, host) / file).write_text(str(most))
-        yield bed
+    profile = uniform(name, hosts=hosts, link_mbit_per_s=args.link_mbit_per_s, share=1 / args.slowdown)
+    return Testbed(profile, paced=True)
 
 
 def by_simulator(
@@ -169,7 +162,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     reason = "asked for with --simulate" if args.simulate else ""
     if not reason:
         try:
-            with preferred("pipeline", args.hosts, args) as bed:
+            with paced_hosts("pipeline", args.hosts, args) as bed:
                 for case in todo:
                     lives(case, partial(on_hosts, bed, case, policies, args))
         except TestbedUnavailable as error:
@@ -195,7 +188,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 def only_swing(args: argparse.Namespace) -> dict[str, Any]:
     """What a move adds to its step, in each of the chosen cases and repetitions."""
     rows = []
-    with preferred("swing", args.hosts, args) as bed:
+    with paced_hosts("swing", args.hosts, args) as bed:
         for case in chosen_cases(args):
             for repetition in range(args.repetitions):
                 found = [r["policies"] for r in run_hosts(bed, case, swing.POLICIES, args, repetition)]
@@ -206,7 +199,7 @@ def only_swing(args: argparse.Namespace) -> dict[str, Any]:
 
 def only_moves(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of state on its way against its bytes over the bandwidth."""
-    with preferred("moves", moves.RANKS, args) as bed:
+    with paced_hosts("moves", moves.RANKS, args) as bed:
         found = moves.compare(bed, timeout_s=args.timeout_s, limit_s=args.limit_s)
     return {"link_mbit_per_s": args.link_mbit_per_s, "environment": environment(), **found}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.pacing import Pace
 from benchmarks.pipeline.cases import Case, Dynamism
 from benchmarks.pipeline.policies import (
     DYNAMIC,
@@ -48,7 +49,7 @@ def record(case: Case, corpus: Corpus, steps: int, *, warm_up: int = 0, slowdown
 
     Times are processor seconds, `slowdown` times as long.
     """
-    meter = Meter(work_clock=lambda: time.thread_time() * slowdown)
+    meter = Meter(work_clock=Pace(slowdown).seconds)
     layers = dict(enumerate(case.modules()))
     optimizer = case.optimizer([(f"{i}.{n}", p) for i, m in layers.items() for n, p in m.named_parameters()])
     dynamism, alone = Dynamism(case, steps, warm_up), ThreadWorld(1).collective(0)

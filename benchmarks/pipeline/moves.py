@@ -82,6 +82,7 @@ def busiest_bytes(way: Route) -> int:
 
 def run_moves(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     """All moves on this host; seconds are of its own clock, from a meeting to the end of its part."""
+    # Not paced: nothing computes beside the moves, so no thread's time is stretched, and each may run on any core.
     wake_promptly()
     keep_memory()
     with host.process_group(timeout_s=float(args["timeout_s"])):

@@ -1,39 +1,21 @@
-"""Hosts that are evenly slower than the machine: what is computed lasts `slowdown` times its processor time.
+"""Hosts that are evenly slower than the machine, per action of a stage instead of per operator.
 
-The rest of that time is slept, per action of a stage; see `benchmarks.pacing` for why.
+Operators of these small layers last no longer than it takes to pace one. And layers are timed by the thread's processor
+time, which knows no pauses, so that no pause may be somebody else's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.pacing import Pace
 from pipeline_balance.pipeline.measure.meter import Meter
 
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How much slower a host is than the machine, at least 1."""
-
-    slowdown: float
-
-    def seconds(self) -> float:
-        """A clock that tells this thread's work in the host's time."""
-        return time.thread_time() * self.slowdown
-
-    def work(self, call: Callable[[], Any]) -> Any:
-        """Run what only computes: it ends when the host would have ended it."""
-        began, worked = time.perf_counter(), time.thread_time()
-        result = call()
-        left = began + (time.thread_time() - worked) * self.slowdown - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        return result
+__all__ = ["Pace", "PacedAdam", "PacedMeter", "paced_loss"]
 
 
 class PacedMeter(Meter):

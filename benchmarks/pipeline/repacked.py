@@ -27,9 +27,9 @@ from benchmarks.cluster.testbed import TestbedError, TestbedUnavailable, unwound
 from benchmarks.common import chosen, environment, write_json
 from benchmarks.measure import rotated
 from benchmarks.pacing import wake_promptly
-from benchmarks.pipeline.__main__ import preferred
+from benchmarks.pipeline.__main__ import SLOWDOWN, paced_hosts
 from benchmarks.pipeline.cases import Case
-from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
+from benchmarks.pipeline.pacing import PacedAdam, PacedMeter, paced_loss
 from benchmarks.tables import cell, columns
 from pipeline_balance.control.controller import Controller, ControllerConfig
 from pipeline_balance.dynamics.gpt import Block, GPTShape
@@ -84,7 +84,7 @@ def run(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
 
 def trained(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     """Train all copies in turns, on a group that has been made."""
-    model, pace = case(args), Pace(float(args["slowdown"]))
+    model, pace = case(args), host.pace()
     corpus: Corpus = load_corpus(max_bytes=CORPUS_BYTES)
     warm_up, steps = int(args["warm_up"]), int(args["steps"])
 
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--steps", type=int, default=40, help="counted steps")
     p.add_argument("--repetitions", type=int, default=3)
     p.add_argument("--warm-up", type=int, default=4)
-    p.add_argument("--slowdown", type=float, default=2.5, help="how much slower a host is than the machine")
+    p.add_argument("--slowdown", type=float, default=SLOWDOWN, help="how much slower a host is than the machine")
     p.add_argument("--link-mbit-per-s", type=float, default=1000.0)
     p.add_argument("--timeout-s", type=float, default=60.0, help="limit on every wait between hosts")
     p.add_argument("--limit-s", type=float, default=600.0, help="limit on each repetition")
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = []
     try:
         for repetition in range(args.repetitions):
-            with unwound_when_ended(), preferred("repacked", args.hosts, args) as bed:
+            with unwound_when_ended(), paced_hosts("repacked", args.hosts, args) as bed:
                 target = "benchmarks.pipeline.repacked:run"
                 found.append(bed.run(target, job | {"repetition": repetition}, timeout_s=args.limit_s))
     except (TestbedUnavailable, TestbedError) as error:

@@ -27,9 +27,9 @@ from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUn
 from benchmarks.common import chosen, environment, write_json
 from benchmarks.measure import rotated
 from benchmarks.pacing import wake_promptly
-from benchmarks.pipeline.__main__ import preferred
+from benchmarks.pipeline.__main__ import SLOWDOWN, paced_hosts
 from benchmarks.pipeline.cases import Case
-from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
+from benchmarks.pipeline.pacing import PacedAdam, PacedMeter, paced_loss
 from benchmarks.pipeline.policies import simulated_step_s, smoothed
 from benchmarks.tables import cell, columns
 from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
@@ -103,7 +103,7 @@ class Bench:
     def __init__(self, host: Host, args: Mapping[str, Any]) -> None:
         self.host, self.args = host, args
         self.case = case(int(args["blocks"]), int(args["microbatches"]))
-        self.pace, self.replicas = Pace(float(args["slowdown"])), int(args["replicas"])
+        self.pace, self.replicas = host.pace(), int(args["replicas"])
         self.ranks = host.hosts // self.replicas
         self.corpus: Corpus = load_corpus(max_bytes=CORPUS_BYTES)
         self.limits = RankLimits.uniform(self.ranks)
@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--steps", type=int, default=24, help="counted steps with fast links, and as many with a slow one")
     p.add_argument("--warm-up", type=int, default=4)
     p.add_argument("--factor", type=int, default=4, help="how much slower the link gets (1: it stays)")
-    p.add_argument("--slowdown", type=float, default=2.5, help="how much slower a host is than the machine")
+    p.add_argument("--slowdown", type=float, default=SLOWDOWN, help="how much slower a host is than the machine")
     p.add_argument("--link-mbit-per-s", type=float, default=100.0)
     p.add_argument("--timeout-s", type=float, default=60.0, help="limit on every wait between hosts")
     p.add_argument("--limit-s", type=float, default=900.0, help="limit on the whole run")
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if set(policies) - set(POLICIES) or not policies:
         p.error(f"policies must be of {', '.join(POLICIES)}, got {args.policies}")
     try:
-        with unwound_when_ended(), preferred("slow-link", args.hosts, args) as bed:
+        with unwound_when_ended(), paced_hosts("slow-link", args.hosts, args) as bed:
             found = measured(bed, args, policies)
     except (TestbedUnavailable, TestbedError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from benchmarks.cluster.host import Host
 from benchmarks.measure import rotated
-from benchmarks.pacing import wake_promptly
+from benchmarks.pacing import Pace, wake_promptly
 from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
-from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
+from benchmarks.pipeline.pacing import PacedAdam, PacedMeter, paced_loss
 from benchmarks.pipeline.policies import DYNAMIC, ORACLE, best_map, controller_config, smoothed, start_map
 from benchmarks.pipeline.swing import STILL, SWINGING, Swing, maps_of
 from pipeline_balance.control.controller import Controller, Overhead
@@ -64,7 +64,7 @@ def run_case(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
         bench = Bench(
             case,
             host,
-            pace=Pace(float(args["slowdown"])),
+            pace=host.pace(),
             budget_bytes=int(args["budget_bytes"]),
             replicas=replicas,
             zero=int(args["zero"]),

@@ -7,15 +7,13 @@ only order and waiting are shown, and what links take.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.profiles import uniform
 from benchmarks.cluster.testbed import Running, Testbed
 from benchmarks.common import Row
-from benchmarks.pacing import compute_apart
 from benchmarks.slices.contenders import Contender, Ours
 from benchmarks.slices.steps import all_of, measure
 from pipeline_balance.pipeline.measure.meter import Meter
@@ -68,17 +66,9 @@ def on_host(host: Host, args: Mapping[str, Any]) -> list[Row]:
             work=args["work"],
             names=args["names"],
             repeats=args["repeats"],
-            pace=lambda: _paced(host),
+            pace=host.paced,
             more=Simulated(),
         )
-
-
-@contextmanager
-def _paced(host: Host) -> Iterator[None]:
-    """As `Host.paced`, with what moves bytes on cores of its own."""
-    compute_apart()
-    with host.paced():
-        yield
 
 
 class Simulated:

@@ -81,7 +81,6 @@ def _in_turns(
         running.append(one)
     taken: dict[str, list[float]] = {one.name: [] for one in running}
     worked = dict.fromkeys(taken, 0.0)
-    # entered anew: the first steps have made process groups, whose threads it may be about
     with pace():
         for turn in range(repeats):
             for one in rotated(running, turn):

@@ -161,7 +161,8 @@ def show(document: Mapping[str, Any]) -> None:
 def _on_hosts(hosts: int, args: dict[str, Any], mbit_per_s: float, limit_s: float) -> list[dict[str, Any]] | None:
     """What the ranks found; None where hosts cannot be emulated."""
     rates = (mbit_per_s,) * hosts + (UNLIMITED_MBIT_PER_S,)
-    share = (0.1,) * (hosts + 1)  # nothing is paced and nothing under a quota
+    # Nothing computes, so nothing is paced: no thread's time is stretched, and each may run on any core.
+    share = (0.1,) * (hosts + 1)
     profile = Profile(
         name=f"{hosts} hosts and storage", nodes=1, hosts_per_node=hosts + 1, link_mbit_per_s=rates, share=share
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.profiles import BUILT_IN, ProfileError, load_profile, uniform
 from benchmarks.cluster.testbed import HostFailed, Running, Testbed, TestbedError, TestbedUnavailable
-from benchmarks.pacing import network_cores
+from benchmarks.pacing import PLANNING_NICE, compute_cores, network_cores
 from tests.helpers.cluster_testbed import needs_testbed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,6 +153,8 @@ def test_only_own_names_are_removed() -> None:
 def test_more_cores_than_there_are() -> None:
     with pytest.raises(TestbedUnavailable, match="hands out"):
         Testbed(uniform("greedy", hosts=2, share=1000.0))
+    with pytest.raises(TestbedUnavailable, match="to compute on: the hosts would be slower"):
+        Testbed(uniform("paced", hosts=2, share=0.51 * len(compute_cores())), paced=True)
 
 
 # --- the real thing ---
@@ -167,6 +170,33 @@ def test_what_arrives_at_paced_hosts_is_worked_on_apart_from_what_they_compute()
             show = ["ip", "netns", "exec", where, "sh", "-c", "cat /sys/class/net/*/queues/rx-*/rps_cpus"]
             found = {int(line.replace(",", ""), 16) for line in kernel.run(show).split()}
             assert found == {sum(1 << core for core in cores)}
+
+
+@needs_testbed
+def test_only_the_thread_that_is_paced_is_where_hosts_compute() -> None:
+    """Also threads that begin later, whatever they do: those that plan would make other hosts' operators wait."""
+    if not network_cores():
+        pytest.skip("one core")
+    with Testbed(uniform("apart", hosts=2, share=0.25), paced=True) as bed:
+        for main, others in bed.run(f"{PROGRAMS}:cores_of_threads", {}, timeout_s=60):
+            assert main == list(compute_cores())
+            assert {"plans", "gloo waits"} <= others.keys()
+            assert all(cores == list(network_cores()) for cores, _ in others.values())
+            assert others["plans"][1] == PLANNING_NICE
+            assert others["gloo waits"][1] == 0
+            assert len([1 for _, nice in others.values() if nice == 0]) > 1
+
+
+def test_all_emulated_hosts_of_benchmarks_pace_themselves() -> None:
+    """So all are pinned and steered alike; quotas are for tests of what happens when hosts change."""
+    calls = [
+        (file.name, {k.arg: ast.unparse(k.value) for k in node.keywords})
+        for file in (ROOT / "benchmarks").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Testbed"
+    ]
+    assert len(calls) >= 6
+    assert [file for file, given in calls if given.get("paced") != "True"] == []
 
 
 @needs_testbed
@@ -196,7 +226,14 @@ def test_paced_hosts_slow_their_operators_and_have_no_quota() -> None:
     with Testbed(uniform("paced", hosts=2, share=0.25), paced=True) as bed:
         for slowdown, groups in bed.run(f"{PROGRAMS}:paced_products", {"products": 60}, timeout_s=60):
             assert slowdown > 3.5  # more on a busy machine
-            assert bed.prefix not in groups
+            assert f"{bed.prefix}hosts\n" in groups
+        quotas = kernel.check_available()
+        folder = quotas.folder(bed.prefix, None)
+        assert [f.name for f in quotas.root.glob(f"{bed.prefix}*")] == [folder.name]
+        quota = folder / ("cpu.cfs_quota_us" if quotas.version == 1 else "cpu.max")
+        assert quota.read_text().split()[0] in ("-1", "max")
+        file, weight = kernel.WEIGHT[quotas.version]
+        assert (folder / file).read_text().strip() == str(weight)
         for name, value in kernel.TCP_SETTINGS.items():
             file = f"/proc/sys/net/ipv4/{name}"
             assert kernel.run(["ip", "netns", "exec", kernel.namespace(bed.prefix, 1), "cat", file]).strip() == value

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import pacing
-from benchmarks.pacing import MOST_LATE_S, PacedOperators
+from benchmarks.pacing import MOST_LATE_S, Pace, PacedOperators
 
 
 @dataclass
@@ -52,7 +52,7 @@ def operator(paced: PacedOperators, clock: Clock, seconds: float, *, waiting: fl
 
 
 def test_an_operator_lasts_longer_and_python_does_not(clock: Clock) -> None:
-    paced = PacedOperators(4.0)
+    paced = PacedOperators(Pace(4.0))
     assert operator(paced, clock, 0.01) == pytest.approx(0.04)
     clock.work(0.5)
     assert operator(paced, clock, 0.002) == pytest.approx(0.008)
@@ -60,7 +60,7 @@ def test_an_operator_lasts_longer_and_python_does_not(clock: Clock) -> None:
 
 
 def test_short_operators_are_paid_for_together(clock: Clock) -> None:
-    paced, began = PacedOperators(3.0), clock.wall_s
+    paced, began = PacedOperators(Pace(3.0)), clock.wall_s
     for _ in range(100):
         operator(paced, clock, 2e-5)
     assert clock.wall_s - began == pytest.approx(100 * 3 * 2e-5, abs=pacing.SHORTEST_SLEEP_S)
@@ -68,7 +68,7 @@ def test_short_operators_are_paid_for_together(clock: Clock) -> None:
 
 def test_a_host_without_a_core_catches_up(clock: Clock) -> None:
     """It waited for its core within one operator, for longer than the operator should have taken."""
-    paced = PacedOperators(4.0)
+    paced = PacedOperators(Pace(4.0))
     assert operator(paced, clock, 0.01, waiting=0.045) == pytest.approx(0.055)
     assert operator(paced, clock, 0.01) == pytest.approx(0.04 - 0.015)
     assert operator(paced, clock, 0.01, waiting=5.0) == pytest.approx(5.01)
@@ -76,17 +76,29 @@ def test_a_host_without_a_core_catches_up(clock: Clock) -> None:
 
 
 def test_waiting_for_others_gives_no_credit(clock: Clock) -> None:
-    paced = PacedOperators(4.0)
+    paced = PacedOperators(Pace(4.0))
     operator(paced, clock, 0.01, waiting=0.045)
     clock.sleep(0.1)  # a message
     assert operator(paced, clock, 0.01) == pytest.approx(0.04)
+
+
+def test_work_within_work_is_paid_for_once(clock: Clock) -> None:
+    """As the loss of a stage within its action: what the inner call is late by is no second credit."""
+    pace, began = Pace(4.0), clock.wall_s
+
+    def action() -> None:
+        clock.work(0.01)
+        pace.work(lambda: clock.work(0.02, waiting=0.07))
+
+    pace.work(action)
+    assert clock.wall_s - began == pytest.approx(0.12)
 
 
 def test_what_computes_nothing_keeps_the_machines_speed(clock: Clock) -> None:
     """Memory that is filled and a sum are an accelerator's work; views, empty memory and a posted message are not."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with _Counted(clock, seconds=0.01), PacedOperators(4.0):
+        with _Counted(clock, seconds=0.01), PacedOperators(Pace(4.0)):
             x = torch.zeros(4, 4)
             assert clock.slept_s == pytest.approx(0.03)
             out = torch.empty_like(x.view(-1)[4:]).detach()
@@ -114,7 +126,7 @@ def test_results_and_gradients_are_those_of_the_machine() -> None:
     x = torch.randn(8, 8, requires_grad=True)
     (x @ x).sum().backward()
     expected, x.grad = x.grad, None
-    with PacedOperators(2.0):
+    with PacedOperators(Pace(2.0)):
         (x @ x).sum().backward()
     assert expected is not None
     assert x.grad is not None
@@ -140,4 +152,4 @@ def test_a_tensor_of_a_new_size_needs_no_new_pages() -> None:
 
 def test_a_slowdown_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"slowdown must be at least 1, got 0\.5"):
-        PacedOperators(0.5)
+        PacedOperators(Pace(0.5))

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.pacing import Pace
 from benchmarks.pipeline.__main__ import main
 from benchmarks.pipeline.alone import Recording, optimizer_rate, record, simulate_policy
 from benchmarks.pipeline.cases import Case, Dynamism, cases
-from benchmarks.pipeline.pacing import Pace, PacedMeter
+from benchmarks.pipeline.pacing import PacedMeter
 from benchmarks.pipeline.partitions import compare
 from benchmarks.pipeline.picture import draw, maps_of
 from benchmarks.pipeline.policies import (

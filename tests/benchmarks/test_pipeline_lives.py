@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.cluster.host import Host
+from benchmarks.pacing import Pace
 from benchmarks.pipeline import swing
 from benchmarks.pipeline.cases import Case, Dynamism
-from benchmarks.pipeline.pacing import Pace
 from benchmarks.pipeline.worker import Bench, RuleMismatch, check_alike
 from pipeline_balance.dynamics.freezing import FreezingRule
 from pipeline_balance.dynamics.gpt import Block, GPTShape

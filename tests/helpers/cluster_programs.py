@@ -49,6 +49,32 @@ def paced_products(host: Host, args: dict[str, Any]) -> tuple[float, str]:
         return slowdown, f.read()
 
 
+def cores_of_threads(host: Host, args: dict[str, Any]) -> tuple[list[int], dict[str, tuple[list[int], int]]]:
+    """The cores of the main thread; by name the cores and the niceness of all others, after some paced work."""
+    import torch
+
+    from prophet.ranks.process_group import collective_for
+    from prophet.ranks.waiting import Waiter
+
+    torch.set_num_threads(1)
+    x = torch.ones(256, 256)
+    with host.process_group(timeout_s=30), host.paced():
+        x @ x
+        waiters = [Waiter("plans"), Waiter("gloo waits")]
+        group = collective_for(None, timeout_s=30)
+        until = time.perf_counter() + 1.0
+        while time.perf_counter() < until:
+            x @ x
+        names = {str(t.native_id): t.name for t in threading.enumerate()}
+        others = {
+            names.get(task, task): (sorted(os.sched_getaffinity(int(task))), os.getpriority(os.PRIO_PROCESS, int(task)))
+            for task in os.listdir("/proc/self/task")
+            if task != str(os.getpid())
+        }
+        del waiters, group
+        return sorted(os.sched_getaffinity(0)), others
+
+
 def ring(host: Host, args: dict[str, Any]) -> float:
     """Send bytes to the next host; returns the bytes per second at which the previous host's arrived."""
     size = int(args["mbytes"] * (1 << 20))
