@@ -22,6 +22,11 @@ from prophet.errors import SpecError
 Kind = Literal["F", "I", "W", "B", "H", "E", "S", "T", "G"]
 SHARED = "ESTG"
 """Kinds that every rank runs for every unit."""
+_KINDS = get_args(Kind)
+# kinds that come after another one of the same unit in the same stage
+_NEEDS: dict[Kind, Kind] = {"I": "F", "B": "F", "W": "I"}
+# what is looked up of actions: for long schedules, making others to look for takes most of the time
+_Key = tuple[int, str, int]
 # the notation of torch.distributed.pipelining
 _ACTION = re.compile(r"(\d+)([FIWBHESTG])(\d+)")
 
@@ -42,7 +47,7 @@ class Action:
     microbatch: int
 
     def __post_init__(self) -> None:
-        if self.stage < 0 or self.microbatch < 0 or self.kind not in get_args(Kind):
+        if self.stage < 0 or self.microbatch < 0 or self.kind not in _KINDS:
             raise ScheduleError(f"an action needs a stage, one of F, I, W, B, and a microbatch, got {self!r}")
 
     def __str__(self) -> str:
@@ -83,44 +88,49 @@ class Schedule:
             raise ScheduleError(f"a schedule needs ranks, stages, microbatches and slices, got {got}")
         # rank of every stage seen so far; a stage has its weights on one rank alone
         home: dict[int, int] = {}
-        seen: set[Action] = set()
+        seen: set[_Key] = set()
         for rank, row in enumerate(self.actions):
             for action in row:
                 self._check_action(action, rank, home, seen)
-                seen.add(action)
+                seen.add((action.stage, action.kind, action.microbatch))
         self._check_complete(seen)
         self._check_shared()
 
-    def _check_action(self, action: Action, rank: int, home: dict[int, int], seen: set[Action]) -> None:
-        if action.stage >= self.stages or (action.microbatch >= self.units and action.kind != "H"):
+    def _check_action(self, action: Action, rank: int, home: dict[int, int], seen: set[_Key]) -> None:
+        stage, kind, unit = action.stage, action.kind, action.microbatch
+        if stage >= self.stages or (unit >= self.units and kind != "H"):
             slices = f" x {self.slices} slices" if self.slices > 1 else ""
             raise ScheduleError(f"{action} is outside {self.stages} stages x {self.microbatches} microbatches{slices}")
-        if home.setdefault(action.stage, rank) != rank:
-            raise ScheduleError(f"stage {action.stage} appears on ranks {home[action.stage]} and {rank}")
-        if action in seen:
+        if home.setdefault(stage, rank) != rank:
+            raise ScheduleError(f"stage {stage} appears on ranks {home[stage]} and {rank}")
+        if (stage, kind, unit) in seen:
             raise ScheduleError(f"{action} appears twice")
         # an order within the stage is all that is checked here: other stages may be on other ranks
-        needs: dict[str, Kind] = {"I": "F", "B": "F", "W": "I"}
-        if action.kind in needs and Action(action.stage, needs[action.kind], action.microbatch) not in seen:
-            raise ScheduleError(f"{action} comes before {needs[action.kind]} of the same {self._unit}")
+        needs = _NEEDS.get(kind)
+        if needs is not None and (stage, needs, unit) not in seen:
+            raise ScheduleError(f"{action} comes before {needs} of the same {self._unit}")
         if self.slices > 1:
             self._check_slice(action, seen)
 
-    def _check_slice(self, action: Action, seen: set[Action]) -> None:
+    def _check_slice(self, action: Action, seen: set[_Key]) -> None:
         """Raise unless the slice that must come before `action`'s in its stage has come."""
-        stage, unit = action.stage, action.microbatch
+        stage, kind, unit = action.stage, action.kind, action.microbatch
         place = unit % self.slices
-        if action.kind == "F" and place > 0 and Action(stage, "F", unit - 1) not in seen:
+        if kind == "F" and place > 0 and (stage, "F", unit - 1) not in seen:
             raise ScheduleError(f"{action} comes before {Action(stage, 'F', unit - 1)}: slices go forward in order")
         # gradients of a slice's keys and values come from the slices after it
-        later: list[Action] = [Action(stage, "B", unit + 1), Action(stage, "I", unit + 1)]
-        if action.kind in ("I", "B") and place < self.slices - 1 and not seen.intersection(later):
-            raise ScheduleError(f"{action} comes before {later[0]} or {later[1]}: slices go backward in reverse order")
+        if (
+            kind in ("I", "B")
+            and place < self.slices - 1
+            and (stage, "B", unit + 1) not in seen
+            and (stage, "I", unit + 1) not in seen
+        ):
+            later = f"{Action(stage, 'B', unit + 1)} or {Action(stage, 'I', unit + 1)}"
+            raise ScheduleError(f"{action} comes before {later}: slices go backward in reverse order")
 
-    def _check_complete(self, seen: set[Action]) -> None:
+    def _check_complete(self, seen: set[_Key]) -> None:
         for s, u in product(range(self.stages), range(self.units)):
-            # in the order F, I, W, B of the type: so "FB" and "FIW"
-            kinds = "".join(k for k in get_args(Kind) if k in "FIWB" and Action(s, k, u) in seen)
+            kinds = "".join(k for k in "FIWB" if (s, k, u) in seen)
             if kinds not in ("FB", "FIW"):
                 runs = kinds or "nothing"
                 raise ScheduleError(f"{self._unit} {u} in stage {s} runs {runs}, expected F and B, or F, I and W")

@@ -114,7 +114,8 @@ def simulate_exchange(
     run = _Run(exchange, schedule, costs, helped)
     for number in range(len(exchange.slots)):
         run.slot(number)
-    kept = [[piece_bytes * held for held in row] for row in exchange.held_pieces()] if helped else ()
+    holds = helped and piece_bytes
+    kept = [[piece_bytes * held for held in row] for row in exchange.held_pieces()] if holds else ()
     return Simulation(
         makespan_s=max(run.free),
         start_s=_by_action(schedule, run.start),

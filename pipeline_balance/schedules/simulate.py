@@ -185,6 +185,8 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
     home, shares = schedule.stage_ranks, schedule.shares
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
+    # the same by stage, kind and unit: making an action to look for takes longer than all else
+    ended: dict[tuple[int, str, int], float] = {}
     free = [0.0] * schedule.ranks
     busy = [0.0] * schedule.ranks
     position = [0] * schedule.ranks
@@ -201,11 +203,11 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
         """When the action's input is on its rank; None while that is not known."""
         s, m = action.stage, action.microbatch
         if action.kind == "S":
-            return end.get(Action(stages - 1, "F", m))
+            return ended.get((stages - 1, "F", m))
         if action.kind == "T":
             return of_all("S", m)
         if action.kind == "G":
-            return end.get(Action(0, "I", m), end.get(Action(0, "B", m)))
+            return ended.get((0, "I", m), ended.get((0, "B", m)))
         if shares and (action.kind, s) == ("F", 0):
             return of_all("E", m)
         if shares and action.kind in "BI" and s == stages - 1:
@@ -213,12 +215,12 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
         if action.kind == "F":
             if s == 0:
                 return 0.0
-            before = end.get(Action(s - 1, "F", m))
+            before = ended.get((s - 1, "F", m))
             return None if before is None else before + (down[s - 1] if home[s - 1] != home[s] else 0.0)
         # the row's own order already puts F before I or B, and I before W
         if action.kind in "WHE" or s == stages - 1:
             return 0.0
-        after = end.get(Action(s + 1, "I", m), end.get(Action(s + 1, "B", m)))
+        after = ended.get((s + 1, "I", m), ended.get((s + 1, "B", m)))
         return None if after is None else after + (up[s] if home[s + 1] != home[s] else 0.0)
 
     moved = True
@@ -237,7 +239,8 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
                 # nobody is helped here: see `exchange_times`
                 known = seconds.get(action.kind)
                 taken = known[action.stage][action.microbatch] if known else other_s.get(action.kind, 0.0)
-                start[action], end[action] = began, began + taken
+                start[action] = began
+                end[action] = ended[action.stage, action.kind, action.microbatch] = began + taken
                 free[rank] = began + taken
                 busy[rank] += taken
                 if action.kind in SHARED:
@@ -300,20 +303,17 @@ def peak_activation_bytes(
     peaks = []
     for rank, row in enumerate(schedule.actions):
         held = peak = 0
-        waiting: set[tuple[int, int]] = set()
         for number, action in enumerate(row):
             stage, unit = action.stage, action.microbatch
+            place = unit % schedule.slices
             if action.kind == "F":
                 held += kept[stage][unit]
-            elif action.kind in ("I", "B"):
-                # slices of the same microbatch before this one
-                earlier = {(stage, unit - back) for back in range(1, unit % schedule.slices + 1)}
-                held += sum(added[stage][u] for _, u in earlier - waiting)
-                waiting |= earlier
+            elif action.kind in ("I", "B") and place == schedule.slices - 1:
+                # backward goes in reverse: a microbatch's last slice adds to those of all before it
+                held += sum(added[stage][unit - place : unit])
             # before anything is freed: the backward needs all of it at once
             peak = max(peak, held + (kept_bytes[rank][number] if kept_bytes else 0))
-            if action.kind in ("I", "B") and (stage, unit) in waiting:
-                waiting.discard((stage, unit))
+            if action.kind in ("I", "B") and place < schedule.slices - 1:
                 held -= added[stage][unit]
             # with a split backward, the weight gradient still needs the activations
             if action.kind in ("B", "W"):

@@ -44,6 +44,35 @@ def test_peak_units_and_bubble_are_the_closed_forms(order: Order, ranks: range) 
         assert simulate(schedule, even).idle_over_work == pytest.approx(sliced_idle_over_work(p, v, m, n)), shape
 
 
+def naive_peaks(schedule: Schedule, kept: list[list[int]], added: list[list[int]]) -> list[int]:
+    """Most bytes of every rank, counted anew at every action from what has run before it."""
+    peaks = []
+    for row in schedule.actions:
+        peak = 0
+        for number, now in enumerate(row):
+            before = {str(action) for action in row[:number]}
+            held = 0
+            for stage, unit in product({a.stage for a in row}, range(schedule.units)):
+                later = range(unit + 1, (unit // schedule.slices + 1) * schedule.slices)
+                done = f"{stage}B{unit}" in before
+                if (f"{stage}F{unit}" in before or f"{stage}F{unit}" == str(now)) and not done:
+                    held += kept[stage][unit]
+                # a slice after it has gone backward, or goes now
+                if any(f"{stage}B{u}" in before or f"{stage}B{u}" == str(now) for u in later) and not done:
+                    held += added[stage][unit]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return peaks
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("p", "v", "m", "n"), [(1, 1, 2, 4), (2, 1, 3, 1), (3, 1, 2, 5), (2, 2, 2, 4), (4, 1, 2, 3)])
+def test_peaks_are_those_of_a_naive_count(p: int, v: int, m: int, n: int, order: Order) -> None:
+    schedule, draw = sliced(p, v, m, n, order), random.Random(p + n)
+    kept, added = ([[draw.randint(0, 9) for _ in range(m * n)] for _ in range(p * v)] for _ in range(2))
+    assert list(peak_activation_bytes(schedule, kept, added)) == naive_peaks(schedule, kept, added)
+
+
 @SIZES
 def test_the_minimal_bubble_of_attention_alone(ranks: range) -> None:
     for p, v, m, n in GRID:
