@@ -11,10 +11,11 @@ can only help. A quantity "in slices" is in units of the queries of one slice in
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, combinations, count, pairwise
+from itertools import accumulate, combinations, count, islice, pairwise
 from math import floor
 
 from pipeline_balance.schedules.actions import Schedule, ScheduleError
@@ -324,7 +325,8 @@ class _Keeping:
         self._gradients = gradients
         ranks = len(slots[0].passes)
         self._held = [0] * ranks
-        self._kept: list[dict[_Kept, set[int]]] = [{} for _ in range(ranks)]
+        # pieces by helper
+        self._kept: dict[_Kept, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
 
     def helps(self, slot: int, run: int, moves: Moves, left: dict[int, Sequence[int]]) -> tuple[Help, ...]:
         """The helps of one slot and run; `left` has the pieces that each donor could give."""
@@ -334,23 +336,24 @@ class _Keeping:
                 pieces, left[donor] = left[donor][:number], left[donor][number:]
                 found.append(Help(donor, helper, pieces, pieces, pieces))
                 continue
-            key = self._key(slot, run, donor)
-            kept = self._kept[helper].setdefault(key, set())
+            kept = self._kept[self._key(slot, run, donor)][helper]
             # what is there already costs no bytes
-            chosen = sorted(sorted(left[donor], key=lambda piece: (piece not in kept, piece))[:number])
-            left[donor] = [piece for piece in left[donor] if piece not in set(chosen)]
-            sent = [piece for piece in chosen if piece not in kept]
-            self._remember(slot, run, donor, helper, chosen)
-            found.append(Help(donor, helper, chosen, sent, ()))
+            there = sorted(kept.intersection(left[donor]))[:number]
+            sent = list(islice((piece for piece in left[donor] if piece not in kept), number - len(there)))
+            chosen = {*there, *sent}
+            left[donor] = [piece for piece in left[donor] if piece not in chosen]
+            self._remember(slot, run, donor, helper, sent)
+            found.append(Help(donor, helper, sorted(chosen), sent, ()))
         if self._keep:
             self._forget(slot, run)
         return tuple(found)
 
-    def _remember(self, slot: int, run: int, donor: int, helper: int, pieces: Sequence[int]) -> None:
+    def _remember(self, slot: int, run: int, donor: int, helper: int, sent: Sequence[int]) -> None:
         """Keep what later passes may use, as far as the limit allows."""
-        kept, each = self._kept[helper][self._key(slot, run, donor)], self._bytes(slot, run)
-        for piece in pieces:
-            if piece not in kept and self._useful(slot, donor, piece) and self._held[helper] + each <= self._keep:
+        kept, each = self._kept[self._key(slot, run, donor)][helper], self._bytes(slot, run)
+        useful = self._useful(slot, donor)
+        for piece in sent:
+            if piece < useful and self._held[helper] + each <= self._keep:
                 kept.add(piece)
                 self._held[helper] += each
 
@@ -359,20 +362,22 @@ class _Keeping:
         for donor, one in enumerate(self._slots[slot].passes):
             if one is None:
                 continue
-            key = self._key(slot, run, donor)
-            for helper, kept in enumerate(self._kept):
-                if key in kept:
-                    gone = {piece for piece in kept[key] if not self._useful(slot, donor, piece)}
-                    kept[key] -= gone
+            useful, kept_by = self._useful(slot, donor), self._kept[self._key(slot, run, donor)]
+            # forward, nothing goes before a microbatch's last slice
+            for helper, kept in kept_by.items() if useful < 2 * self._slices else ():
+                if gone := {piece for piece in kept if piece >= useful}:
+                    kept.difference_update(gone)
                     self._held[helper] -= self._bytes(slot, run) * len(gone)
 
-    def _useful(self, slot: int, donor: int, piece: int) -> bool:
-        """Whether a pass of the donor's microbatch after this one sees the piece."""
+    def _useful(self, slot: int, donor: int) -> int:
+        """Passes of the donor's microbatch after this one see pieces below this number alone."""
         one = self._slots[slot].passes[donor]
         assert one is not None
         number = one[1] % self._slices
+        if self._slots[slot].forward:
+            return 2 * self._slices if number < self._slices - 1 else 0
         # slices go backward in reverse: the one before sees the chunks before itself alone
-        return number < self._slices - 1 if self._slots[slot].forward else piece // 2 < number - 1
+        return 2 * (number - 1)
 
     def _bytes(self, slot: int, run: int) -> int:
         """What keeping a piece takes: in a backward pass its gradients are kept, too."""
