@@ -7,17 +7,18 @@ sequence, U = M N. All figures are of a microbatch with all of its rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import pairwise, product
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from pipeline_balance.schedules.actions import Schedule, ScheduleError
+from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.exchange import Exchange, plan
-from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds, verdict
+from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds, simulate_exchange
 from pipeline_balance.schedules.simulate import Durations, simulate
 from pipeline_balance.schedules.sliced import Order, slice_starts, sliced
 from pipeline_balance.slices.options import Balance, Recompute, SliceOptions
@@ -32,8 +33,7 @@ MOST_SLICES = 32
 _MESSAGES = {True: 6, False: 9}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SliceSeconds:
+class SliceSeconds(NamedTuple):
     """What a slice of some length costs in one unit of the model.
 
     Attributes:
@@ -80,24 +80,22 @@ class UnitCosts:
             recompute: What is computed again.
         """
         seen = before if self.window is None else min(before, self.window - 1)
-        forward, backward, *columns = (
-            self._at(tokens, name) for name in ("forward_s", "backward_s", "forward_column_s", "backward_column_s")
-        )
+        forward, backward, forward_column, backward_column = self._at(tokens)
         again = self.again_s.get(recompute, 0.0) * tokens
-        return forward + seen * columns[0], backward + again + seen * columns[1]
+        return forward + seen * forward_column, backward + again + seen * backward_column
 
-    def _at(self, tokens: int, name: str) -> float:
-        """A figure at any length, on lines between those that were measured."""
-        at, value = [one.tokens for one in self.lengths], [float(getattr(one, name)) for one in self.lengths]
+    def _at(self, tokens: int) -> list[float]:
+        """The figures of a slice of any length, on lines between those that were measured."""
+        at = [one.tokens for one in self.lengths]
+        share = [value * tokens / at[0] for value in self.lengths[0][1:]]
         if len(at) == 1:
-            return value[0] * tokens / at[0]
-        k = min(max(sum(a <= tokens for a in at), 1), len(at) - 1)
-        slope = (value[k] - value[k - 1]) / (at[k] - at[k - 1])
-        found = value[k - 1] + slope * (tokens - at[k - 1])
+            return share
+        k = min(max(bisect_right(at, tokens), 1), len(at) - 1)
+        (below, *low), (above, *high) = self.lengths[k - 1 : k + 1]
+        found = [a + (b - a) / (above - below) * (tokens - below) for a, b in zip(low, high, strict=True)]
         # noise may tilt the lines at both ends
-        if tokens < at[0]:
-            return max(found, value[0] * tokens / at[0])
-        return max(found, value[-1]) if tokens > at[-1] else found
+        least = share if tokens < at[0] else high if tokens > at[-1] else found
+        return [max(pair) for pair in zip(found, least, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,11 +123,7 @@ class SliceCosts:
     wide: int = 1
 
     def message_s(self, n_bytes: float) -> float:
-        """Seconds of a message.
-
-        Args:
-            n_bytes: What it has.
-        """
+        """Seconds of a message of so many bytes."""
         return self.latency_s + self.byte_s * n_bytes
 
 
@@ -215,50 +209,31 @@ class Setting:
         return len(self.ranks) // self.used
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What may be chosen; the values are those of `SliceOptions`."""
-
-    slices: int
-    order: Order = "minimal"
-    balance: Balance = "none"
-    recompute: Recompute = "none"
-
-    def __str__(self) -> str:
-        again = f", recompute {self.recompute}" if self.recompute != "none" else ""
-        if self.slices == 1:
-            return f"no slices{again}"
-        lengths = {"none": "equal", "uneven": "of equal cost", "exchange": "with exchange"}[self.balance]
-        return f"{self.slices} slices, {lengths}, {self.order} order{again}"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
     """What is predicted of a candidate.
 
     Attributes:
-        candidate: What is simulated.
+        candidate: What would be in force.
         step_s: Seconds of a step.
         work_s: Seconds that a rank computes, over ranks on average.
         peak_bytes: What every rank holds at most [P].
     """
 
-    candidate: Candidate
+    candidate: SliceOptions
     step_s: float
     work_s: float
     peak_bytes: tuple[int, ...]
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds that a rank waits, on average."""
-        return self.step_s - self.work_s
+    def __str__(self) -> str:
+        waits_s, peak = self.step_s - self.work_s, max(self.peak_bytes) / 1e6
+        return (
+            f"{self.step_s:.3g} s a step predicted (a rank works {self.work_s:.3g} s and waits {waits_s:.3g} s), "
+            f"at most {peak:.4g} MB on a rank"
+        )
 
     def over(self, memory_bytes: Sequence[int | None]) -> int:
-        """Bytes by which the rank that has the least room holds more than it may; not above 0: all fit.
-
-        Args:
-            memory_bytes: What every rank may hold [P].
-        """
+        """Bytes by which the rank with the least room holds more than it may [P]; not above 0: all fit."""
         return max((a - b for a, b in zip(self.peak_bytes, memory_bytes, strict=True) if b is not None), default=0)
 
 
@@ -267,18 +242,21 @@ class Choice:
     """What was chosen, and why.
 
     Attributes:
-        options: What is in force.
-        score: What is predicted of it.
+        score: What is in force, and what is predicted of it.
         whole: What is predicted without slices; None where such a schedule does not exist.
         scores: Of all candidates.
         reason: The choice in words, with its figures.
     """
 
-    options: SliceOptions
     score: Score
     whole: Score | None
     scores: tuple[Score, ...]
     reason: str
+
+    @property
+    def options(self) -> SliceOptions:
+        """What is in force."""
+        return self.score.candidate
 
     def __str__(self) -> str:
         return self.reason
@@ -296,7 +274,7 @@ def numbers(asked: AutoSlices, ranks: int, lengths: Sequence[int]) -> list[int]:
         return [asked.slices]
     most = min(MOST_SLICES, *lengths)
     powers = [1 << k for k in range(most.bit_length())]
-    return sorted({n for n in (*powers, *(ranks * power for power in powers)) if n <= most})
+    return sorted({n for power in powers for n in (power, ranks * power) if n <= most})
 
 
 def measured_lengths(asked: AutoSlices, ranks: int, lengths: Sequence[int]) -> list[int]:
@@ -342,117 +320,111 @@ def choose(asked: AutoSlices, costs: SliceCosts, setting: Setting) -> Choice:
             key=lambda one: one[1] - one[2],
         )
         raise SpecError(
-            f"no slices fit in memory: the least need is {need} bytes on rank {rank}, with {least.candidate}, and "
-            f"memory_bytes is {room} there"
+            f"no slices fit in memory: the least need is {need} bytes on rank {rank}, with {_words(least.candidate)}, "
+            f"and memory_bytes is {room} there"
         )
     shortest = min(score.step_s for score in fitting)
     near = [score for score in fitting if score.step_s <= (1 + NEARLY) * shortest]
     # the first of equals, so that all ranks take the same
     best = min(near, key=lambda score: (max(score.peak_bytes), score.step_s))
-    whole = scorer.score(Candidate(1, recompute=asked.whole().recompute))
-    return Choice(
-        options=scorer.options(best.candidate),
-        score=best,
-        whole=whole,
-        scores=tuple(scores),
-        reason=_reason(best, whole, scores, limits),
-    )
+    whole = scorer.score(asked.whole())
+    return Choice(score=best, whole=whole, scores=tuple(scores), reason=_reason(best, whole, scores, limits))
+
+
+def _words(one: SliceOptions) -> str:
+    """A candidate in words."""
+    again = f", recompute {one.recompute}" if one.recompute != "none" else ""
+    if one.slices == 1:
+        return f"no slices{again}"
+    lengths = {"none": "equal", "uneven": "of equal cost", "exchange": "with exchange"}[one.balance]
+    return f"{one.slices} slices, {lengths}, {one.order} order{again}"
 
 
 def _reason(best: Score, whole: Score | None, scores: Sequence[Score], limits: Sequence[int | None]) -> str:
-    def figures(score: Score) -> str:
-        return f"work {score.work_s:.3g} s and waits {score.wait_s:.3g} s"
-
-    def size(score: Score) -> str:
-        return f"{max(score.peak_bytes) / 1e6:.4g} MB"
-
-    room = [limit for limit in limits if limit is not None]
-    said = f"{best.candidate}: {best.step_s:.3g} s a step predicted ({figures(best)} of a rank), at most {size(best)}"
-    said += f" of {min(room) / 1e6:.4g} MB on a rank" if room else " on a rank"
+    """What was chosen, and what of the others is closest to it."""
+    room = min((limit for limit in limits if limit is not None), default=None)
+    said = f"{_words(best.candidate)}: {best}" + (f", which may hold {room / 1e6:.4g} MB" if room is not None else "")
     others = [score for score in scores if score.candidate.slices > 1 and score.over(limits) <= 0]
     if best.candidate.slices == 1 and others:
-        next_ = min(others, key=lambda score: score.step_s)
-        said += f"; the fastest in slices, {next_.candidate}: {next_.step_s:.3g} s ({figures(next_)}), {size(next_)}"
+        fastest = min(others, key=lambda score: score.step_s)
+        said += f"; the fastest in slices, {_words(fastest.candidate)}: {fastest}"
     elif best.candidate.slices > 1 and whole is not None:
-        said += f"; without slices {whole.step_s:.3g} s ({figures(whole)}), {size(whole)}"
-        said += ", which does not fit" if whole.over(limits) > 0 else ""
+        said += f"; without slices {whole}" + (", which does not fit" if whole.over(limits) > 0 else "")
     left = [score for score in scores if score.over(limits) > 0 and score.step_s < best.step_s]
     if left:
-        first = min(left, key=lambda score: score.step_s)
-        said += f"; faster but too large is {first.candidate}: {first.step_s:.3g} s, {size(first)}"
+        fastest = min(left, key=lambda score: score.step_s)
+        said += f"; faster but too large is {_words(fastest.candidate)}: {fastest}"
     return said
 
 
 class _Scorer:
-    """Simulates candidates.
-
-    Args:
-        asked: What is named.
-        costs: What slices cost.
-        setting: The pipeline.
-    """
+    """Simulates candidates; what several of them share is worked out once."""
 
     def __init__(self, asked: AutoSlices, costs: SliceCosts, setting: Setting) -> None:
         self._asked, self._costs, self._setting = asked, costs, setting
-        self._schedules: dict[tuple[int, Order, bool], Schedule | None] = {}
+        self.score = cache(self._simulated)
+        self._schedule = cache(self._sliced)
+        self._seconds = cache(self._stage_seconds)
+        self._attending = [unit for unit in costs.units if unit.attentions]
         self._plans: dict[int, Exchange] = {}
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[SliceOptions]:
         """What may be chosen, each once: what differs in words alone is left out."""
-        asked, setting, costs = self._asked, self._setting, self._costs
+        asked, setting = self._asked, self._setting
 
-        def named(value: str, every: Sequence[str]) -> Sequence[str]:
-            return every if value == "auto" else [value]
+        def allowed(named: Any, every: Sequence[Any]) -> Sequence[Any]:
+            return every if named == "auto" else [named]
 
-        attending = [unit for unit in costs.units if unit.attentions]
-        again = [how for how in get_args(Recompute) if all(how in unit.kept_bytes for unit in attending)]
-        balances = get_args(Balance) if costs.query_bytes and setting.used > 1 else ("none", "uneven")
-        found = []
-        for n in numbers(asked, setting.used, setting.lengths):
-            ways = [*product(named(asked.order, get_args(Order)), named(asked.balance, balances))]
-            # in the minimal order ranks cannot help each other
-            ways = [way for way in ways if way != ("minimal", "exchange")]
+        modes = [how for how in get_args(Recompute) if all(how in unit.kept_bytes for unit in self._attending)]
+        exchanged = self._costs.query_bytes and setting.used > 1
+        balances = [one for one in get_args(Balance) if one != "exchange" or exchanged]
+        # in the minimal order ranks cannot help each other
+        every = product(allowed(asked.order, get_args(Order)), allowed(asked.balance, balances))
+        ways = [way for way in every if way != ("minimal", "exchange")]
+        return [
+            self._options(n, order, balance, how)
+            for n in numbers(asked, setting.used, setting.lengths)
             # with one slice all ways are one
-            for order, balance in ways[:1] if n == 1 else ways:
-                found += [Candidate(n, order, balance, how) for how in named(asked.recompute, again)]  # type: ignore[arg-type]
-        return found
+            for order, balance in (ways[:1] if n == 1 else ways)
+            for how in allowed(asked.recompute, modes)
+        ]
 
-    def options(self, one: Candidate) -> SliceOptions:
-        """What puts a candidate in force.
-
-        Args:
-            one: The candidate.
-        """
-        exchanges, uneven = one.balance == "exchange", one.balance == "uneven"
+    def _options(self, slices: int, order: Order, balance: Balance, recompute: Recompute) -> SliceOptions:
+        exchange = balance == "exchange"
         return SliceOptions(
-            slices=one.slices,
+            slices=slices,
             stages_per_rank=self._setting.stages_per_rank,
-            order=one.order,
-            recompute=one.recompute,
-            balance=one.balance,
-            crossover_tokens=self._crossover if uneven else None,
-            keep_bytes=self._asked.keep_bytes if exchanges else 0,
-            exchange_costs=self._exchange_costs(one) if exchanges and one.slices > 1 else None,
+            order=order,
+            recompute=recompute,
+            balance=balance,
+            crossover_tokens=self._crossover if balance == "uneven" else None,
+            keep_bytes=self._asked.keep_bytes if exchange else 0,
+            exchange_costs=self._exchange_costs(slices, recompute) if exchange and slices > 1 else None,
         )
 
-    def score(self, one: Candidate) -> Score | None:
-        """What is predicted; None where there is no such schedule, or sequences cannot be cut so.
-
-        Args:
-            one: The candidate.
-        """
-        schedule = self._schedule(one, helped=False)
-        starts = self._starts(one)
-        if schedule is None or starts is None:
-            return None
+    def _simulated(self, one: SliceOptions) -> Score | None:
+        """What is predicted; None where there is no such schedule, or sequences cannot be cut so."""
+        if one.exchanges:
+            return self._exchanged(one)
         setting, costs = self._setting, self._costs
-        slices = [(b - a, a) for its in starts for a, b in pairwise(its)]
-        # microbatches are alike, mostly, so every slice is looked up once
-        each = {place: self._stage_seconds(*place, one.recompute) for place in {*slices}}
-        forward, backward = (np.array([each[place][way] for place in slices]).T for way in (0, 1))
-        longest = max(tokens for tokens, _ in slices)
-        mean = sum(tokens for tokens, _ in slices) / len(slices)
-        links = np.full(schedule.stages - 1, costs.message_s(costs.boundary_bytes * mean))
+        try:
+            # several stages per rank do not go with every number
+            schedule = self._schedule(one.slices, one.order)
+            # also those of other replicas
+            every = {*setting.lengths, *setting.tokens}
+            starts = {tokens: slice_starts(tokens, one.slices, one.crossover_tokens) for tokens in every}
+        except SpecError:
+            return None
+        slices = [(b - a, a) for tokens in setting.tokens for a, b in pairwise(starts[tokens])]
+        seconds = np.array([self._seconds(*place, one.recompute) for place in slices])
+        forward, backward = seconds.transpose(1, 2, 0)
+        lengths = [tokens for tokens, _ in slices]
+        links = np.full(schedule.stages - 1, costs.message_s(costs.boundary_bytes * (sum(lengths) / len(lengths))))
+
+        def n_bytes(of_token: Callable[[UnitCosts], float]) -> list[list[int]]:
+            stages = [sum(of_token(costs.units[u]) for u in units) for units in setting.stages]
+            return [[math.ceil(each * tokens) for tokens in lengths] for each in stages]
+
         found = simulate(
             schedule,
             Durations(
@@ -461,130 +433,102 @@ class _Scorer:
                 weight_s=np.zeros_like(backward),
                 forward_transfer_s=links,
                 backward_transfer_s=links,
-                activation_bytes=[[math.ceil(n * t) for t, _ in slices] for n in self._kept(one.recompute)],
-                chunk_gradient_bytes=[[math.ceil(n * t) for t, _ in slices] for n in self._gradients()],
+                # what is in front of the layers and behind them is never computed again
+                activation_bytes=n_bytes(lambda unit: unit.kept_bytes.get(one.recompute, unit.kept_bytes["none"])),
+                chunk_gradient_bytes=n_bytes(lambda unit: unit.gradient_bytes),
             ),
         )
         messages = _MESSAGES[setting.stages_per_rank == 1] if setting.used > 1 else 0
-        more = math.ceil(messages * costs.boundary_bytes * longest)
-        step_s = found.makespan_s
-        if one.balance == "exchange" and one.slices > 1:
-            step_s -= self._saved_s(one)
-            # of pieces that came now; those that are kept have their memory
-            more += self._asked.keep_bytes + math.ceil(2 * self._key_bytes * (1 + costs.wide) * longest)
+        more = math.ceil(messages * costs.boundary_bytes * max(lengths))
         return Score(
             candidate=one,
-            step_s=step_s,
+            step_s=found.makespan_s,
             work_s=sum(found.busy_s) / len(found.busy_s),
             peak_bytes=tuple(peak + more for peak in found.peak_activation_bytes),
         )
 
-    def _schedule(self, one: Candidate, *, helped: bool) -> Schedule | None:
-        key = one.slices, one.order, helped
-        if key not in self._schedules:
-            setting = self._setting
-            shape = setting.used, setting.stages_per_rank, len(setting.tokens), one.slices
-            try:
-                self._schedules[key] = sliced(*shape, one.order, helped=helped)
-            except ScheduleError:
-                # several stages per rank do not go with every number
-                self._schedules[key] = None
-        return self._schedules[key]
+    def _sliced(self, slices: int, order: Order) -> Schedule:
+        setting = self._setting
+        shape = setting.used, setting.stages_per_rank, len(setting.tokens), slices
+        # where nobody is helped, helps take no time
+        return sliced(*shape, order, helped=order == "aligned")
 
-    def _starts(self, one: Candidate) -> list[tuple[int, ...]] | None:
-        """Where every microbatch's slices begin [M][N + 1]."""
-        crossover = self._crossover if one.balance == "uneven" else None
-        try:
-            # also those of other replicas
-            for tokens in self._setting.lengths:
-                slice_starts(tokens, one.slices, crossover)
-            return [slice_starts(tokens, one.slices, crossover) for tokens in self._setting.tokens]
-        except SpecError:
-            return None
-
-    def _stage_seconds(self, tokens: int, before: int, recompute: str) -> tuple[list[float], list[float]]:
-        """What a slice takes in every stage, forward and backward [S]."""
+    def _stage_seconds(self, tokens: int, before: int, recompute: str) -> list[list[float]]:
+        """What a slice takes in every stage, forward and backward [2, S]."""
         of = [unit.seconds(tokens, before, recompute) for unit in self._costs.units]
-        forward, backward = ([sum(of[u][way] for u in units) for units in self._setting.stages] for way in (0, 1))
-        return forward, backward
-
-    def _kept(self, recompute: str) -> list[float]:
-        """Bytes that a token keeps in every stage [S]."""
-        units = self._costs.units
-        # what is in front of the layers and behind them is never computed again
-        return [
-            sum(units[u].kept_bytes.get(recompute, units[u].kept_bytes["none"]) for u in its)
-            for its in self._setting.stages
-        ]
-
-    def _gradients(self) -> list[float]:
-        return [sum(self._costs.units[u].gradient_bytes for u in its) for its in self._setting.stages]
+        return [[sum(of[u][way] for u in units) for units in self._setting.stages] for way in (0, 1)]
 
     @cached_property
     def _crossover(self) -> int:
         """The tokens before one where attention costs as much as all else, by the shortest slice measured."""
-        attending = [unit for unit in self._costs.units if unit.attentions] or self._costs.units
+        attending = self._attending or self._costs.units
         tokens = min(one.tokens for unit in attending for one in unit.lengths)
-        alone, more = 0.0, 0.0
-        for unit in attending:
-            first, second = unit.seconds(tokens, 0), unit.seconds(tokens, 1)
-            alone, more = alone + sum(first), more + sum(second) - sum(first)
+        alone = sum(sum(unit.seconds(tokens, 0)) for unit in attending)
+        more = sum(sum(unit.seconds(tokens, 1)) - sum(unit.seconds(tokens, 0)) for unit in attending)
         # half of the slice itself comes before a token, on average; where nothing grows all slices are equal
         return max(round(alone / more - tokens / 2), 0) if more * 1e6 * tokens > alone else 10**9
 
     # --- exchange ----------------------------------------------------------------------------------------------
 
-    @property
-    def _key_bytes(self) -> float:
-        """What a token's keys take in one attention."""
-        queries, keys = self._costs.heads
-        return self._costs.query_bytes * keys / queries
-
-    def _exchange_costs(self, one: Candidate) -> ExchangeCosts:
-        """Of an attention of the model, on average."""
-        costs = self._costs
-        tokens = max(self._setting.tokens) // one.slices
-        units = [unit for unit in costs.units if unit.attentions]
+    def _exchange_costs(self, slices: int, recompute: Recompute) -> ExchangeCosts | None:
+        """Of an attention of the model, on average; None where it has none."""
+        costs, units, tokens = self._costs, self._attending, max(self._setting.tokens) // slices
+        if not units:
+            return None
         count = sum(unit.attentions for unit in units)
-        ways = []
-        for way, call_s in enumerate(costs.call_s):
-            alone = sum(unit.seconds(tokens, 0, one.recompute)[way] for unit in units)
-            column = sum(unit.seconds(tokens, 1, one.recompute)[way] for unit in units) - alone
-            ways.append(
-                LayerSeconds(
-                    # nothing costs nothing: a plan counts calls in pieces
-                    piece_s=max(column / count * tokens / 2, 1e-12),
-                    diagonal_s=0.0,
-                    rest_s=alone / count,
-                    call_s=call_s,
-                    slice_s=costs.message_s(costs.query_bytes * tokens),
-                )
+        alone, longer = (
+            [sum(way) for way in zip(*(unit.seconds(tokens, before, recompute) for unit in units), strict=True)]
+            for before in (0, 1)
+        )
+        forward, backward = (
+            LayerSeconds(
+                # nothing costs nothing: a plan counts calls in pieces
+                piece_s=max((more - rest) / count * tokens / 2, 1e-12),
+                diagonal_s=0.0,
+                rest_s=rest / count,
+                call_s=call_s,
+                slice_s=costs.message_s(costs.query_bytes * tokens),
             )
+            for rest, more, call_s in zip(alone, longer, costs.call_s, strict=True)
+        )
         queries, keys = costs.heads
-        return ExchangeCosts(
-            forward=ways[0],
-            backward=ways[1],
-            kv_share=keys / queries,
-            boundary_s=costs.message_s(costs.boundary_bytes * tokens),
+        boundary_s = costs.message_s(costs.boundary_bytes * tokens)
+        return ExchangeCosts(forward=forward, backward=backward, kv_share=keys / queries, boundary_s=boundary_s)
+
+    def _exchanged(self, one: SliceOptions) -> Score | None:
+        """What is predicted with exchange: as without it, but for what it saves and holds."""
+        plain = self.score(replace(one, balance="none", keep_bytes=0, exchange_costs=None))
+        if plain is None:
+            return None
+        costs, tokens = self._costs, max(self._setting.tokens) // one.slices
+        # a slice's keys in one attention
+        key_bytes = costs.query_bytes * costs.heads[1] / costs.heads[0] * tokens
+        # of pieces that came now; those that are kept have their memory
+        more = one.keep_bytes + math.ceil(2 * key_bytes * (1 + costs.wide))
+        return replace(
+            plain,
+            candidate=one,
+            step_s=plain.step_s - self._saved_s(one, key_bytes),
+            peak_bytes=tuple(peak + more for peak in plain.peak_bytes),
         )
 
-    def _saved_s(self, one: Candidate) -> float:
+    def _saved_s(self, one: SliceOptions, key_bytes: float) -> float:
         """Seconds by which exchange shortens a step; 0 where it would not pay, as it is off then."""
-        if not self._costs.query_bytes:
+        costs, of = self._costs, one.exchange_costs
+        if not costs.query_bytes or of is None:
             return 0.0
-        schedule = self._schedule(one, helped=True)
-        assert schedule is not None, "there is one without help"
-        costs = self._exchange_costs(one)
+        schedule = self._schedule(one.slices, one.order)
         if one.slices not in self._plans:
-            units = self._costs.units
-            piece = self._key_bytes * max(self._setting.tokens) / one.slices
             self._plans[one.slices] = plan(
                 schedule,
-                [sum(units[u].attentions for u in its) for its in self._setting.stages],
-                heads=self._costs.heads,
-                call=max(each.call_s / each.piece_s for each in (costs.forward, costs.backward)),
-                keep=int(self._asked.keep_bytes // piece) if piece else 0,
-                gradients=self._costs.wide,
+                [sum(costs.units[u].attentions for u in units) for units in self._setting.stages],
+                heads=costs.heads,
+                call=max(each.call_s / each.piece_s for each in (of.forward, of.backward)),
+                keep=int(one.keep_bytes // key_bytes),
+                gradients=costs.wide,
             )
-        found = verdict(self._plans[one.slices], schedule, costs)
-        return max(found.without_s - found.with_s, 0.0)
+        without_s, with_s = (
+            simulate_exchange(self._plans[one.slices], schedule, of, helped=helped).makespan_s
+            for helped in (False, True)
+        )
+        return max(without_s - with_s, 0.0)

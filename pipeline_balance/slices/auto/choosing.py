@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from weakref import ref
 
 import torch
@@ -50,20 +50,21 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 14, 1 << 20
 
 
 class InForce:
-    """The slices in force where they are chosen.
+    """The slices in force where they are chosen; see `Slicing`.
 
     Attributes:
         asked: What is named, and what is to be chosen.
         now: What is in force.
         choice: The latest choice, with its reason and all candidates; None before the first.
         costs: What it rests on.
-
-    Args:
-        asked: See above.
     """
+
+    # ranks that share slices cannot time layers alone
+    context_parallel = 1
 
     def __init__(self, asked: AutoSlices) -> None:
         self.asked, self.now = asked, asked.whole()
+        self.stages_per_rank = asked.stages_per_rank
         self.choice: Choice | None = None
         self.costs: SliceCosts | None = asked.costs
 
@@ -75,16 +76,6 @@ class InForce:
     def slices(self) -> int:
         """N, at the moment."""
         return self.now.slices
-
-    @property
-    def stages_per_rank(self) -> int:
-        """V."""
-        return self.now.stages_per_rank
-
-    @property
-    def context_parallel(self) -> int:
-        """How many replicas share slices: 1, as ranks that share them cannot time layers alone."""
-        return self.now.context_parallel
 
     def check(self, ranks: Sequence[int]) -> None:
         """Raise `SpecError` unless stages on these ranks [S] can run in some number of slices."""
@@ -163,7 +154,7 @@ class Choosing(Pieces):
         asked, used = self.asked, sorted({*given.ranks})
         every = from_all(lambda: self._figures(given), given.world, Operation("measuring pieces of slices"), waits=True)
         lengths = sorted({tokens for row in every for tokens in row["tokens"]})
-        costs = asked.costs if asked.costs is not None else self._merged(every, self._links(given))
+        costs = asked.costs if asked.costs is not None else self._slowest(every, self._links(given))
         setting = Setting(
             stages=tuple(map(tuple, given.stages)),
             ranks=tuple(used.index(rank) for rank in given.ranks),
@@ -181,80 +172,51 @@ class Choosing(Pieces):
 
     def _figures(self, given: NextBatch) -> dict[str, Any]:
         """What this rank tells all others; local."""
-        whole = list({id(one): one for one in (part_of(part).whole for part in given.parts)}.values())
-        batch = [one for one in whole if one is not None]
-        found: dict[str, Any] = {"tokens": [tokens_of(one) for one in batch], "rank": given.collective.rank}
-        # one name is one memory
-        found |= {"host": socket.gethostname(), "free": free_bytes(self.device)}
-        here = given.collective.rank
+        here, asked = given.collective.rank, self.asked
+        batch = list({id(one): one for part in given.parts if (one := part_of(part).whole) is not None}.values())
         mine = [unit for its, rank in zip(given.stages, given.ranks, strict=True) if rank == here for unit in its]
         weights = [p for unit in mine for p in self.units[unit].parameters() if p.requires_grad]
-        # before the first step: gradients, and about twice as much of the optimizer's
-        found["to_come"] = 3 * sum(p.nbytes for p in weights) if all(p.grad is None for p in weights) else 0
-        asked = self.asked
-        if asked.costs is None:
-            room = asked.memory_bytes if asked.memory_bytes is not None else found["free"]
-            if self.device.type != "cpu":
-                raise SpecError(
-                    f"pieces of slices are timed on CPUs only, not on {self.device}: give AutoSlices its costs"
-                )
-            timed = Timed(given.collective, self.device)
-            found |= self.measured(batch, mine, len({*given.ranks}), room, timed)
-        elif len(asked.costs.units) != len(self.units):
-            raise SpecError(f"costs are of {len(asked.costs.units)} layers, the model has {len(self.units)}")
-        return found
+        found: dict[str, Any] = {
+            "rank": here,
+            "tokens": [tokens_of(one) for one in batch],
+            # one name is one memory
+            "host": socket.gethostname(),
+            "free": free_bytes(self.device),
+            # before the first step: gradients, and about twice as much of the optimizer's
+            "to_come": 3 * sum(p.nbytes for p in weights) if all(p.grad is None for p in weights) else 0,
+        }
+        if asked.costs is not None:
+            if len(asked.costs.units) != len(self.units):
+                raise SpecError(f"costs are of {len(asked.costs.units)} layers, the model has {len(self.units)}")
+            return found
+        if self.device.type != "cpu":
+            raise SpecError(f"pieces of slices are timed on CPUs only, not on {self.device}: give AutoSlices its costs")
+        room = asked.memory_bytes if asked.memory_bytes is not None else found["free"]
+        timed = Timed(given.collective, self.device)
+        return found | {"costs": self.measured(batch, mine, len({*given.ranks}), room, timed)}
 
-    def _merged(self, every: Sequence[dict[str, Any]], links: tuple[float, float]) -> SliceCosts:
+    def _slowest(self, every: Sequence[dict[str, Any]], links: dict[str, Any]) -> SliceCosts:
         """The slowest rank's figures of everything."""
-        units = []
+        told = largest([row["costs"] for row in every])
+        measured, units = told.pop("units"), []
         for unit in range(len(self.units)):
-            told = [row["units"][str(unit)] for row in every if str(unit) in row["units"]]
-            # replicas may have measured other lengths
-            seconds: dict[int, list[list[float]]] = {}
-            for one in told:
-                for tokens, *figures in one["seconds"]:
-                    seconds.setdefault(tokens, []).append(figures)
-            modes = [how for how in get_args(Recompute) if all(how in one["kept"] for one in told)]
-            units.append(
-                UnitCosts(
-                    lengths=tuple(
-                        SliceSeconds(
-                            tokens=tokens,
-                            forward_s=max(row[0] for row in rows),
-                            backward_s=max(row[1] for row in rows),
-                            forward_column_s=max(row[2] for row in rows),
-                            backward_column_s=max(row[3] for row in rows),
-                        )
-                        for tokens, rows in sorted(seconds.items())
-                    ),
-                    kept_bytes={how: max(one["kept"][how] for one in told) for how in modes},
-                    again_s={how: max(one["again"].get(how, 0.0) for one in told) for how in modes},
-                    gradient_bytes=max(one["gradients"] for one in told),
-                    attentions=told[0]["attentions"],
-                    window=told[0]["window"],
-                )
-            )
-        first = every[0]
-        exchanges = all(row["exchanges"] for row in every)
-        return SliceCosts(
-            units=tuple(units),
-            boundary_bytes=max(row["boundary"] for row in every),
-            latency_s=links[0],
-            byte_s=links[1],
-            heads=tuple(first["heads"]),
-            query_bytes=max(row["queries"] for row in every) if exchanges else 0.0,
-            call_s=(max(row["calls"][0] for row in every), max(row["calls"][1] for row in every)),
-            wide=first["wide"],
-        )
+            one = measured[str(unit)]
+            lengths = sorted((int(tokens), seconds) for tokens, seconds in one.pop("lengths").items())
+            units.append(UnitCosts(lengths=tuple(SliceSeconds(tokens, *seconds) for tokens, seconds in lengths), **one))
+        told |= {name: tuple(told[name]) for name in ("heads", "call_s")}
+        if not all(row["costs"]["query_bytes"] for row in every):
+            # where some cannot exchange attention, nobody does
+            told["query_bytes"] = 0.0
+        return SliceCosts(units=tuple(units), **told, **links)
 
-    def _links(self, given: NextBatch) -> tuple[float, float]:
+    def _links(self, given: NextBatch) -> dict[str, Any]:
         """Latency of a message between stages, and seconds per byte; collective."""
         used, here = sorted({*given.ranks}), given.collective.rank
-        found = [0.0, 0.0]
+        found = {"latency_s": 0.0, "byte_s": 0.0}
         if len(used) > 1 and here in used:
             at = used.index(here)
             to, of = used[(at + 1) % len(used)], used[at - 1]
-            op = Operation("measuring messages between stages")
+            op, timed = Operation("measuring messages between stages"), Timed(given.collective, self.device)
 
             def turn(sent: Tensor, come: Tensor) -> Tensor:
                 return given.collective.exchange([(to, sent)], [(of, come)], op=op).wait()
@@ -265,11 +227,11 @@ class Choosing(Pieces):
                 call = partial(turn, sent, torch.empty_like(sent))
                 # links are made at the first message
                 call()
-                taken.append(Timed(given.collective, self.device).shortest(call))
+                taken.append(timed.shortest(call))
             byte_s = max(taken[1] - taken[0], 0.0) / (_LARGE_BYTES - _SMALL_BYTES)
-            found = [max(taken[0] - byte_s * _SMALL_BYTES, 0.0), byte_s]
+            found = {"latency_s": max(taken[0] - byte_s * _SMALL_BYTES, 0.0), "byte_s": byte_s}
         every = gather_json(found, given.world, Operation("comparing measured messages"))
-        return max(row[0] for row in every), max(row[1] for row in every)
+        return {name: max(row[name] for row in every) for name in found}
 
 
 class ChosenTransformers(Choosing, SlicedTransformers):
@@ -341,23 +303,6 @@ class ChosenChain(Choosing, SlicedChain):
         SlicedChain.__init__(self, layers, loss_fn, self._begin(asked, options), **options)
         self.slicing = self.chosen
 
-    def _ready(self, part: SlicePart) -> None:
-        self.activations(part)
-
-    def _arguments(self, unit: int, part: SlicePart) -> Sequence[Any]:
-        return ()
-
-    def _kind(self, unit: int) -> object:
-        whole = self.units[unit]
-        # parts without parameters cost something, too
-        types = tuple(map(type, whole.modules()))
-        return types, tuple((p.shape, p.dtype, p.requires_grad) for p in whole.parameters())
-
-    def _window(self, unit: int, whole: Microbatch) -> int | None:
-        windows = [one.window for one in self.attentions(unit)]
-        seen = [window for window in windows if window is not None]
-        return max(seen) if seen and len(seen) == len(windows) else None
-
 
 def free_bytes(device: torch.device) -> int | None:
     """Memory that `device`, or the machine, has free; None where that is not known."""
@@ -381,14 +326,27 @@ def free_bytes(device: torch.device) -> int | None:
     return max(min(found), 0) if found else None
 
 
+def largest(told: Sequence[Any]) -> Any:
+    """Of what each rank tells, the largest of every figure, by name or place; None, which is no limit, is the largest.
+
+    A rank that lacks a name says nothing of it.
+    """
+    if isinstance(told[0], dict):
+        names = {name: [one[name] for one in told if name in one] for row in told for name in row}
+        return {name: largest(its) for name, its in names.items()}
+    if isinstance(told[0], list):
+        return [largest(its) for its in zip(*told, strict=True)]
+    return None if None in told else max(told)
+
+
 def _limit(every: Sequence[dict[str, Any]], rank: int, named: int | None) -> int | None:
     """What the ranks of all replicas with this place may hold: what was named, or an equal part of what is free."""
     if named is not None:
         return named
     found = []
-    for row in [row for row in every if row["rank"] == rank]:
-        beside = [other for other in every if other["host"] == row["host"]]
-        free = [other["free"] for other in beside if other["free"] is not None]
-        if free:
-            found.append(max(min(free) // len(beside) - row["to_come"], 0))
+    for row in every:
+        beside = [other["free"] for other in every if other["host"] == row["host"]]
+        known = [free for free in beside if free is not None]
+        if row["rank"] == rank and known:
+            found.append(max(min(known) // len(beside) - row["to_come"], 0))
     return min(found, default=None)

@@ -8,7 +8,6 @@ T earlier tokens. Nothing of the training state is touched.
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -53,21 +52,26 @@ class Pieces(Sliced, PipelineModel):
         finally:
             self.slices, self._uneven, self._given, self.exchanging = before
 
-    @abstractmethod
     def _ready(self, part: SlicePart) -> None:
         """Have what running a part needs besides, which all of its units share."""
+        self.activations(part)
 
-    @abstractmethod
     def _arguments(self, unit: int, part: SlicePart) -> Sequence[Any]:
         """What a unit is given that others are given, too: it counts for none of them."""
+        return ()
 
-    @abstractmethod
     def _kind(self, unit: int) -> object:
         """Units of one kind are measured once."""
+        whole = self.units[unit]
+        # parts without parameters cost something, too
+        types = tuple(map(type, whole.modules()))
+        return types, tuple((p.shape, p.dtype, p.requires_grad) for p in whole.parameters())
 
-    @abstractmethod
     def _window(self, unit: int, whole: Microbatch) -> int | None:
         """How many tokens a token of the batch sees in a unit; None: all before it."""
+        windows = [one.window for one in self.attentions(unit)]
+        seen = [window for window in windows if window is not None]
+        return max(seen) if seen and len(seen) == len(windows) else None
 
     def _recomputing(self, how: Recompute) -> Any:
         """A context in which layers keep what `how` says; raises `SpecError` where they cannot."""
@@ -76,7 +80,7 @@ class Pieces(Sliced, PipelineModel):
     def measured(
         self, batch: Sequence[Microbatch], mine: Sequence[int], ranks: int, room: int | None, timed: Timed
     ) -> dict[str, Any]:
-        """Figures of this rank's units; local.
+        """Figures of this rank's units, as `SliceCosts` has them, in what JSON can hold; local.
 
         Args:
             batch: Microbatches.
@@ -85,19 +89,16 @@ class Pieces(Sliced, PipelineModel):
             room: Bytes that pieces may take.
             timed: Times calls.
         """
-        asked = self.asked
-        whole = max(batch, key=lambda one: (tokens_of(one), next(iter(one.inputs.values())).shape[0]))
-        lengths = measured_lengths(asked, ranks, [tokens_of(one) for one in batch])
-        found: dict[str, Any] = {"units": {}, "exchanges": False, "heads": (1, 1), "queries": 0.0, "calls": (0.0, 0.0)}
+        whole = max(batch, key=lambda one: (tokens_of(one), _rows(one)))
+        lengths = measured_lengths(self.asked, ranks, [tokens_of(one) for one in batch])
+        units: dict[int, dict[str, Any]] = {}
         with trying(), _same_buffers(self.root):
             pieces = {tokens: self._parts(whole, tokens) for tokens in lengths}
-            last = pieces[lengths[-1]][0]
-            shapes = self.activations(last)
-            boundaries = [sum(t.numel() * t.element_size() for t in row) for row in shapes[1:-1]]
-            found["boundary"] = max(boundaries, default=0) / lengths[-1]
+            shapes = self.activations(pieces[lengths[-1]][0])
+            boundaries = [sum(t.nbytes for t in row) for row in shapes[1:-1]]
             every = [one for unit in range(len(self.units)) for one in self.attentions(unit)]
-            found["wide"] = max((one.wide.itemsize // one.dtype.itemsize for one in every), default=1)
-            if every and ranks > 1 and asked.balance in ("auto", "exchange"):
+            found: dict[str, Any] = {"heads": (1, 1), "query_bytes": 0.0, "call_s": (0.0, 0.0)}
+            if every and ranks > 1 and self.asked.balance in ("auto", "exchange"):
                 found |= self._exchanged(whole, every[0], lengths, timed)
             kinds: dict[object, dict[str, Any]] = {}
             for unit in mine:
@@ -105,26 +106,27 @@ class Pieces(Sliced, PipelineModel):
                 key = self._kind(unit), window, tuple(t.requires_grad for t in shapes[unit])
                 if key not in kinds:
                     kinds[key] = self._piece_costs(unit, whole, pieces, window, room)
-                found["units"][str(unit)] = kinds[key]
-        return found
+                units[unit] = kinds[key]
+        return found | {
+            "units": units,
+            "boundary_bytes": max(boundaries, default=0) / lengths[-1],
+            "wide": max((one.wide.itemsize // one.dtype.itemsize for one in every), default=1),
+        }
 
     def _exchanged(self, whole: Microbatch, heads: Heads, lengths: Sequence[int], timed: Timed) -> dict[str, Any]:
-        """What attention's kernel and its queries take, where attention may be exchanged."""
-        tokens = tokens_of(whole) // 2 * 2
+        """What attention's kernel and its queries take; nothing where attention cannot be exchanged."""
         try:
             with self.cutting(SliceOptions(2, order="aligned", balance="exchange")):
-                super().sliced(_narrowed(whole, tokens))
+                super().sliced(_narrowed(whole, tokens_of(whole) // 2 * 2))
         except SpecError:
             # a window, a soft cap, frozen layers
             return {}
-        rows = next(iter(whole.inputs.values())).shape[0]
+        rows = _rows(whole)
         forward_s, _, backward_s, _ = kernel_seconds(timed, heads, rows, lengths[len(lengths) // 2])
-        queries = rows * heads.queries * heads.width * heads.dtype.itemsize
         return {
-            "exchanges": True,
             "heads": (heads.queries, heads.keys),
-            "queries": float(queries),
-            "calls": (forward_s, backward_s),
+            "query_bytes": float(rows * heads.queries * heads.width * heads.dtype.itemsize),
+            "call_s": (forward_s, backward_s),
         }
 
     def _parts(self, whole: Microbatch, tokens: int) -> list[SlicePart]:
@@ -142,35 +144,40 @@ class Pieces(Sliced, PipelineModel):
         room: int | None,
     ) -> dict[str, Any]:
         """What a unit costs, as `UnitCosts` has it."""
-        lengths = [*pieces]
-        counted = self._piece(unit, pieces[lengths[0]], count=True)
-        kept, again = {"none": counted.kept_bytes / lengths[0]}, {}
-        found: dict[str, Any] = {"gradients": counted.gradient_bytes / lengths[0], "window": window}
-        found["attentions"], found["seconds"] = len(self.attentions(unit)), []
+        lengths, attentions = [*pieces], len(self.attentions(unit))
+        shortest, longest = lengths[0], lengths[-1]
+        counted = self._piece(unit, pieces[shortest], count=True)
+        kept, again = {"none": counted.kept_bytes / shortest}, {}
+        seconds: dict[int, list[float]] = {}
         for tokens, parts in pieces.items():
             # a piece that would not fit shows nothing: no candidate with it would
-            if tokens > lengths[0] and room is not None and kept["none"] * tokens * len(parts) > room / 2:
+            if tokens > shortest and room is not None and kept["none"] * tokens * len(parts) > room / 2:
                 break
             # all lengths together are to take about as long as four whole sequences
-            repeats = max(min(_REPEATS, lengths[-1] // (2 * tokens)), 1)
-            best = self._fastest(unit, parts, repeats)
+            best = self._fastest(unit, parts, max(min(_REPEATS, longest // (2 * tokens)), 1))
             columns = min(tokens, window - 1 if window is not None else tokens)
             more = [0.0, 0.0]
-            if len(parts) > 1 and columns and self.attentions(unit):
+            if len(parts) > 1 and columns and attentions:
                 more = [max(b - a, 0.0) / columns for a, b in zip(*best, strict=True)]
-            found["seconds"].append([tokens, *best[0], *more])
+            seconds[tokens] = [*best[0], *more]
         wanted = get_args(Recompute) if self.asked.recompute == "auto" else [self.asked.recompute]
-        middle = lengths[(len(found["seconds"]) - 1) // 2]
-        plain_s = found["seconds"][lengths.index(middle)][2]
-        for how in [how for how in wanted if how != "none" and self.attentions(unit)]:
+        middle = lengths[(len(seconds) - 1) // 2]
+        for how in [how for how in wanted if how != "none" and attentions]:
             try:
                 with self._recomputing(how):
-                    short = self._piece(unit, self._parts(whole, lengths[0])[:1], count=True)
+                    short = self._piece(unit, self._parts(whole, shortest)[:1], count=True)
                     taken = self._fastest(unit, self._parts(whole, middle)[:1], _REPEATS)[0][1]
             except SpecError:
                 continue
-            kept[how], again[how] = short.kept_bytes / lengths[0], max(taken - plain_s, 0.0) / middle
-        return found | {"kept": kept, "again": again}
+            kept[how], again[how] = short.kept_bytes / shortest, max(taken - seconds[middle][1], 0.0) / middle
+        return {
+            "lengths": seconds,
+            "kept_bytes": kept,
+            "again_s": again,
+            "gradient_bytes": counted.gradient_bytes / shortest,
+            "attentions": attentions,
+            "window": window,
+        }
 
     def _fastest(self, unit: int, parts: Sequence[SlicePart], repeats: int) -> list[list[float]]:
         """By part, seconds forward and backward."""
@@ -266,6 +273,10 @@ def tokens_of(microbatch: Microbatch) -> int:
     if labels is None or labels.dim() < 2:
         raise SpecError("slices need labels of every token, [rows, tokens]")
     return labels.shape[1]
+
+
+def _rows(microbatch: Microbatch) -> int:
+    return next(iter(microbatch.inputs.values())).shape[0]
 
 
 def _narrowed(whole: Microbatch, tokens: int) -> Microbatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -12,13 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_balance.schedules.actions import ScheduleError
-from pipeline_balance.schedules.simulate import Durations, peak_activation_bytes, simulate
+from pipeline_balance.schedules.actions import Schedule, ScheduleError
+from pipeline_balance.schedules.exchange import Exchange
+from pipeline_balance.schedules.exchange_times import ExchangeCosts
+from pipeline_balance.schedules.simulate import Durations, Simulation, peak_activation_bytes, simulate
 from pipeline_balance.schedules.sliced import slice_starts, sliced
+from pipeline_balance.slices.auto import choice
 from pipeline_balance.slices.auto.choice import (
     NEARLY,
     AutoSlices,
-    Candidate,
     Choice,
     Setting,
     SliceCosts,
@@ -28,6 +31,7 @@ from pipeline_balance.slices.auto.choice import (
     measured_lengths,
     numbers,
 )
+from pipeline_balance.slices.options import SliceOptions
 from prophet.errors import SpecError
 
 LENGTHS = (16, 64, 256)
@@ -84,6 +88,13 @@ def costs(layers: int = 4, **of_unit: Any) -> SliceCosts:
 
 # --- the naive twin ---------------------------------------------------------------------------------------------
 
+Candidate = tuple[int, str, str, str]
+"""Slices, order, balance, and what is computed again."""
+
+
+def candidate(options: SliceOptions) -> Candidate:
+    return options.slices, options.order, options.balance, options.recompute
+
 
 def naive(asked: AutoSlices, given: SliceCosts, at: Setting) -> dict[Candidate, tuple[float, tuple[int, ...]]]:
     """Step and peaks of every candidate without exchange, each from scratch."""
@@ -95,7 +106,7 @@ def naive(asked: AutoSlices, given: SliceCosts, at: Setting) -> dict[Candidate, 
     for n, order, balance, how in product(tries, orders, balances, modes):
         if n == 1 and (order, balance) != (orders[0], balances[0]):
             continue
-        one = Candidate(n, order, balance, how)  # type: ignore[arg-type]
+        one = (n, order, balance, how)
         try:
             schedule = sliced(at.used, at.stages_per_rank, len(at.tokens), n, order)  # type: ignore[arg-type]
             crossover = _crossover(given) if balance == "uneven" else None
@@ -182,11 +193,11 @@ def test_the_choice_is_that_of_a_naive_search(situation: tuple[AutoSlices, Slice
             choose(asked, measured, at)
         return
     found = choose(asked, measured, at)
-    assert {score.candidate: (score.step_s, score.peak_bytes) for score in found.scores} == every
+    assert {candidate(score.candidate): (score.step_s, score.peak_bytes) for score in found.scores} == every
     shortest = min(step_s for step_s, _ in fitting.values())
     near = {one: figures for one, figures in fitting.items() if figures[0] <= (1 + NEARLY) * shortest}
-    step_s, peak = fitting[found.score.candidate]
-    assert found.score.candidate in near
+    step_s, peak = fitting[candidate(found.options)]
+    assert candidate(found.options) in near
     assert (peak, step_s) == min((peak, step_s) for step_s, peak in near.values())
 
 
@@ -209,6 +220,33 @@ def test_more_memory_never_makes_a_step_longer(
         assert max(found.score.peak_bytes) <= room
         taken.append(found.score.step_s)
     assert taken == sorted(taken, reverse=True)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_nothing_is_simulated_twice(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
+    seen: Counter[tuple[Any, ...]] = Counter()
+    plain, exchanging = choice.simulate, choice.simulate_exchange
+
+    def counted(schedule: Schedule, durations: Durations) -> Simulation:
+        tables = (durations.forward_s, durations.input_s, durations.activation_bytes)
+        passes = [[action for action in row if action.kind != "H"] for row in schedule.actions]
+        seen[str(passes), *(np.array(table).tobytes() for table in tables)] += 1
+        return plain(schedule, durations)
+
+    def exchanged(exchange: Exchange, schedule: Schedule, given: ExchangeCosts, *, helped: bool) -> Simulation:
+        seen[id(exchange), given, helped] += 1
+        return exchanging(exchange, schedule, given, helped=helped)
+
+    monkeypatch.setattr(choice, "simulate", counted)
+    monkeypatch.setattr(choice, "simulate_exchange", exchanged)
+    at = setting(2, stages)
+    growing = replace(costs(2 * stages, token_s=0.01, column_s=1.0), query_bytes=1.0)
+    found = choose(AutoSlices(stages_per_rank=stages, keep_bytes=64), growing, at)
+    by = Counter(score.candidate.balance for score in found.scores)
+    assert by["exchange"] > 3
+    assert set(seen.values()) == {1}
+    # one for each candidate without exchange; with it, one with help and one without
+    assert len(seen) == by["none"] + by["uneven"] + 2 * by["exchange"]
 
 
 def test_equal_figures_give_an_equal_choice() -> None:
@@ -269,6 +307,14 @@ def test_exchange_is_chosen_where_messages_are_fast() -> None:
     assert tight.options.exchange_costs is not None
     slow = choose(asked, replace(growing, byte_s=1e3), replace(at, memory_bytes=(room,) * 4))
     assert slow.options.balance == "none"
+
+
+def test_exchange_may_be_named_where_nothing_attends() -> None:
+    at = setting(microbatches=2)
+    found = choose(AutoSlices(slices=4, balance="exchange"), costs(attentions=0), at)
+    plain = choose(AutoSlices(slices=4, balance="none", order="aligned"), costs(attentions=0), at)
+    assert found.options.exchange_costs is None
+    assert (found.score.step_s, found.score.peak_bytes) == (plain.score.step_s, plain.score.peak_bytes)
 
 
 def test_recomputing_is_chosen_where_nothing_else_fits() -> None:
