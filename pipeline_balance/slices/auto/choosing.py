@@ -10,13 +10,12 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline_balance.pipeline.model.expert_layers import expert_layers
 from pipeline_balance.pipeline.model.layers import LossFn, Microbatch, NextBatch, labels_of
@@ -214,20 +213,10 @@ class Choosing(Pieces):
         used, here = sorted({*given.ranks}), given.collective.rank
         found = {"latency_s": 0.0, "byte_s": 0.0}
         if len(used) > 1 and here in used:
-            at = used.index(here)
-            to, of = used[(at + 1) % len(used)], used[at - 1]
-            op, timed = Operation("measuring messages between stages"), Timed(given.collective, self.device)
-
-            def turn(sent: Tensor, come: Tensor) -> Tensor:
-                return given.collective.exchange([(to, sent)], [(of, come)], op=op).wait()
-
-            taken = []
+            timed, taken = Timed(given.collective, self.device), []
             for size in (_SMALL_BYTES, _LARGE_BYTES):
                 sent = torch.zeros(size, dtype=torch.uint8, device=self.device)
-                call = partial(turn, sent, torch.empty_like(sent))
-                # links are made at the first message
-                call()
-                taken.append(timed.shortest(call))
+                taken.append(timed.message(used, sent, "measuring messages between stages", "weights"))
             byte_s = max(taken[1] - taken[0], 0.0) / (_LARGE_BYTES - _SMALL_BYTES)
             found = {"latency_s": max(taken[0] - byte_s * _SMALL_BYTES, 0.0), "byte_s": byte_s}
         every = gather_json(found, given.world, Operation("comparing measured messages"))

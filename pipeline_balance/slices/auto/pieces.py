@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -190,7 +189,8 @@ class Pieces(Sliced, PipelineModel):
         weights = [p for p in self.units[unit].parameters() if p.requires_grad]
         # weights' gradients are added up over slices, in float32 or better
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in weights]
-        store, piece, done = ChunkStore(), _Piece([[0.0, 0.0] for _ in parts]), list[tuple[Activations, Activations]]()
+        store, seconds, kept, gradients = ChunkStore(), [[0.0, 0.0] for _ in parts], 0, 0
+        done: list[tuple[Activations, Activations]] = []
         for number, part in enumerate(parts):
             self._ready(part)
             assert part.unit is not None
@@ -201,17 +201,17 @@ class Pieces(Sliced, PipelineModel):
                 began = time.perf_counter()
                 out = self.run(unit, given, part)
                 out = (self.loss(out, part),) if last else out
-                piece.seconds[number][0] = time.perf_counter() - began
+                seconds[number][0] = time.perf_counter() - began
             if counting:
-                piece.kept_bytes = saved.bytes_with(store)
+                kept = saved.bytes_with(store)
             done.append((given, out))
-        for number in reversed(range(len(parts))):
+        for number, part in reversed([*enumerate(parts)]):
             given, out = done.pop()
             flowing = [t for t in out if t.requires_grad]
             wanted = [*(t for t in given if t.requires_grad), *weights]
             if not flowing or not wanted:
                 continue
-            grads, part = [torch.ones_like(t) for t in flowing], parts[number]
+            grads = [torch.ones_like(t) for t in flowing]
             assert part.unit is not None
             with self.working(part), active(store, part.unit):
                 began = time.perf_counter()
@@ -219,24 +219,23 @@ class Pieces(Sliced, PipelineModel):
                 for total, grad in zip(sums, found[len(wanted) - len(weights) :], strict=True):
                     if grad is not None:
                         total.add_(grad)
-                piece.seconds[number][1] = time.perf_counter() - began
-            piece.gradient_bytes = max(piece.gradient_bytes, store.gradient_bytes)
-        return piece
+                seconds[number][1] = time.perf_counter() - began
+            gradients = max(gradients, store.gradient_bytes)
+        return _Piece(seconds, kept, gradients)
 
 
-@dataclass
-class _Piece:
+class _Piece(NamedTuple):
     """What running a unit on some slices has shown.
 
     Attributes:
         seconds: By slice, forward and backward.
-        kept_bytes: What the first slice keeps.
+        kept_bytes: What the first slice keeps; 0 where it was not counted.
         gradient_bytes: What gradients of its keys and values take.
     """
 
     seconds: list[list[float]]
-    kept_bytes: int = 0
-    gradient_bytes: int = 0
+    kept_bytes: int
+    gradient_bytes: int
 
 
 class _Saved:

@@ -22,7 +22,7 @@ from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.sharing.exchange import Exchanger, KeptMemory, piece_bytes, visible
 from pipeline_balance.slices.store import ChunkStore, Unit
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import Channel, Collective
 from prophet.ranks.device.clocks import clock_on, seconds_between
 from prophet.ranks.operation import Operation
 
@@ -161,7 +161,8 @@ def measured_costs(
     """
     timed = Timed(given.collective, device)
     kernels = kernel_seconds(timed, heads, rows, tokens, ranks)
-    mine = [*kernels, _transfer_seconds(timed, given, heads, rows, tokens * ranks)]
+    query = torch.zeros(rows, heads.queries, tokens * ranks, heads.width, dtype=heads.dtype, device=device)
+    mine = [*kernels, timed.message(given.ranks, query, "measuring attention exchange", "tokens")]
     forward_call, forward_piece, backward_call, backward_piece, slice_s = _slowest(given, mine)
     forward, backward = (
         # torch's kernel computes the hidden half of a slice's own chunk as well, unless it is cut: about two pieces
@@ -193,6 +194,26 @@ class Timed:
         self.collective.on_host(torch.zeros(1, device=self.device), op=Operation("measuring attention"))
         return min(seconds_between(began, ended) for began, ended in marks)
 
+    def message(self, ranks: Sequence[int], sent: Tensor, what: str, channel: Channel) -> float:
+        """Seconds in which each of some ranks sends a tensor to the next one; collective over them.
+
+        Args:
+            ranks: Their numbers.
+            sent: The tensor.
+            what: What errors call it.
+            channel: See `Collective.exchange`.
+        """
+        here = list(ranks).index(self.collective.rank)
+        to, of = (ranks[(here + step) % len(ranks)] for step in (1, -1))
+        come, op = torch.empty_like(sent), Operation(what)
+
+        def turn() -> Tensor:
+            return self.collective.exchange([(to, sent)], [(of, come)], op=op, channel=channel).wait()
+
+        # links are made at the first message
+        turn()
+        return self.shortest(turn)
+
 
 def kernel_seconds(timed: Timed, heads: Heads, rows: int, tokens: int, ranks: int = 1) -> list[float]:
     """Seconds of a call without its products, and of a piece's products, forward and then backward.
@@ -219,21 +240,6 @@ def kernel_seconds(timed: Timed, heads: Heads, rows: int, tokens: int, ranks: in
         piece = max((many - few) / (_MANY - _FEW), 1e-9)
         found += [max(few - _FEW * piece, 0.0), piece]
     return found
-
-
-def _transfer_seconds(timed: Timed, given: TrainingPass, heads: Heads, rows: int, tokens: int) -> float:
-    """Seconds in which a slice of queries goes to the next rank, while all ranks send one."""
-    here = list(given.ranks).index(given.collective.rank)
-    to, of = (given.ranks[(here + step) % len(given.ranks)] for step in (1, -1))
-    query = torch.zeros(rows, heads.queries, tokens, heads.width, dtype=heads.dtype, device=timed.device)
-    come, op = torch.empty_like(query), Operation("measuring attention exchange")
-
-    def turn() -> Tensor:
-        return given.collective.exchange([(to, query)], [(of, come)], op=op, channel="tokens").wait()
-
-    # links are made at the first message
-    turn()
-    return timed.shortest(turn)
 
 
 def _slowest(given: TrainingPass, mine: Sequence[float]) -> list[float]:
