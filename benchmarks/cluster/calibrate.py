@@ -213,19 +213,23 @@ def calibration_of(seen: Observed, shape: LayerShape) -> Calibration:
     bnec = [typical(f"BNEC({i})") for i in range(last)] or [typical("BNEC(0)")]
     # beside the blocks' common windows: what the last one has more, with the head and the loss
     extra_s = typical(f"FNEC({last})") - np.mean(fnec) + typical(f"BNEC({last})") - np.mean(bnec)
-    links, noise_s = {}, {}
+    links, of_last, noise_s = {}, {}, {}
     for level, by_size in seen.exchanges.items():
         samples = [np.array(x) for x in by_size]
         # the mean rank's, in the middle of the samples: how long it takes to wake the peers is part of it
         taken = [x[:, :: seen.ranks_per_node] if level == "alone" else x for x in samples]
-        points = [(n, float(np.median(x.mean(axis=1)))) for n, x in zip(PROBE_BYTES, taken, strict=True)]
-        links[level] = fit_link(points)
+        links[level] = fit_link([(n, float(np.median(x.mean(axis=1)))) for n, x in zip(PROBE_BYTES, taken, strict=True)])
+        of_last[level] = fit_link([(n, float(np.median(x.max(axis=1)))) for n, x in zip(PROBE_BYTES, taken, strict=True)])
         noise_s[level] = noise_seconds_of(np.concatenate(samples))
     # the lower quartile: counts are short, and other work only ever adds time
     alone_s, behind_s = (float(np.quantile(np.max(x, axis=1), 0.25)) for x in seen.counts_s)
     nobody = Link(bytes_per_s=1e12)
     between = links.get("inter", links.get("intra", nobody))
-    inter, port = shared_port(between, links.get("alone"), min(seen.ranks_per_node, ranks))
+    per_node = min(seen.ranks_per_node, ranks)
+    inter, port = shared_port(between, links.get("alone"), per_node)
+    if port is not None:
+        # its ranks are done in any order, and it has carried everything when the last of them is
+        inter, port = shared_port(of_last["inter"], links["alone"], per_node)
     topology = Topology(
         ranks=ranks,
         ranks_per_node=seen.ranks_per_node,

@@ -24,7 +24,7 @@ import torch
 from prophet.errors import SpecError
 from prophet.experts.bank import Bank
 from prophet.machine.fit import Point, noise_of, noise_seconds_of
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import Collective, Pending
 from prophet.ranks.device.clocks import synchronize
 from prophet.ranks.operation import Operation
 from prophet.spec import BoolArray, FloatArray
@@ -457,11 +457,12 @@ def measure_duplex(probe: Probe, bank: Bank, *, ranks_per_node: int, n_bytes: in
 def measure_link_overlap(probe: Probe, bank: Bank, *, n_bytes: int) -> float:
     """Measure `Topology.link_overlap_cost`; collective, the same on all ranks.
 
-    An even all-to-all is timed alone and beside a transfer in which every rank sends to the next one, as a home does
-    to a rank with a copy.
+    An even all-to-all and a transfer, in which every rank sends to the next one as a home does to a rank with a copy,
+    are timed alone and together, until both are done. How they share the link does not matter: which of the two it
+    favours depends on how many peers each of them has, while it carries all bytes of both in any case.
 
     Args:
-        probe: Times both.
+        probe: Times them.
         bank: Has the dtype.
         n_bytes: That a rank sends in each of them, about.
     """
@@ -474,20 +475,20 @@ def measure_link_overlap(probe: Probe, bank: Bank, *, n_bytes: int) -> float:
     there, back = [0] * size, [0] * size
     there[(rank + 1) % size] = back[(rank - 1) % size] = len(x)
 
-    def alone() -> float:
-        before = time.perf_counter()
+    def exchange() -> None:
         discard(probe.collective.all_to_all(x, rows, rows, op=op).wait())
-        probe.sync()
-        return time.perf_counter() - before
 
-    def beside() -> float:
-        work = probe.collective.all_to_all(x, there, back, op=Operation("probe of a transfer"), channel="weights")
-        took = alone()
-        discard(work.wait())
-        return took
+    def transfer() -> Pending:
+        return probe.collective.all_to_all(x, there, back, op=Operation("probe of a transfer"), channel="weights")
 
-    alone_s, beside_s = (np.median(s.max(axis=1)) for s in probe.samples([alone, beside]))
-    return float(np.clip(beside_s / alone_s - 1.0, 0.0, 1.0))
+    def together() -> None:
+        under_way = transfer()
+        exchange()
+        discard(under_way.wait())
+
+    runs = [exchange, lambda: discard(transfer().wait()), together]
+    first_s, second_s, both_s = (np.median(s.max(axis=1)) for s in probe.samples(runs))
+    return float(np.clip((both_s - max(first_s, second_s)) / min(first_s, second_s), 0.0, 1.0))
 
 
 def measure_all(

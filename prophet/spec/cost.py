@@ -258,8 +258,8 @@ class Topology:
             takes: the standard deviation. The seconds of `Link` are the mean.
         duplex_cost: By which share of the shorter direction's seconds a port takes longer that sends and receives at
             the same time. The rate of `Link` is that of both directions at once.
-        link_overlap_cost: From 0 to 1, the share of the time that an all-to-all and a transfer run together by which
-            each lengthens the other; 1 where each has half of the link.
+        link_overlap_cost: From 0 to 1, the share of the shorter one's seconds by which an all-to-all and a transfer at
+            the same time take longer than the longer one; 1 where they have one link, and each gets half of it.
         port_bytes_per_s: Bytes per second that all ranks of a node together send to other nodes, and as many that they
             receive at the same time; None where every rank has a network card of its own.
         name: Its name in messages and reports.

@@ -150,7 +150,11 @@ def test_links_of_one_and_of_several_nodes_are_probed(
         for run in runs:
             run()
         level = self.__dict__["level"] = self.__dict__.get("level", 0) + 1
-        return [np.full((3, ranks), (1.0, 2.0, alone)[level - 1] * 1e-9 * n_bytes) for n_bytes in PROBE_BYTES]
+        seconds = np.full((3, ranks), (1.0, 2.0, alone)[level - 1] * 1e-9)
+        if level == 2 and alone < 1.0:
+            # a port that is shared has carried everything when the last one is done
+            seconds[:, ::2] *= 0.5
+        return [seconds * n_bytes for n_bytes in PROBE_BYTES]
 
     def body(c: ThreadCollective) -> tuple[float, float, float]:
         exchanges = {k: [x.tolist() for x in v] for k, v in probe_links(c, per_node, repeats=1).items()}

@@ -283,12 +283,18 @@ def test_what_both_directions_cost_is_what_the_second_adds(one_s: float, both_s:
     assert measure_duplex(_Told(ThreadWorld(1).collective(0), []), bank, ranks_per_node=1, n_bytes=256) == 0.0
 
 
-@pytest.mark.parametrize(("beside_s", "expected"), [(2.8, 0.4), (2.0, 0.0), (1.5, 0.0), (9.0, 1.0)])
-def test_what_an_all_to_all_loses_beside_a_transfer(beside_s: float, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("transfer_s", "together_s", "expected"),
+    [(3.0, 5.0, 1.0), (1.0, 2.8, 0.8), (1.0, 2.0, 0.0), (3.0, 2.9, 0.0), (3.0, 9.0, 1.0)],
+)
+def test_an_all_to_all_and_a_transfer_share_a_link_by_what_they_take_together(
+    transfer_s: float, together_s: float, expected: float
+) -> None:
+    """Which of the two is done first does not count: a link that carries all bytes of both in turn costs 1."""
     bank = FeedForwardBank(8, 16, 1)
 
     def found(c: ThreadCollective) -> float:
-        return measure_link_overlap(_Told(c, [[2.0, beside_s]]), bank, n_bytes=256)
+        return measure_link_overlap(_Told(c, [[2.0, transfer_s, together_s]]), bank, n_bytes=256)
 
     assert ThreadWorld(3).run(found) == [pytest.approx(expected)] * 3
     assert measure_link_overlap(_Told(ThreadWorld(1).collective(0), []), bank, n_bytes=256) == 1.0
