@@ -280,7 +280,8 @@ def refuse_odd(name: str, shape: Sequence[int], parameter: Sequence[int]) -> Non
 
 
 def base_name(name: str) -> str:
-    """Return the name of the parameter or buffer that a piece of state belongs to."""
+    """Return the name of the parameter or buffer that a piece of state belongs to, one replica's own included."""
+    name = without_replica(name)[0]
     return name.split("#", 1)[0].split("@", 1)[0].split(MARK, 1)[0]
 
 
@@ -383,8 +384,7 @@ def layout_over(
     home = stage_map.assignment()
     holders: list[list[int]] = []
     for tensor in space.tensors:
-        own, replica = without_replica(tensor.name)
-        name = base_name(own)
+        name, replica = base_name(tensor.name), without_replica(tensor.name)[1]
         assert tensor.layer is not None
         holders.append([])
         # a tied parameter is on the ranks of all its units

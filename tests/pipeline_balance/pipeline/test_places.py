@@ -37,6 +37,25 @@ def test_each_kind_lies_where_it_is_used(first: bool) -> None:
     assert found == {"w": [0, 2], "w@exp_avg": [2], "mean": [1] if first else [1, 3], "tied": [0, 1, 2, 3]}
 
 
+def test_rows_of_a_vocabulary_lie_in_every_column_and_a_replica_has_its_own() -> None:
+    owners: Any = SimpleNamespace(updaters=lambda name, p: (2 + p,))
+    words = [("w of replica 1", "parameter"), ("w#grad of replica 0", "gradient"), ("w@exp_avg", "optimizer")]
+    specs = [TensorSpec(name=name, shape=(6, 2), kind=kind, layer=0) for name, kind in words]  # type: ignore[arg-type]
+    layout = layout_over(
+        Space(tuple(specs)), [[0, 1], [2, 3]], StageMap((0, 1, 2), (0, 1)), owners, {}, 4, cut={"w": 6}
+    )
+    found = {(p.name, r): (p.box.start[0], p.box.stop[0]) for r in range(4) for p in layout.on(r)}
+    first, second = (0, 3), (3, 6)
+    assert found == {
+        ("w of replica 1", 2): first,
+        ("w of replica 1", 3): second,
+        ("w#grad of replica 0", 0): first,
+        ("w#grad of replica 0", 1): second,
+        ("w@exp_avg", 2): first,
+        ("w@exp_avg", 3): second,
+    }
+
+
 def test_what_a_replica_has_for_itself_is_named_after_it_and_lies_there() -> None:
     """The second replica updates the weight; each one updates its part of the experts."""
     owners: Any = SimpleNamespace(
