@@ -64,7 +64,8 @@ class SlicedTransformers(Sliced, Recomputing):
         self._configs = configs_of(model)
         _check_loss(self._owner)
         _check_positions(self._configs)
-        with attending(self._configs):
+        # its trials of a loss ask for masks, too
+        with attending(self._configs), seeing():
             Recomputing.__init__(self, model, recompute=slicing.recompute, **options)
 
     def look(self) -> None:

@@ -410,3 +410,9 @@ def test_made_up_weights_are_drawn_in_part_and_take_the_memory_of_the_layers_own
     # no row of a matrix is another one's, or its outputs would be
     assert len({tuple(row) for row in numbers.tolist()}) == len(numbers)
     assert layers[1].mlp.up_proj.weight is model.model.layers[1].mlp.up_proj.weight
+
+
+def test_a_split_vocabulary_is_tried_in_windows_shorter_than_the_example() -> None:
+    """The loss is tried on rows of five tokens, of which a token sees three."""
+    sliced = SlicedTransformers(model_of("mistral", sliding_window=3), SliceOptions(4), split_vocabulary=True)
+    assert sliced.vocabulary is not None
