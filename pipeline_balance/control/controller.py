@@ -159,8 +159,7 @@ class Controller:
         self.limits = tuple(limits) if limits is not None else RankLimits.uniform(stages.ranks)
         if len(self.limits) != stages.ranks:
             raise SpecError(f"limits needs one entry per rank ({stages.ranks}), got {len(self.limits)}")
-        self.slices = stages.slices
-        self.learner = Learner(self.limits, stages.microbatches * self.slices, self.config, stages.first_ranks)
+        self.learner = Learner(self.limits, stages.microbatches * stages.slices, self.config, stages.first_ranks)
         if self._learned is not None:
             self.learner.trust, self.learner.move_cost = self._learned.trust, self._learned.move_cost
         self._learned = self.learner
@@ -187,9 +186,9 @@ class Controller:
         meter.enabled = self.learner.timer.measuring
 
     def _count(self) -> None:
-        """Follow the number of microbatches, which a user may have changed by hand."""
+        """Follow the numbers of microbatches, which a user may have changed by hand, and of slices."""
         microbatches = self.stages.microbatches
-        self.learner.microbatches = microbatches * self.slices
+        self.learner.microbatches = microbatches * self.stages.slices
         if self._thread is not None:
             # without a reset between decisions, so that samples of the last measured steps are what is left
             self.pipeline.meter.max_samples = self.config.measure_steps * microbatches
@@ -544,10 +543,13 @@ class Controller:
         self.learner.learn_links(links.transfer_s)
         every = zip(links.added_to(costs), stage_map.assignment(), strict=True)
         scaled = [_scaled(c, self.limits[r].speed) for c, r in every]
-        return unit_costs(scaled, self.slices) if self.slices > 1 else scaled
+        slices = self.stages.slices
+        return unit_costs(scaled, slices) if slices > 1 else scaled
 
     def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
         """A decision that all ranks share, not carried out yet; collective."""
+        # slices may have been chosen within the step
+        self._count()
         current = self.stages.stage_map
         self.imbalance = Imbalance.of([x for x in rank_loads_s(costs, current, self.limits) if x > 0] or [0.0])
         decision = self.learner.decide(costs, current)

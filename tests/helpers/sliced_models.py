@@ -125,7 +125,7 @@ def alone(
     first: dict[str, Tensor] = {}
     for kind in kinds:
         optimizer.zero_grad()
-        losses.append(_whole(model, counting, *batch_of(kind, tokens=tokens)))
+        losses.append(run_whole(model, counting, *batch_of(kind, tokens=tokens)))
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         if not first:
@@ -134,7 +134,7 @@ def alone(
     return losses, first, {n: t.detach().clone() for n, t in model.state_dict().items()}
 
 
-def _whole(model: nn.Module, counting: TransformersModel, inputs: dict[str, Tensor], labels: Tensor) -> float:
+def run_whole(model: nn.Module, counting: TransformersModel, inputs: dict[str, Tensor], labels: Tensor) -> float:
     """Forward and backward of all microbatches, each loss weighted by the labels that count in it."""
     parts = counting.cut(inputs, labels, MICROBATCHES)
     count, total = sum(counting.counted(part) for part in parts), 0.0
@@ -149,7 +149,7 @@ def _whole(model: nn.Module, counting: TransformersModel, inputs: dict[str, Tens
 def whole_loss(model: nn.Module, kind: str, tokens: int = TOKENS) -> float:
     """The mean loss of a batch, without a backward pass, in evaluation mode."""
     with torch.no_grad():
-        found = _whole(model.eval(), TransformersModel(model), *batch_of(kind, tokens=tokens))
+        found = run_whole(model.eval(), TransformersModel(model), *batch_of(kind, tokens=tokens))
     model.train()
     return found
 

@@ -13,6 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
+from pipeline_balance import ControllerConfig, attach
+from pipeline_balance.control.decide import MoveCost
+from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices import AutoSlices, SliceOptions
 from pipeline_balance.slices.auto.choice import SliceCosts, SliceSeconds, UnitCosts
@@ -21,7 +24,17 @@ from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from tests.helpers import sliced_layers as own
 from tests.helpers.launch import run_gloo
-from tests.helpers.sliced_models import MICROBATCHES, adam, alone, apart, batch_of, model_of, no_update, whole_loss
+from tests.helpers.sliced_models import (
+    MICROBATCHES,
+    adam,
+    alone,
+    apart,
+    batch_of,
+    model_of,
+    no_update,
+    run_whole,
+    whole_loss,
+)
 from tests.helpers.transformers_models import LAYERS
 
 UNITS = LAYERS + 2
@@ -242,6 +255,61 @@ def test_it_is_chosen_again_for_another_length_and_on_other_stages() -> None:
     # one rank says it
     assert results[1][-1] == []
     assert results[1][:3] == [(*row[:4], 0) for row in results[0][:3]]
+
+
+def _balanced(rank: int, size: int, ahead: bool) -> tuple[list[float], list[tuple[Any, ...]]]:
+    """Losses under a controller, and its decisions: units that it counted, slices in force, the map."""
+    asked = AutoSlices(recompute="none", costs=costs(fixed_s=0.5))
+    first = StageMap((0, UNITS - 1, UNITS), (0, 1))
+    pipe = pipe_of(model_of("llama"), asked, make_optimizer=adam, stage_map=first)
+    config = ControllerConfig(
+        every_steps=2,
+        measure_steps=1,
+        min_gain=0.0,
+        horizon_steps=99,
+        # the same on every machine
+        policy="partition-by-parameters",
+        move_cost=MoveCost(fixed_s=0.0),
+        prepare_in_backward=ahead,
+    )
+    balanced = attach(pipe, config=config)
+    decide, seen = balanced.learner.decide, list[tuple[Any, ...]]()
+
+    def watched(found: Any, current: StageMap) -> Any:
+        slices = chosen(pipe).slices
+        seen.append((balanced.learner.microbatches, slices, current.boundaries))
+        assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in found)
+        if 1 in pipe.layers and not ahead:
+            # beside a step the meter goes on
+            assert found[1].activation_bytes == -(-pipe.meter.activation_bytes[1] // slices)
+        return decide(found, current)
+
+    balanced.learner.decide = watched  # type: ignore[method-assign]
+    losses = [balanced.step(*batch_of(tokens=tokens), max_norm=0.5) for tokens in TOKENS]
+    return losses, seen
+
+
+# of another length in every step, so that slices are chosen in those of decisions, too
+TOKENS = [16, 12] * 5
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_controller_counts_the_slices_that_were_chosen(ahead: bool) -> None:
+    whole, losses = model_of("llama"), list[float]()
+    counting, optimizer = TransformersModel(whole), adam(list(whole.named_parameters()))
+    for tokens in TOKENS:
+        optimizer.zero_grad()
+        loss = run_whole(whole, counting, *batch_of(tokens=tokens))
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss)
+    for got, seen in run_gloo(_balanced, 2, ahead, timeout_s=180.0):
+        assert got == pytest.approx(losses, rel=EXACT)
+        print(seen)
+        assert len(seen) >= 4
+        assert len({boundaries for *_, boundaries in seen}) > 1
+        assert max(slices for _, slices, _ in seen) > 1
+        assert all(units == MICROBATCHES * slices for units, slices, _ in seen)
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------
