@@ -25,108 +25,50 @@ from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, StageFailed
 from tests.helpers import sliced_layers as own
 from tests.helpers.launch import process_outcomes, run_gloo
-from tests.helpers.sliced_models import MICROBATCHES, alone, apart, batch_of, model_of, no_update, pipe_of, whole_loss
+from tests.helpers.sliced_cases import EXACT, EXCHANGE, Case, check, on_the_host, one_step
+from tests.helpers.sliced_models import MICROBATCHES, alone, apart, batch_of, model_of, no_update, pipe_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-EXACT, SINGLE = 1e-10, 1e-5
 
 
-class Case:
-    """One model on one batch: float64 unless `options` say otherwise.
-
-    `cut` is the tokens from which on a slice's own triangle is cut into parts.
-    """
-
-    def __init__(
-        self,
-        family: str,
-        kind: str = "plain",
-        context: int = 2,
-        replicas: int = 2,
-        tokens: int = 32,
-        cut: int = attention.CUT,
-        pipeline: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        self.family, self.kind, self.context, self.replicas, self.tokens = family, kind, context, replicas, tokens
-        self.cut, self.pipeline, self.options = cut, pipeline or {}, options
-
-    @property
-    def allowed(self) -> float:
-        return SINGLE if self.options.get("dtype") == torch.float32 else EXACT
-
-    def model(self) -> Any:
-        return model_of(self.family, recompute=self.pipeline.get("recompute") == "model", **self.options)
-
-    def pipe(self, model: Any, **more: Any) -> ElasticPipeline:
-        options = {"slices": 4, **self.pipeline, **more}
-        if options.get("recompute") == "model":
-            del options["recompute"]
-        parts = MICROBATCHES * self.context // self.replicas
-        return pipe_of(model, context=self.context, replicas=self.replicas, microbatches=parts, **options)
-
-    def batch(self, replica: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Rows of a group of ranks that share them."""
-        inputs, labels = batch_of(self.kind, tokens=self.tokens)
-        groups, number = self.replicas // self.context, replica // self.context
-        return {n: t.chunk(groups)[number] for n, t in inputs.items()}, labels.chunk(groups)[number]
+def shared(family: str, kind: str = "plain", *, tokens: int = 32, pipeline: Any = None, **model: Any) -> Case:
+    """A case whose slices two ranks share, if `pipeline` does not say otherwise."""
+    return Case(family, kind, tokens=tokens, pipeline={"context": 2, "replicas": 2, **(pipeline or {})}, **model)
 
 
-EXCHANGE = {"balance": "exchange", "order": "aligned"}
+FOUR_RANKS = {"context": 4, "replicas": 4}
 TWO = [
-    Case("llama", "silent"),
-    Case("qwen3", "packed", tied=True, pipeline={"recompute": "selective"}),
+    shared("llama", "silent"),
+    shared("qwen3", "packed", tied=True, pipeline={"recompute": "selective"}),
 ]
 TWO_MORE = [
-    Case("llama", "padded", dtype=torch.float32, pipeline={"recompute": "full"}),
-    Case("llama", "packed", tokens=256, cut=32),
-    Case("llama", "plain", tokens=1024, cut=64, pipeline={"balance": "uneven"}),
-    Case("gpt2", "plain", pipeline={"recompute": "model"}),
-    Case("gpt_oss", "packed", layer_types=["full_attention"] * 3),
-    Case("gemma2", "packed", layer_types=["full_attention"] * 3, attn_logit_softcapping=1.0, dtype=torch.float32),
-    Case("deepseek_v3", "plain", dtype=torch.float32),
-    Case("mistral", "plain", sliding_window=32),
-    Case("llama", "plain", frozen=2),
+    shared("llama", "padded", dtype=torch.float32, pipeline={"recompute": "full"}),
+    shared("llama", "packed", tokens=256, cut=32),
+    shared("llama", "plain", tokens=1024, cut=64, pipeline={"balance": "uneven"}),
+    shared("gpt2", "plain", pipeline={"recompute": "model"}),
+    shared("gpt_oss", "packed", layer_types=["full_attention"] * 3),
+    shared("gemma2", "packed", layer_types=["full_attention"] * 3, attn_logit_softcapping=1.0, dtype=torch.float32),
+    shared("deepseek_v3", "plain", dtype=torch.float32),
+    shared("mistral", "plain", sliding_window=32),
+    shared("llama", "plain", frozen=2),
 ]
 FOUR = [
-    Case("llama", "silent", context=4, replicas=4, tokens=64, tied=True),
-    Case("qwen3", "packed", pipeline={"order": "aligned"}),
-    Case("llama", "packed", context=4, replicas=4, tokens=64),
-    Case("llama", "packed", pipeline=EXCHANGE),
+    shared("llama", "silent", tokens=64, pipeline=FOUR_RANKS, tied=True),
+    shared("qwen3", "packed", pipeline={"order": "aligned"}),
+    shared("llama", "packed", tokens=64, pipeline=FOUR_RANKS),
+    shared("llama", "packed", pipeline=EXCHANGE),
 ]
 FOUR_MORE = [
     # two groups, each with half the rows
-    Case("llama", "plain", replicas=4),
-    Case("llama", "packed", dtype=torch.float32, pipeline={"stages": 2, "recompute": "full"}),
-    Case("gpt_oss", "plain", context=4, replicas=4, tokens=64, layer_types=["full_attention"] * 3),
-    Case("llama", "plain", tied=True, pipeline={"split_vocabulary": True}),
-    Case("mixtral", "packed", output_router_logits=False),
-    Case("llama", "plain", tied=True, pipeline={"zero": 1}),
-    Case("qwen3", "silent", pipeline=EXCHANGE | {"slices": 8, "keep_bytes": 1 << 20, "recompute": "selective"}),
-    Case("gpt_oss", "packed", layer_types=["full_attention"] * 3, pipeline=EXCHANGE | {"keep_bytes": 4000}),
+    shared("llama", "plain", pipeline={"replicas": 4}),
+    shared("llama", "packed", dtype=torch.float32, pipeline={"stages": 2, "recompute": "full"}),
+    shared("gpt_oss", "plain", tokens=64, pipeline=FOUR_RANKS, layer_types=["full_attention"] * 3),
+    shared("llama", "plain", tied=True, pipeline={"split_vocabulary": True}),
+    shared("mixtral", "packed", output_router_logits=False),
+    shared("llama", "plain", tied=True, pipeline={"zero": 1}),
+    shared("qwen3", "silent", pipeline=EXCHANGE | {"slices": 8, "keep_bytes": 1 << 20, "recompute": "selective"}),
+    shared("gpt_oss", "packed", layer_types=["full_attention"] * 3, pipeline=EXCHANGE | {"keep_bytes": 4000}),
 ]
-
-
-def _one_step(rank: int, size: int, cases: list[Case]) -> list[tuple[float, float, dict[str, Tensor], int]]:
-    found = []
-    for case in cases:
-        attention.CUT = case.cut
-        pipe = case.pipe(model := case.model(), make_optimizer=no_update)
-        assert isinstance(pipe.model, Sliced)
-        batch = case.batch(pipe.replica)
-        losses = [pipe.step(*batch)]
-        if case.pipeline.get("balance") == "exchange":
-            # some rank was helped
-            assert pipe.model.exchanging is not None
-            plan = pipe.model.exchanging.plan
-            assert plan is not None
-            assert [*plan.every()]
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and not p.is_meta}
-        losses.append(pipe.step(*batch))
-        # sums are added in one order
-        assert losses[0] == losses[1]
-        found.append((losses[0], pipe.evaluate(*batch), grads, len(pipe.model.store)))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -139,30 +81,12 @@ def _one_step(rank: int, size: int, cases: list[Case]) -> list[tuple[float, floa
     ],
 )
 def test_loss_and_gradients_are_those_of_the_whole(size: int, cases: list[Case]) -> None:
-    results = run_gloo(_one_step, size, cases, timeout_s=300.0)
-    for i, case in enumerate(cases):
-        losses, want, _ = alone(case.model(), [case.kind], make=no_update, tokens=case.tokens)
-        evaluated = whole_loss(case.model(), case.kind, tokens=case.tokens)
-        seen: set[str] = set()
-        for rank, (loss, other, grads, left) in enumerate(said[i] for said in results):
-            for name, grad in grads.items():
-                if grad.shape != want[name].shape:
-                    # of a split vocabulary each of two ranks has half the rows
-                    full = want[name].clone()
-                    full.chunk(2)[rank % 2].copy_(grad)
-                    grads[name] = full
-            print(case.family, case.kind, loss / losses[0] - 1, other / evaluated - 1, apart(grads, want))
-            assert left == 0
-            assert abs(loss / losses[0] - 1) <= case.allowed
-            assert abs(other / evaluated - 1) <= case.allowed
-            assert apart(grads, want) <= case.allowed, case.family
-            seen |= grads.keys()
-        assert seen == want.keys()
+    check(cases, run_gloo(one_step, size, cases, timeout_s=300.0))
 
 
 OFFLOADED = [
-    Case("llama", "silent", pipeline={"recompute": "selective"}),
-    Case("qwen3", "packed", pipeline=EXCHANGE),
+    shared("llama", "silent", pipeline={"recompute": "selective"}),
+    shared("qwen3", "packed", pipeline=EXCHANGE),
 ]
 
 
@@ -172,12 +96,10 @@ def _offloaded(rank: int, size: int, cases: list[Case]) -> list[Any]:
         outcomes = []
         for share in (0.0, 0.5, 1.0):
             pipe = case.pipe(model := case.model(), offload=share)
-            assert isinstance(pipe.model, Sliced)
             batch = case.batch(pipe.replica)
             losses = [pipe.step(*batch, max_norm=0.5) for _ in range(3)]
             grads = [p.grad.clone() for p in model.parameters() if p.grad is not None and not p.is_meta]
-            host = pipe.model.offloader.host if pipe.model.offloader is not None else None
-            outcomes.append((losses, grads, host.sent_bytes if host is not None else 0))
+            outcomes.append((losses, grads, on_the_host(pipe)[0]))
         found.append(outcomes)
     return found
 

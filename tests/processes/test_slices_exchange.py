@@ -20,102 +20,58 @@ from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSecond
 from pipeline_balance.slices.kernel import Heads
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced
-from pipeline_balance.slices.sharing.exchange import Exchanger, Turn
+from pipeline_balance.slices.sharing.exchange import Turn
 from pipeline_balance.slices.sharing.exchanging import Exchanging
 from pipeline_balance.slices.store import ChunkStore, Unit
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, StageFailed
 from tests.helpers import sliced_layers as own
 from tests.helpers.launch import process_outcomes, run_gloo
-from tests.helpers.sliced_models import FREE, alone, apart, batch_of, model_of, no_update, pipe_of, whole_loss
+from tests.helpers.sliced_cases import EXACT, EXCHANGE, Case, check, exchangers, one_step
+from tests.helpers.sliced_models import FREE, TOKENS, apart, batch_of, model_of, no_update
 from tests.helpers.transformers_models import LAYERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 UNITS = LAYERS + 2
-EXACT, SINGLE = 1e-10, 1e-5
 
 
-class Case:
-    """One model on one batch: float64 unless a router loss is float32."""
-
-    def __init__(
-        self,
-        family: str,
-        kind: str = "plain",
-        slices: int = 4,
-        stages: int = 1,
-        keep: int = 0,
-        recompute: Any = "none",
-        cuts: tuple[int, ...] = (),
-        tokens: int = 16,
-        **options: Any,
-    ) -> None:
-        self.family, self.kind, self.slices, self.stages, self.keep = family, kind, slices, stages, keep
-        self.recompute, self.cuts, self.tokens, self.options = recompute, cuts, tokens, options
-
-    @property
-    def single(self) -> bool:
-        return self.family in ("mixtral", "qwen3_moe") or self.options.get("dtype") == torch.float32
-
-    def model(self) -> Any:
-        return model_of(self.family, recompute=self.recompute == "model", **self.options)
-
-    def pipe(self, model: Any, **more: Any) -> ElasticPipeline:
-        stage_map = StageMap(self.cuts, tuple(range(len(self.cuts) - 1))) if self.cuts else None
-        how = "none" if self.recompute == "model" else self.recompute
-        options = {"order": "aligned", "balance": "exchange", "keep_bytes": self.keep, "stage_map": stage_map, **more}
-        return pipe_of(model, self.slices, stages=self.stages, recompute=how, **options)
+def exchanged(family: str, kind: str = "plain", *, tokens: int = TOKENS, keep: int = 0, **others: Any) -> Case:
+    """A case with exchange; `others` are options of the pipeline by these names, else of the model."""
+    known = {name: others.pop(name) for name in ("slices", "stages", "recompute", "stage_map") if name in others}
+    return Case(family, kind, tokens=tokens, pipeline={**EXCHANGE, "keep_bytes": keep, **known}, **others)
 
 
 CASES = [
-    Case("llama", "silent", slices=4),
-    Case("qwen3", "packed", slices=8, keep=1 << 20, tied=True, recompute="selective"),
+    exchanged("llama", "silent"),
+    exchanged("qwen3", "packed", slices=8, keep=1 << 20, tied=True, recompute="selective"),
     # the first rank has three layers, the second one has one
-    Case("llama", "padded", slices=4, cuts=(0, LAYERS, UNITS), recompute="full"),
-    Case("mixtral", "plain", slices=4, stages=2, router_aux_loss_coef=3.0),
+    exchanged("llama", "padded", stage_map=StageMap((0, LAYERS, UNITS), (0, 1)), recompute="full"),
+    exchanged("mixtral", "plain", stages=2, router_aux_loss_coef=3.0),
 ]
 MORE = [
-    Case("qwen2", "plain", slices=8, recompute="model", keep=4000),
-    Case("llama", "packed", slices=4, stages=2, tied=True, keep=1 << 20),
-    Case("qwen3_moe", "packed", slices=4, router_aux_loss_coef=3.0),
-    Case("llama", "plain", slices=3, tokens=15),
-    Case("llama", "packed", slices=4, dtype=torch.float32, keep=1 << 20),
-    Case("gpt2", "packed", slices=4, tied=True, recompute="selective"),
+    exchanged("qwen2", "plain", slices=8, recompute="model", keep=4000),
+    exchanged("llama", "packed", stages=2, tied=True, keep=1 << 20),
+    exchanged("qwen3_moe", "packed", router_aux_loss_coef=3.0),
+    exchanged("llama", "plain", slices=3, tokens=15),
+    exchanged("llama", "packed", dtype=torch.float32, keep=1 << 20),
+    exchanged("gpt2", "packed", tied=True, recompute="selective"),
 ]
 FOUR = [
-    Case("llama", "plain", slices=4, keep=1 << 20, num_hidden_layers=6),
-    Case("qwen3", "packed", slices=8, num_hidden_layers=6, tied=True),
+    exchanged("llama", "plain", keep=1 << 20, num_hidden_layers=6),
+    exchanged("qwen3", "packed", slices=8, num_hidden_layers=6, tied=True),
     # two ranks without a layer can only help
-    Case("llama", "silent", slices=4, cuts=(0, 1, 3, UNITS - 1, UNITS)),
-    Case("mixtral", "packed", slices=4, keep=1 << 20, router_aux_loss_coef=3.0),
+    exchanged("llama", "silent", stage_map=StageMap((0, 1, 3, UNITS - 1, UNITS), (0, 1, 2, 3))),
+    exchanged("mixtral", "packed", keep=1 << 20, router_aux_loss_coef=3.0),
     # three layers, one, two and none: ranks give in one position and help in the next
-    Case("llama", "plain", slices=8, keep=1 << 14, cuts=(0, 4, 5, 7, 8), num_hidden_layers=6),
+    exchanged(
+        "llama",
+        "plain",
+        slices=8,
+        keep=1 << 14,
+        stage_map=StageMap((0, 4, 5, 7, 8), (0, 1, 2, 3)),
+        num_hidden_layers=6,
+    ),
 ]
-
-
-def _one_step(rank: int, size: int, cases: list[Case]) -> list[tuple[float, float, dict[str, Tensor], int, int]]:
-    found = []
-    for case in cases:
-        pipe = case.pipe(model := case.model(), make_optimizer=no_update)
-        assert isinstance(pipe.model, Sliced)
-        seen: list[Exchanger] = []
-        begin = pipe.model.begin_pass
-
-        def watch(given: Any, pipe: Any = pipe, begin: Any = begin, seen: Any = seen) -> None:
-            begin(given)
-            seen.append(pipe.model._exchanger)
-
-        pipe.model.begin_pass = watch  # type: ignore[method-assign]
-        batch = batch_of(case.kind, tokens=case.tokens)
-        losses = [pipe.step(*batch)]
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and not p.is_meta}
-        losses.append(pipe.step(*batch))
-        assert losses[0] == losses[1]
-        moved = sum(seen[-1].moved_bytes) if seen[-1] is not None else 0
-        assert seen[-1] is None or not seen[-1].kept
-        evaluated = pipe.evaluate(*batch)
-        found.append((losses[0], evaluated, grads, len(pipe.model.store), moved))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -128,40 +84,18 @@ def _one_step(rank: int, size: int, cases: list[Case]) -> list[tuple[float, floa
     ],
 )
 def test_loss_and_gradients_are_those_of_the_whole(size: int, cases: list[Case]) -> None:
-    results = run_gloo(_one_step, size, cases, timeout_s=300.0)
-    for i, case in enumerate(cases):
-        allowed = SINGLE if case.single else EXACT
-        losses, want, _ = alone(case.model(), [case.kind], make=no_update, tokens=case.tokens)
-        evaluated = whole_loss(case.model(), case.kind, tokens=case.tokens)
-        seen: set[str] = set()
-        for loss, other, grads, left, _ in (said[i] for said in results):
-            print(case.family, case.kind, loss / losses[0] - 1, apart(grads, want))
-            assert left == 0
-            assert abs(loss / losses[0] - 1) <= allowed
-            assert abs(other / evaluated - 1) <= allowed
-            assert apart(grads, want) <= allowed, case.family
-            seen |= grads.keys()
-        assert seen == want.keys()
-        # some rank was helped
-        assert (sum(said[i][4] for said in results) > 0) == (size > 1)
+    check(cases, run_gloo(one_step, size, cases, timeout_s=300.0))
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------
 
 
 def _bytes(rank: int, size: int, keep: int) -> tuple[list[int], list[float]]:
-    pipe = Case("llama", slices=8, keep=keep).pipe(model_of("llama"), make_optimizer=no_update)
-    assert isinstance(pipe.model, Sliced)
-    begun: list[Exchanger] = []
-    begin = pipe.model.begin_pass
-
-    def watch(given: Any) -> None:
-        begin(given)
-        begun.append(pipe.model._exchanger)  # type: ignore[attr-defined]
-
-    pipe.model.begin_pass = watch  # type: ignore[method-assign]
+    pipe = exchanged("llama", slices=8, keep=keep).pipe(model_of("llama"), make_optimizer=no_update)
+    begun = exchangers(pipe)
     pipe.step(*batch_of())
     (one,) = begun
+    assert one is not None
     heads, rows, tokens = one.heads[0][0], one.rows[0], 16 // 8
     each = rows * heads.queries * tokens * heads.dtype.itemsize
     # log-sum-exps, one number for a query, which bytes in slices leave out
