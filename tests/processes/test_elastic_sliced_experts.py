@@ -10,6 +10,7 @@ import prophet
 from pipeline_balance import elastic
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
+from pipeline_balance.slices import SliceOptions
 from tests.helpers import sliced_layers as own
 from tests.helpers.elastic_experts import whole
 from tests.helpers.elastic_jobs import same
@@ -26,7 +27,7 @@ TOUR = (
 )
 
 
-def _tour(rank: int, size: int, mode: Any) -> dict[str, Any]:
+def _tour(rank: int, size: int, mode: Any, share: float) -> dict[str, Any]:
     updates = len(TOUR) + 1
     job = Job(
         lambda: layers(elastic.one_rank()),
@@ -39,8 +40,10 @@ def _tour(rank: int, size: int, mode: Any) -> dict[str, Any]:
         microbatches=own.PARTS,
         seed=own.SEED,
         balance_experts=prophet.EngineConfig(),
+        slices=SliceOptions(1, offload=share),
     )
     losses, kept = [job.step(max_norm=own.MAX_NORM)], []
+    sent = job.pipeline.model.offloader.host.sent_bytes if share else 0  # type: ignore[attr-defined]
     for number, text in enumerate(TOUR):
         if number:
             before = whole(job)
@@ -48,13 +51,14 @@ def _tour(rank: int, size: int, mode: Any) -> dict[str, Any]:
             kept.append(same(before, whole(job)))
         losses.append(job.step(max_norm=own.MAX_NORM))
     job.close()
-    return {"losses": losses, "kept": kept}
+    return {"losses": losses, "kept": kept, "sent": sent}
 
 
-@pytest.mark.parametrize("mode", ["safe", pytest.param("in-place", marks=pytest.mark.slow)])
-def test_layers_of_experts_go_through_slices(mode: Any) -> None:
+@pytest.mark.parametrize(("mode", "share"), [("safe", 1.0), pytest.param("in-place", 0.0, marks=pytest.mark.slow)])
+def test_layers_of_experts_go_through_slices(mode: Any, share: float) -> None:
     slices: list[Any] = [Parallelism.parse(text).slices for text in (TOUR[0], *TOUR)]
     losses, _ = own.one_process(len(slices), slices, 1, layers(elastic.one_rank()))
-    for result in run_gloo(_tour, 4, mode):
+    for result in run_gloo(_tour, 4, mode, share):
         assert result["losses"] == pytest.approx(losses, rel=1e-10)
         assert result["kept"] == [True] * (len(TOUR) - 1)
+        assert (result["sent"] > 0) == (share > 0)

@@ -32,10 +32,19 @@ from pipeline_balance.elastic.shards.module_copies import Copy, Found, sharded_o
 from pipeline_balance.elastic.shards.tp_styles import Style
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.expert_layers import collective_of
-from pipeline_balance.pipeline.model.layers import Activations, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of
+from pipeline_balance.pipeline.model.layers import (
+    Activations,
+    Inputs,
+    Microbatch,
+    ModuleChain,
+    PipelineModel,
+    TrainingPass,
+    zero_of,
+)
 from pipeline_balance.pipeline.model.ownership import like_meta
 from pipeline_balance.pipeline.move.state import base_name
 from pipeline_balance.pipeline.run.generators import unit_seed
+from pipeline_balance.schedules.actions import Action
 from prophet.errors import SpecError
 from prophet.state.space import Box, Space
 from prophet.state.streams import torch_dtype
@@ -342,6 +351,14 @@ class ShardedModel(PipelineModel):
         # of ranks that have the same shard, the first one adds it to the gradients' norm
         first = all(here for here, copied in zip(self._first, copies, strict=True) if copied)
         return first and (self.shards.dp is not None or replica == 0)
+
+    def begin_pass(self, given: TrainingPass) -> None:
+        self._runs.begin_pass(given)
+
+    @contextmanager
+    def acting(self, action: Action) -> Iterator[None]:
+        with self._runs.acting(action):
+            yield
 
     def end_pass(self) -> None:
         """Give memory of gathered parameters back, which a pass without a backward would keep."""

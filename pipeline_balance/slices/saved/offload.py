@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import fmean
 from typing import Any
 from weakref import WeakSet
@@ -116,13 +117,15 @@ class _Memory:
 class Saved:
     """What autograd, or a chunk, has in place of a tensor: the tensor, or where it is in memory that goes and comes."""
 
-    __slots__ = ("__weakref__", "memory", "shape", "tensor", "version")
+    __slots__ = ("__weakref__", "memory", "shape", "tensor", "version", "whole")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.memory: _Memory | None = None
         self.shape: tuple[Any, ...] = ()
+        # of a `DTensor`: makes it of what is here
+        self.whole: Callable[[Tensor], Tensor] | None = None
 
     @property
     def here(self) -> Tensor | None:
@@ -136,8 +139,8 @@ class Saved:
 
     def leave(self, memory: _Memory) -> None:
         """Let go of the tensor, which is in `memory` now."""
-        t = self.tensor
-        assert t is not None
+        assert self.tensor is not None
+        t, self.whole = _local(self.tensor), _maker(self.tensor)
         self.shape = t.dtype, t.storage_offset(), t.size(), t.stride()
         self.tensor, self.memory = None, memory
 
@@ -321,7 +324,8 @@ class Offloader:
             raise SpecError("a backward reads what was saved in a pass that has ended")
         self.host.join(memory.mark)
         dtype, *place = saved.shape
-        return torch.empty(0, dtype=dtype, device=memory.here.device).set_(memory.here.untyped_storage(), *place)
+        found = torch.empty(0, dtype=dtype, device=memory.here.device).set_(memory.here.untyped_storage(), *place)
+        return found if saved.whole is None else saved.whole(found)
 
     def _send(self, action: Action, chunks: Sequence[Chunk]) -> None:
         """Move what an action has saved and nobody else holds."""
@@ -334,8 +338,8 @@ class Offloader:
             # what was changed in place stays, so that its backward says so
             if not group or key in stays or any(saved.changed for saved in group):
                 continue
-            tensor = group[0].tensor
-            assert tensor is not None
+            assert group[0].tensor is not None
+            tensor = _local(group[0].tensor)
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             memory = _Memory(self.host.send(flat))
             self._away[action].add(memory)
@@ -364,7 +368,33 @@ class Offloader:
         self._enter(None)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of a `DTensor`, as those of tensor parallelism are; any other tensor as it is."""
+    given: Any = tensor
+    if not hasattr(given, "device_mesh"):
+        return tensor
+    with torch.no_grad():
+        local: Tensor = given.to_local()
+    return local
+
+
+def _maker(tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """What makes a `DTensor` like this one of what a rank has of it; None for any other tensor."""
+    t: Any = tensor
+    if not hasattr(t, "device_mesh"):
+        return None
+    return partial(
+        type(t).from_local,
+        device_mesh=t.device_mesh,
+        placements=t.placements,
+        run_check=False,
+        shape=t.shape,
+        stride=t.stride(),
+    )
+
+
 def _pointer(tensor: Tensor) -> int:
-    """Tells memory apart; 0 where a tensor is more than a view of memory."""
+    """Tells memory apart; 0 where a tensor is more than a view of memory, or of what is here of a `DTensor`."""
+    tensor = _local(tensor)
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
     return tensor.untyped_storage().data_ptr() if plain and not (tensor.is_conj() or tensor.is_neg()) else 0
