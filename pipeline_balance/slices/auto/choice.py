@@ -165,12 +165,11 @@ class AutoSlices:
         if keep != self.keep_bytes:
             raise SpecError('keep_bytes needs balance="exchange" or "auto": other slices keep nothing of other ranks')
         # what is named must fit together, as it would there
-        SliceOptions(
+        replace(
+            self.whole(),
             slices=2 if self.slices == "auto" else self.slices,
-            stages_per_rank=self.stages_per_rank,
             order="aligned" if self.order == "auto" else self.order,
             balance="exchange" if keep else "none" if self.balance == "auto" else self.balance,
-            recompute="none" if self.recompute == "auto" else self.recompute,
             keep_bytes=keep,
         )
 

@@ -291,15 +291,15 @@ def _narrowed(whole: Microbatch, tokens: int) -> Microbatch:
 @contextmanager
 def _same_buffers(module: nn.Module) -> Iterator[None]:
     """Within this context buffers may change; afterwards they are as before."""
-    every = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
-    before = [(*one, one[2].clone() if one[2] is not None and not one[2].is_meta else None) for one in every]
+    every = [(part._buffers, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
+    values = [None if buffer is None or buffer.is_meta else buffer.clone() for _, _, buffer in every]
     try:
         yield
     finally:
         with torch.no_grad():
-            for part, name, buffer, value in before:
+            for (buffers, name, buffer), value in zip(every, values, strict=True):
                 # a layer may have bound the name to another tensor
-                part._buffers[name] = buffer
+                buffers[name] = buffer
                 # by comparison: an untouched one keeps torch's count of changes
                 if buffer is not None and value is not None and not torch.equal(buffer, value):
                     buffer.copy_(value)
