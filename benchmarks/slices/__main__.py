@@ -82,7 +82,7 @@ def _alone(case: str, args: argparse.Namespace, before: Sequence[Row]) -> list[R
 
 
 _SIZES = {"one-process-long": LONG, "floor-long": LONG, "one-process-short": {"tokens": SHORT}}
-_SLICES = {"one-process": (8,), "one-process-long": (SLICES,), "one-process-short": (8, SLICES)}
+_SLICES = {"one-process": (8, SLICES), "one-process-long": (SLICES,), "one-process-short": (8, SLICES)}
 _SLICES |= {"floor": (8, SLICES), "floor-long": (SLICES,)}
 
 
