@@ -124,9 +124,11 @@ class Pace:
     """Work of one thread that lasts `slowdown` times its processor time; the rest of it is slept.
 
     A host that could not get a core in time catches up to `MOST_LATE_S`; waiting for others gives no such credit.
+    `roams`: between two works the thread may be on any core, as what it does there is the host's processor's, and hosts
+    that do it at once would wait for each other. Changing cores takes longer than many an operator.
     """
 
-    def __init__(self, slowdown: float, *, apart: Apart | None = None) -> None:
+    def __init__(self, slowdown: float, *, apart: Apart | None = None, roams: bool = False) -> None:
         if not slowdown >= 1:
             raise ValueError(f"slowdown must be at least 1, got {slowdown!r}")
         self.slowdown = slowdown
@@ -136,6 +138,9 @@ class Pace:
         self._within = False
         if apart is not None:
             apart.look(time.perf_counter())
+        self._roams = roams and apart is not None
+        if self._roams:
+            os.sched_setaffinity(0, _cores())
 
     def seconds(self) -> float:
         """A clock that tells this thread's work in the host's time."""
@@ -145,6 +150,8 @@ class Pace:
         """Run what only computes: it ends when the host would have ended it."""
         if self._within:  # the outer call pays for it
             return call(*args, **kwargs)
+        if self._roams:
+            os.sched_setaffinity(0, compute_cores())
         began, worked = time.perf_counter(), time.thread_time()
         if began - self._left[0] - (worked - self._left[1]) > WAITED_S:
             self._late_s = 0.0
@@ -161,6 +168,8 @@ class Pace:
             time.sleep(max(0.0, due - time.perf_counter()))
             owed = due - time.perf_counter()
         self._late_s = min(-owed, MOST_LATE_S)
+        if self._roams:
+            os.sched_setaffinity(0, _cores())
         self._left = (time.perf_counter(), time.thread_time())
         return result
 

@@ -33,12 +33,15 @@ class Host:
         """Print a line that the testbed can wait for."""
         print(text, flush=True)
 
-    def pace(self) -> Pace:
-        """What the main thread computes lasts `slowdown` times as long, apart from all other threads of this host."""
+    def pace(self, *, roams: bool = True) -> Pace:
+        """What the main thread computes lasts `slowdown` times as long, apart from all other threads of this host.
+
+        See `benchmarks.pacing`, also for `roams`.
+        """
         from benchmarks.pacing import Apart, Pace
 
         # where no time is stretched, nothing need be kept apart
-        return Pace(self.slowdown, apart=Apart() if self.slowdown > 1 else None)
+        return Pace(self.slowdown, apart=Apart() if self.slowdown > 1 else None, roams=roams)
 
     @contextmanager
     def paced(self) -> Iterator[None]:
@@ -48,7 +51,7 @@ class Host:
 
         compute_at_length()
         keep_memory()
-        with PacedOperators(self.pace()) if self.slowdown > 1 else nullcontext():
+        with PacedOperators(self.pace(roams=False)) if self.slowdown > 1 else nullcontext():
             yield
 
     @contextmanager

@@ -185,6 +185,8 @@ def test_only_the_thread_that_is_paced_is_where_hosts_compute() -> None:
             assert others["plans"][1] == PLANNING_NICE
             assert others["gloo waits"][1] == 0
             assert len([1 for _, nice in others.values() if nice == 0]) > 1
+        both = sorted([*compute_cores(), *network_cores()])
+        assert bed.run(f"{PROGRAMS}:cores_of_actions", {}, timeout_s=60) == [[list(compute_cores()), both]] * 2
 
 
 def test_all_emulated_hosts_of_benchmarks_pace_themselves() -> None:

@@ -75,6 +75,12 @@ def cores_of_threads(host: Host, args: dict[str, Any]) -> tuple[list[int], dict[
         return sorted(os.sched_getaffinity(0)), others
 
 
+def cores_of_actions(host: Host, args: dict[str, Any]) -> list[list[int]]:
+    """The cores of a main thread that is paced by the action: within one, and after it."""
+    pace = host.pace()
+    return [pace.work(lambda: sorted(os.sched_getaffinity(0))), sorted(os.sched_getaffinity(0))]
+
+
 def ring(host: Host, args: dict[str, Any]) -> float:
     """Send bytes to the next host; returns the bytes per second at which the previous host's arrived."""
     size = int(args["mbytes"] * (1 << 20))
