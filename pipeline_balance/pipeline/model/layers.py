@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import or_
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -321,6 +323,8 @@ class ModuleChain(PipelineModel):
         self.device = device if device is not None else torch.device("cpu")
         self.structures: tuple[TreeSpec, ...] = ()
         self._known: dict[Any, tuple[list[Activations], tuple[TreeSpec, ...]]] = {}
+        # the same, with what requires grad
+        self._flowing: dict[Any, list[Activations]] = {}
         if split_vocabulary:
             self.vocabulary = Vocabulary(self.units[0], self.units[-1])
             options = _options_of(loss_fn)[1]
@@ -424,31 +428,36 @@ class ModuleChain(PipelineModel):
         if key not in self._known:
             self._known[key] = self._trace(microbatch)
         found, self.structures = self._known[key]
-        return found
+        # shapes stay what they are where layers are frozen or not, so that only this is looked at again
+        trains = accumulate((any(p.requires_grad for p in unit.parameters()) for unit in self.units), or_)
+        flows = tuple(below and torch.is_grad_enabled() for below in trains)
+        if (key, flows) not in self._flowing:
+            # once a unit trains, gradients flow back through all units above it
+            above = (_flowing(activations, f) for activations, f in zip(found[1:], flows, strict=True))
+            self._flowing[key, flows] = [found[0], *above]
+        return self._flowing[key, flows]
 
     def _mode(self) -> tuple[Any, ...]:
-        """What the activations depend on besides the inputs: modules, which of them train, and the precision."""
+        """What shapes depend on besides the inputs: modules, which of them are in training mode, and the precision."""
         # identity, as a replaced module may return other shapes
         parts = tuple(id(part) for module in self.units for part in module.modules())
-        requires_grad = tuple((m.training, any(p.requires_grad for p in m.parameters())) for m in self.units)
+        training = tuple(module.training for module in self.units)
         kind = self.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return parts, requires_grad, cast, torch.is_grad_enabled()
+        return parts, training, cast
 
     def _trace(self, microbatch: Microbatch) -> tuple[list[Activations], tuple[TreeSpec, ...]]:
-        """All units' outputs without data, and how they are nested; a unit's gradient may pass if one below trains."""
+        """All units' outputs without data, and how they are nested."""
         found: list[Activations] = [()]
-        grad = False
         structures: list[TreeSpec] = []
         if self.vocabulary is not None:
             # as if the embedding came before unit 0
             found = [(self.vocabulary.embedded_like(self.words(microbatch)[0]),)]
-        for unit, module in enumerate(self.units):
+        for unit in range(len(self.units)):
             # `arguments_of` of this unit nests the output of the one before it
             self.structures = tuple(structures)
             if self._is_split(unit):
-                grad = (grad or any(p.requires_grad for p in module.parameters())) and torch.is_grad_enabled()
-                found.append(tuple(t.detach().requires_grad_(grad and t.is_floating_point()) for t in found[-1]))
+                found.append(found[-1])
                 structures.append(structures[-1] if structures else tree_flatten(found[0][0])[1])
                 continue
             args, kwargs = self.arguments_of(unit, found[-1], microbatch)
@@ -461,16 +470,18 @@ class ModuleChain(PipelineModel):
             if not leaves or not all(isinstance(t, Tensor) for t in leaves):
                 kinds = sorted({type(t).__name__ for t in leaves})
                 raise SpecError(f"layer {unit} returns {kinds}, expected tensors: one, or tuples or dictionaries")
-            # once a unit trains, gradients flow back through all units above it
-            grad = grad or any(p.requires_grad for p in module.parameters())
-            flows = grad and torch.is_grad_enabled()
-            found.append(tuple(t.requires_grad_(flows and t.is_floating_point()) for t in leaves))
+            found.append(tuple(leaves))
             structures.append(structure)
         return found, tuple(structures)
 
     def _output_of(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
         """What a unit returns for these arguments, without data."""
         return output_of(self.units[unit], args, kwargs, self.device)
+
+
+def _flowing(activations: Activations, flows: bool) -> Activations:
+    """Return them as they are where gradients flow back, or where none do."""
+    return tuple(t.detach().requires_grad_(flows and t.is_floating_point()) for t in activations)
 
 
 def zero_of(activations: Activations) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.model import layers as layers_module
 from pipeline_balance.pipeline.model.layers import Activations, ModuleChain
 from prophet.errors import SpecError
 
@@ -71,6 +72,25 @@ def test_layers_on_meta_and_other_precisions_have_shapes_too() -> None:
         assert [b[0].dtype for b in chain.activations(part)[1:]] == [torch.bfloat16, torch.bfloat16, torch.bfloat16]
     assert [b[0].dtype for b in chain.activations(part)[1:]] == [torch.float32] * 3
     assert all(torch.equal(t, before[n]) for n, t in layers[1].state_dict().items())
+
+
+def test_who_freezes_layers_has_no_shape_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as a small layer's forward, and a model that freezes layer by layer would do it every time."""
+    chain = _chain()
+    (part,) = chain.cut(torch.randn(6, 3), None, 1)
+    before = chain.activations(part)
+    monkeypatch.setattr(layers_module, "output_of", None)
+    for train in ([1], [], [0, 1], [0]):
+        for unit in (0, 1):
+            chain.units[unit].requires_grad_(unit in train)
+        found = chain.activations(part)
+        first = min(train, default=len(chain.units))
+        for unit, (was, now) in enumerate(zip(before[1:], found[1:], strict=True)):
+            assert [(t.shape, t.dtype, t.is_meta) for t in now] == [(t.shape, t.dtype, t.is_meta) for t in was]
+            assert [t.requires_grad for t in now] == [unit >= first and t.is_floating_point() for t in now]
+        with torch.no_grad():
+            assert not any(t.requires_grad for b in chain.activations(part) for t in b)
+        assert chain.activations(part) is found
 
 
 def test_a_layer_that_is_replaced_has_new_shapes() -> None:
