@@ -106,12 +106,12 @@ def _twenty(rank: int, size: int, case: Case) -> tuple[list[float], dict[str, Te
         (2, Case("gpt_oss", tied=True, layer_types=NO_WINDOWS, pipeline={**ALL, "recompute": "selective"})),
         pytest.param(
             2,
-            Case("gpt_oss", tied=True, sliding_window=5, pipeline={**WITHOUT_EXCHANGE, "recompute": "full"}),
+            Case("gpt_oss", tied=True, sliding_window=5, pipeline={"split_vocabulary": True, "offload": "auto"}),
             marks=pytest.mark.slow,
         ),
         pytest.param(
             4,
-            Case("qwen3", tokens=32, tied=True, pipeline={**SHARED, "zero": 1, "recompute": "full"}),
+            Case("qwen3", tokens=32, tied=True, pipeline={**SHARED, "offload": "auto", "zero": 1, "recompute": "full"}),
             marks=pytest.mark.slow,
         ),
     ],
