@@ -218,8 +218,10 @@ def calibration_of(seen: Observed, shape: LayerShape) -> Calibration:
         samples = [np.array(x) for x in by_size]
         # the mean rank's, in the middle of the samples: how long it takes to wake the peers is part of it
         taken = [x[:, :: seen.ranks_per_node] if level == "alone" else x for x in samples]
-        links[level] = fit_link([(n, float(np.median(x.mean(axis=1)))) for n, x in zip(PROBE_BYTES, taken, strict=True)])
-        of_last[level] = fit_link([(n, float(np.median(x.max(axis=1)))) for n, x in zip(PROBE_BYTES, taken, strict=True)])
+        points = [
+            (n, np.median((x.mean(axis=1), x.max(axis=1)), axis=1)) for n, x in zip(PROBE_BYTES, taken, strict=True)
+        ]
+        links[level], of_last[level] = (fit_link([(n, float(seconds[i])) for n, seconds in points]) for i in (0, 1))
         noise_s[level] = noise_seconds_of(np.concatenate(samples))
     # the lower quartile: counts are short, and other work only ever adds time
     alone_s, behind_s = (float(np.quantile(np.max(x, axis=1), 0.25)) for x in seen.counts_s)

@@ -163,6 +163,12 @@ class _Own(Move):
         """Options of FSDP2 or DDP that the new wrapper takes; `SpecError` for those that it cannot."""
         policies, options = policies_of(self.user_model.root), dict(self.user_model.ddp_options())
         over_dp = "dp" in mesh_axes(self.after)
+        if over_dp and options.get("find_unused_parameters"):
+            # it packs the gradients that a rank has, without their names: findings/fsdp2_mixes_experts.sh
+            raise SpecError(
+                "the model is wrapped in DistributedDataParallel with find_unused_parameters=True: where ranks skip "
+                "different modules, FSDP2 would average these modules' gradients. Wrap it without, if none does"
+            )
         if over_dp and len(policies) <= 1:
             return {"mp_policy": policies[0]} if policies else {}
         # one policy goes to FSDP2 again, above; nothing else takes any
