@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, Policy, decide
-from pipeline_balance.control.learn import Learner, MoveTime
+from pipeline_balance.control.learn import Learner, MoveTime, without_frozen
 from pipeline_balance.control.microbatches import Stretch, Trial
 from pipeline_balance.control.report import BalanceReport, MicrobatchChoice, Move
 from pipeline_balance.control.stages import BalancedStages, PipelineStages
@@ -85,11 +85,13 @@ class _Ready:
         costs: The costs that it was made from.
         decision: The decision.
         prepared: What a move needs beforehand.
+        foreseen: Whether the costs were worked out and not measured.
     """
 
     costs: list[LayerCost]
     decision: Decision
     prepared: Prepared | None = None
+    foreseen: bool = False
 
 
 class Controller:
@@ -168,6 +170,8 @@ class Controller:
         # raised once the step is done
         self._late: SpecError | None = None
         self._chosen = threading.Event()
+        # costs of this step's decision, where layers have just been frozen
+        self._foreseen: list[LayerCost] | None = None
         # made after the last step, carried out when the next one begins
         self._decided: _Ready | None = None
         # two numbers of microbatches, and the number that the next step is to have (None: the one in force)
@@ -176,7 +180,7 @@ class Controller:
         self._wanted: int | None = None if self.pipeline.fixed_microbatches else self.pipeline.settled_microbatches
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
-        self._trainable = self.pipeline.owned.trainable()
+        self._trainable, self._trains = self.pipeline.owned.trainable(), self._training()
         meter = self.pipeline.meter
         self._forget()
         if self._thread is not None:
@@ -235,8 +239,12 @@ class Controller:
             self._cut_as_wanted()
             trainable = self.pipeline.owned.trainable()
             # frozen or thawed layers: loads have changed for certain
+            foreseen = self._foreseen = None
             if trainable != self._trainable:
-                self._trainable = trainable
+                self._trainable, before, self._trains = trainable, self._trains, self._training()
+                if update and self._thread is not None and self.costs:
+                    # what others have frozen is agreed on before the backward pass, where the decision begins
+                    foreseen = self._foreseen = without_frozen(self.costs, before, self._trains)
                 timer.loads_changed()
                 # this step forgets all times, and its backward pass begins without any of its own
                 self._timed_from = timer.step + 1
@@ -245,6 +253,7 @@ class Controller:
                 self._cut_as_wanted()
             self.pipeline.meter.enabled = timer.measuring
             due = update and timer.due and (self._thread is None or timer.step >= self._timed_from)
+            due = due or foreseen is not None
             done = timer.step + int(update)
             beside = self._thread is not None and self._trial is None
             if due and beside:
@@ -310,7 +319,7 @@ class Controller:
 
     def _forget(self) -> None:
         """Drop what was to happen in a step that has failed, or in those of other stages."""
-        self._ahead = self._late = self.pipeline.meter.on_backward = None
+        self._ahead = self._late = self._foreseen = self.pipeline.meter.on_backward = None
         self.pipeline.before_update(_nothing)
 
     def rebalance(self) -> Decision:
@@ -339,6 +348,8 @@ class Controller:
             moves = ready.decision.move and ready.decision.current == self.stages.stage_map
             move = self._move(ready) if moves else None
             self.learner.learn(ready.decision, move)
+            if ready.foreseen:
+                self.learner.timer.loads_changed()
             self._note(ready.decision, move)
             if move is not None:
                 self._microbatches_after(ready.decision)
@@ -498,18 +509,28 @@ class Controller:
         """Start to work out the next decision beside the backward pass that begins now."""
         assert self._thread is not None
         with self._spending("measure"):
-            local, noted = self.pipeline.local_costs(), self.pipeline.meter.noted.copy()
-            self._chosen.clear()
+            foreseen = self._foreseen
             # costs are read here, in the step's thread: the meter goes on changing
-            self._ahead = self._thread.submit(self.pipeline.beside(lambda: self._decide_beside(local, noted)))
+            local = self.pipeline.local_costs() if foreseen is None else {}
+            noted = self.pipeline.meter.noted.copy()
+            self._chosen.clear()
+            beside = self.pipeline.beside(lambda: self._decide_beside(foreseen, local, noted))
+            self._ahead = self._thread.submit(beside)
 
-    def _decide_beside(self, local: Mapping[int, LayerCost], noted: Noted) -> _Ready:
+    def _decide_beside(
+        self, foreseen: list[LayerCost] | None, local: Mapping[int, LayerCost], noted: Noted
+    ) -> _Ready:
         """A decision, and what its move needs, on the side communicator; runs in the controller's thread."""
         side = self.pipeline.side_collective()
-        costs = self._measure(local, noted, side)
+        costs = foreseen if foreseen is not None else self._measure(local, noted, side)
         decision = self._decide(costs, side)
         self._chosen.set()
-        return _Ready(costs, decision, self.stages.prepare(decision.best, side) if decision.move else None)
+        prepared = self.stages.prepare(decision.best, side) if decision.move else None
+        return _Ready(costs, decision, prepared, foreseen=foreseen is not None)
+
+    def _training(self) -> tuple[bool, ...]:
+        """Whether any parameter of a layer trains, by layer."""
+        return tuple(any(p.requires_grad for p in unit.parameters()) for unit in self.pipeline.model.units)
 
     def _begun(self) -> Future[_Ready]:
         """What is worked out beside the backward pass, once it has ended."""

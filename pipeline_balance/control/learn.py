@@ -167,3 +167,33 @@ class Learner:
         # by the new costs on both maps: what a move not made would save now counts the same
         kept = min(max((before_s - after_s) / last.gain_s, 0.0), 1.0)
         self.trust = (self.trust + kept) / 2
+
+
+def without_frozen(
+    costs: Sequence[LayerCost], before: Sequence[bool], now: Sequence[bool]
+) -> list[LayerCost] | None:
+    """Work out what layers cost after some were frozen, before anything was measured of it.
+
+    A frozen layer computes no gradient of its weights, and no layer computes one of its input if none below it trains.
+    What autograd keeps of a layer is left as it was where any gradient passes.
+
+    Args:
+        costs: [L] from before.
+        before: [L] whether any parameter of a layer trained when they were measured.
+        now: [L] whether one trains now.
+
+    Returns:
+        [L] costs; None where a layer trains that did not, whose gradients were never timed.
+    """
+    if any(trains and not trained for trains, trained in zip(now, before, strict=True)):
+        return None
+    found = []
+    for layer, (cost, trains) in enumerate(zip(costs, now, strict=True)):
+        if not trains:
+            cost = replace(cost, backward_weight_s=0.0, all_reduce_s=0.0, gradient_bytes=0, optimizer_bytes=0)
+        if not any(now[:layer]):
+            cost = replace(cost, backward_input_s=0.0)
+            if not trains:
+                cost = replace(cost, activation_bytes=0)
+        found.append(cost)
+    return found

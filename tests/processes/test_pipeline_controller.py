@@ -307,16 +307,17 @@ def _frozen_just_now(rank: int, size: int) -> list[tuple[int, list[bool]]]:
         return decide(costs, current)
 
     learner.decide = noted  # type: ignore[method-assign]
-    for step in range(6):
-        if step == 3:
+    for step in range(8):
+        if step in (3, 5):
             for parameter in run.model.units[0].parameters():
-                parameter.requires_grad_(False)
+                parameter.requires_grad_(step == 5)
         controller.step(*batch(step))
     return seen
 
 
-def test_nothing_is_decided_without_times_of_layers_that_were_frozen_just_now() -> None:
+def test_a_decision_knows_what_was_frozen_just_now_and_waits_for_what_was_thawed() -> None:
     (seen,) = run_gloo(_frozen_just_now, 1)
-    # not in the first step, nor in that which forgets the times from before
-    assert [step for step, _ in seen] == [1, 2, 4, 5]
+    # not in the first step, nor in the one with a layer whose gradients were never timed
+    assert [step for step, _ in seen] == [1, 2, 3, 4, 6, 7]
+    assert [timed[0] for _, timed in seen] == [True, True, False, False, True, True]
     assert all(all(timed[1:]) for _, timed in seen)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline_balance.control.decide import ControllerConfig, MoveCost
-from pipeline_balance.control.learn import DecisionTimer, Learner, MoveTime
+from pipeline_balance.control.learn import DecisionTimer, Learner, MoveTime, without_frozen
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
 from prophet.errors import SpecError
 
@@ -100,3 +102,25 @@ def test_a_move_that_took_long_is_expected_to_again() -> None:
 def test_the_interval_is_checked() -> None:
     with pytest.raises(SpecError, match="max_every_steps must be at least every_steps"):
         ControllerConfig(every_steps=10, max_every_steps=5)
+
+
+def test_what_frozen_layers_cost_is_known_before_it_is_measured() -> None:
+    whole = LayerCost(
+        forward_s=1.0,
+        backward_input_s=2.0,
+        backward_weight_s=3.0,
+        all_reduce_s=4.0,
+        activation_bytes=5,
+        parameter_bytes=6,
+        gradient_bytes=7,
+        optimizer_bytes=8,
+    )
+    alone, passing = LayerCost(forward_s=1.0, parameter_bytes=6), replace(whole, backward_weight_s=0.0, all_reduce_s=0.0)
+    passing = replace(passing, gradient_bytes=0, optimizer_bytes=0)
+    first = replace(whole, backward_input_s=0.0)
+    every = (True,) * 4
+    found = without_frozen([whole] * 4, every, (False, True, False, True))
+    assert found == [alone, first, passing, whole]
+    # once more, from what was worked out
+    assert without_frozen(found or [], (False, True, False, True), (False, False, False, True)) == [alone] * 3 + [first]
+    assert without_frozen([whole] * 2, (True, False), (False, True)) is None, "its gradients were never timed"
