@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 _CALLS = "torch.distributed.distributed_c10d"
+# Where the innermost frame is that waits
+_WAITING = ("torch.distributed.", "torch.nn.parallel.")
+_STILL_S = 0.01  # at one place for so long: no loop that computes
 # (module, function): its name in messages, and the attribute of its object that holds the group
 _METHODS = {
     # Its forward pass broadcasts buffers, and once rebuilds the buckets of gradients: both wait in C++, without a frame
@@ -45,7 +49,7 @@ def blocked() -> Blocked | None:
     Returns:
         The call, or None where the main thread is in none, or in one that this library made.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _still(threading.main_thread().ident or 0)
     found: tuple[str, Any] | None = None
     # From the innermost frame outwards. The last match is the outermost call, the one that the user has written.
     while frame is not None:
@@ -62,6 +66,20 @@ def blocked() -> Blocked | None:
     if found is None or frame is None or str(frame.f_globals.get("__name__", "")).split(".")[0] == "prophet":
         return None
     return Blocked(found[0], _line(frame), found[1])
+
+
+def _still(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread that waits for other processes; None where it may be running.
+
+    CPython 3.11 crashes where another thread follows `f_back` of frames that are left meanwhile.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_WAITING):
+        return None
+    place = frame.f_lasti
+    time.sleep(_STILL_S)
+    # `frame` is kept alive, so that a later call cannot have its identity
+    return frame if sys._current_frames().get(thread) is frame and frame.f_lasti == place else None
 
 
 def _line(frame: FrameType) -> str:

@@ -159,6 +159,8 @@ class Presence:
 
     def beat(self) -> None:
         """Write a pulse: what this process is doing now."""
+        # A thread that writes a pulse is not waiting; only the pulse thread can see the main one wait
+        blocked = self.find_blocked() if threading.current_thread() is self._thread else ("", [])
         with self._lock:
             self._count += 1
             values: list[Any] = [
@@ -168,8 +170,6 @@ class Presence:
                 str(self.where),
                 self._work[-1] if self._work else "",
             ]
-            # A thread that writes a pulse is not waiting; only the pulse thread can see the main one wait
-            blocked = self.find_blocked() if threading.current_thread() is self._thread else ("", [])
             values += [self._failed, self.begun_messages(), *blocked, self._accounted]
             self.store.set(_pulse_key(self.rank), json.dumps(values))
 
