@@ -87,7 +87,8 @@ def reshard(
     Raises:
         SpecError: On all ranks for what cannot be resharded: other layouts than dp with zero 0, 2 and 3, tp, and dp x
             tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards;
-            graphs, weak references, hooks and attributes that would go on with what is replaced; copies that differ.
+            graphs, weak references, hooks and attributes that would go on with what is replaced; copies that differ; a
+            DDP that lets ranks skip modules, with zero 2 and 3 afterwards.
         TransitionError: On all ranks where something fails on the way.
         ReshardedError: On a rank where something fails once all have decided: training goes on with `error.model`.
     """
@@ -163,11 +164,12 @@ class _Own(Move):
         """Options of FSDP2 or DDP that the new wrapper takes; `SpecError` for those that it cannot."""
         policies, options = policies_of(self.user_model.root), dict(self.user_model.ddp_options())
         over_dp = "dp" in mesh_axes(self.after)
-        if over_dp and options.get("find_unused_parameters"):
+        skips = [name for name in ("find_unused_parameters", "static_graph") if options.get(name)]
+        if over_dp and skips:
             # it packs the gradients that a rank has, without their names: findings/fsdp2_mixes_experts.sh
             raise SpecError(
-                "the model is wrapped in DistributedDataParallel with find_unused_parameters=True: where ranks skip "
-                "different modules, FSDP2 would average these modules' gradients. Wrap it without, if none does"
+                f"the model is wrapped in DistributedDataParallel with {skips[0]}=True: where ranks skip different "
+                "modules, FSDP2 would average these modules' gradients. Wrap it without, if none does"
             )
         if over_dp and len(policies) <= 1:
             return {"mp_policy": policies[0]} if policies else {}

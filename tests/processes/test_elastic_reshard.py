@@ -227,8 +227,11 @@ def _options_go_over(rank: int, size: int) -> None:
     for before, layout in ((dp4, dp2), (dp2, dp4)):
         made = elastic.reshard(made, optimizer, before, layout, build, timeout_s=60.0)
     assert (made.find_unused_parameters, made.broadcast_buffers) == (True, False)
-    with pytest.raises(SpecError, match=r"find_unused_parameters=True: .* FSDP2 would average these modules' grad"):
-        elastic.reshard(made, optimizer, dp4, replace(dp4, zero=3), build, timeout_s=60.0)
+    for option in ("find_unused_parameters", "static_graph"):
+        made.find_unused_parameters, made.static_graph = option == "find_unused_parameters", option == "static_graph"
+        with pytest.raises(SpecError, match=rf"{option}=True: .* FSDP2 would average these modules' grad"):
+            elastic.reshard(made, optimizer, dp4, replace(dp4, zero=3), build, timeout_s=60.0)
+    made.find_unused_parameters, made.static_graph = True, False
     train_step(made, optimizer, dp4, 0)
     policy, dp4, dp2 = MixedPrecisionPolicy(param_dtype=torch.float32), replace(dp4, zero=3), replace(dp2, zero=3)
     made = _fsdp2(size, mp_policy=policy)
