@@ -517,9 +517,7 @@ class Controller:
             beside = self.pipeline.beside(lambda: self._decide_beside(foreseen, local, noted))
             self._ahead = self._thread.submit(beside)
 
-    def _decide_beside(
-        self, foreseen: list[LayerCost] | None, local: Mapping[int, LayerCost], noted: Noted
-    ) -> _Ready:
+    def _decide_beside(self, foreseen: list[LayerCost] | None, local: Mapping[int, LayerCost], noted: Noted) -> _Ready:
         """A decision, and what its move needs, on the side communicator; runs in the controller's thread."""
         side = self.pipeline.side_collective()
         costs = foreseen if foreseen is not None else self._measure(local, noted, side)

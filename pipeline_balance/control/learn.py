@@ -169,9 +169,7 @@ class Learner:
         self.trust = (self.trust + kept) / 2
 
 
-def without_frozen(
-    costs: Sequence[LayerCost], before: Sequence[bool], now: Sequence[bool]
-) -> list[LayerCost] | None:
+def without_frozen(costs: Sequence[LayerCost], before: Sequence[bool], now: Sequence[bool]) -> list[LayerCost] | None:
     """Work out what layers cost after some were frozen, before anything was measured of it.
 
     A frozen layer computes no gradient of its weights, and no layer computes one of its input if none below it trains.
@@ -189,11 +187,12 @@ def without_frozen(
         return None
     found = []
     for layer, (cost, trains) in enumerate(zip(costs, now, strict=True)):
+        left = cost
         if not trains:
-            cost = replace(cost, backward_weight_s=0.0, all_reduce_s=0.0, gradient_bytes=0, optimizer_bytes=0)
+            left = replace(left, backward_weight_s=0.0, all_reduce_s=0.0, gradient_bytes=0, optimizer_bytes=0)
         if not any(now[:layer]):
-            cost = replace(cost, backward_input_s=0.0)
-            if not trains:
-                cost = replace(cost, activation_bytes=0)
-        found.append(cost)
+            left = replace(left, backward_input_s=0.0)
+        if not any(now[: layer + 1]):
+            left = replace(left, activation_bytes=0)
+        found.append(left)
     return found

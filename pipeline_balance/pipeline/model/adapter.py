@@ -421,14 +421,8 @@ class TransformersModel(PipelineModel):
             found.append(carried)
         # with a split vocabulary, what the head gets: a norm changes no shape
         found.append((torch.empty((), device="meta"),) if self.vocabulary is None else found[-1][:1])
-        grad = torch.is_grad_enabled()
-        # a gradient comes back over a boundary only if a unit in front of it trains
-        words = self.vocabulary is not None and self.vocabulary.embedding.weight.requires_grad
-        below = [grad and words, *(grad and any(requires_grad[: unit + 1]) for unit in range(len(self.units)))]
-        return [
-            tuple(t.detach().requires_grad_(passes and t.is_floating_point()) for t in activations)
-            for passes, activations in zip(below, found, strict=True)
-        ]
+        grad, words = torch.is_grad_enabled(), self.vocabulary is not None and self.vocabulary.trains
+        return shapes.flowing(found, (grad and words, *(grad and trains for trains in requires_grad)))
 
     def _check_plain(self, vocabulary: Vocabulary) -> None:
         """Raise `SpecError` unless the model's loss is the plain cross entropy of its head's logits."""

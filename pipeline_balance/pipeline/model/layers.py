@@ -10,15 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import or_
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from pipeline_balance.pipeline.model.shapes import output_of
+from pipeline_balance.pipeline.model.shapes import flowing, output_of
 from pipeline_balance.pipeline.model.vocabulary import Vocabulary, check_plain, made_up_labels, not_plain
 from pipeline_balance.schedules.actions import Action, Schedule
 from prophet.errors import SpecError
@@ -324,7 +322,7 @@ class ModuleChain(PipelineModel):
         self.structures: tuple[TreeSpec, ...] = ()
         self._known: dict[Any, tuple[list[Activations], tuple[TreeSpec, ...]]] = {}
         # the same, with what requires grad
-        self._flowing: dict[Any, list[Activations]] = {}
+        self._known_flows: dict[Any, list[Activations]] = {}
         if split_vocabulary:
             self.vocabulary = Vocabulary(self.units[0], self.units[-1])
             options = _options_of(loss_fn)[1]
@@ -429,22 +427,21 @@ class ModuleChain(PipelineModel):
             self._known[key] = self._trace(microbatch)
         found, self.structures = self._known[key]
         # shapes stay what they are where layers are frozen or not, so that only this is looked at again
-        trains = accumulate((any(p.requires_grad for p in unit.parameters()) for unit in self.units), or_)
-        flows = tuple(below and torch.is_grad_enabled() for below in trains)
-        if (key, flows) not in self._flowing:
-            # once a unit trains, gradients flow back through all units above it
-            above = (_flowing(activations, f) for activations, f in zip(found[1:], flows, strict=True))
-            self._flowing[key, flows] = [found[0], *above]
-        return self._flowing[key, flows]
+        grad, words = torch.is_grad_enabled(), self.vocabulary is not None and self.vocabulary.trains
+        trains = (grad and words, *(grad and _trains(unit) for unit in self.units))
+        if (key, trains) not in self._known_flows:
+            self._known_flows[key, trains] = flowing(found, trains)
+        return self._known_flows[key, trains]
 
     def _mode(self) -> tuple[Any, ...]:
-        """What shapes depend on besides the inputs: modules, which of them are in training mode, and the precision."""
+        """What shapes depend on besides the inputs: modules, which of them are in training mode, and types."""
         # identity, as a replaced module may return other shapes
         parts = tuple(id(part) for module in self.units for part in module.modules())
         training = tuple(module.training for module in self.units)
+        types = tuple(t.dtype for unit in self.units for t in (*unit.parameters(), *unit.buffers()))
         kind = self.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return parts, training, cast
+        return parts, training, types, cast
 
     def _trace(self, microbatch: Microbatch) -> tuple[list[Activations], tuple[TreeSpec, ...]]:
         """All units' outputs without data, and how they are nested."""
@@ -479,9 +476,8 @@ class ModuleChain(PipelineModel):
         return output_of(self.units[unit], args, kwargs, self.device)
 
 
-def _flowing(activations: Activations, flows: bool) -> Activations:
-    """Return them as they are where gradients flow back, or where none do."""
-    return tuple(t.detach().requires_grad_(flows and t.is_floating_point()) for t in activations)
+def _trains(unit: nn.Module) -> bool:
+    return any(p.requires_grad for p in unit.parameters())
 
 
 def zero_of(activations: Activations) -> Tensor:

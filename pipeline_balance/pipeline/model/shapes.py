@@ -7,8 +7,10 @@ be known: such a layer keeps its full size and masks what it leaves out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from operator import or_
 from typing import Any
 
 import torch
@@ -127,7 +129,23 @@ def needs_data(error: Exception) -> bool:
 
 def on_meta(tensor: Tensor) -> Tensor:
     """The shape and type of `tensor`, contiguous, without memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    # what is found while evaluating serves training, too
+    with torch.inference_mode(False):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def flowing(found: Iterable[Sequence[Tensor]], trains: Iterable[bool]) -> list[tuple[Tensor, ...]]:
+    """Copies of what passes after every unit that require grad where a gradient comes back: if a unit up to it trains.
+
+    Args:
+        found: Shapes and types, on `meta`.
+        trains: Whether anything of the unit trains, one for each of `found`.
+    """
+    with torch.inference_mode(False):
+        return [
+            tuple(on_meta(t).requires_grad_(below and t.is_floating_point()) for t in activations)
+            for activations, below in zip(found, accumulate(trains, or_), strict=True)
+        ]
 
 
 def shape_of(tensor: Tensor) -> Shape:

@@ -128,8 +128,12 @@ class Vocabulary:
     def embedded_like(self, ids: Tensor) -> Tensor:
         """What the embedding finds for words, without memory."""
         weight = self.embedding.weight
-        found = torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device="meta")
-        return found.requires_grad_(weight.requires_grad and torch.is_grad_enabled())
+        return torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device="meta")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the embedding trains."""
+        return bool(self.embedding.weight.requires_grad)
 
     def check(self, ranks: int) -> None:
         """Raise `SpecError` unless every one of `ranks` gets a row of each parameter."""

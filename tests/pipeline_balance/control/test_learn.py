@@ -115,8 +115,8 @@ def test_what_frozen_layers_cost_is_known_before_it_is_measured() -> None:
         gradient_bytes=7,
         optimizer_bytes=8,
     )
-    alone, passing = LayerCost(forward_s=1.0, parameter_bytes=6), replace(whole, backward_weight_s=0.0, all_reduce_s=0.0)
-    passing = replace(passing, gradient_bytes=0, optimizer_bytes=0)
+    alone = LayerCost(forward_s=1.0, parameter_bytes=6)
+    passing = replace(whole, backward_weight_s=0.0, all_reduce_s=0.0, gradient_bytes=0, optimizer_bytes=0)
     first = replace(whole, backward_input_s=0.0)
     every = (True,) * 4
     found = without_frozen([whole] * 4, every, (False, True, False, True))

@@ -93,6 +93,38 @@ def test_who_freezes_layers_has_no_shape_found_again(monkeypatch: pytest.MonkeyP
         assert chain.activations(part) is found
 
 
+def test_shapes_that_were_found_while_evaluating_serve_training() -> None:
+    chain = _chain()
+    (part,) = chain.cut(torch.randn(6, 3), None, 1)
+    with torch.inference_mode():
+        assert not any(t.requires_grad for b in chain.activations(part) for t in b)
+    assert [[t.requires_grad for t in b] for b in chain.activations(part)][1:3] == [[False], [True, True, False]]
+
+
+def test_a_model_of_another_type_has_other_activations() -> None:
+    chain = ModuleChain([nn.Linear(3, 4), nn.Linear(4, 2)], nn.functional.mse_loss)
+    (part,) = chain.cut(torch.randn(6, 3), None, 1)
+    chain.activations(part)
+    chain.root.to(torch.float64)
+    (part,) = chain.cut(torch.randn(6, 3, dtype=torch.float64), None, 1)
+    (first,) = chain.activations(part)[1]
+    assert first.dtype == torch.float64
+    words = ModuleChain([nn.Embedding(5, 3), nn.Linear(3, 2)], nn.functional.mse_loss)
+    (part,) = words.cut(torch.zeros(6, dtype=torch.int64), None, 1)
+    assert words.activations(part)[1][0].dtype == torch.float32
+    words.root.to(torch.bfloat16)
+    assert words.activations(part)[1][0].dtype == torch.bfloat16
+
+
+def test_a_split_embedding_that_thaws_has_gradients_again() -> None:
+    layers = [nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5)]
+    chain = ModuleChain(layers, nn.CrossEntropyLoss(), split_vocabulary=True)
+    (part,) = chain.cut(torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int64), 1)
+    for train in (False, True, False):
+        chain.units[0].requires_grad_(train)
+        assert [t.requires_grad for b in chain.activations(part) for t in b] == [train, train, True, True]
+
+
 def test_a_layer_that_is_replaced_has_new_shapes() -> None:
     root = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2)))
     chain = ModuleChain(root, nn.functional.mse_loss)
