@@ -370,3 +370,12 @@ def test_a_buffer_without_memory_is_refused() -> None:
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.to("meta")
     with pytest.raises(SpecError, match=r"the buffer model\.rotary_emb\.inv_freq is on meta"):
         TransformersModel(model)
+
+
+def test_shapes_that_were_found_while_evaluating_serve_training() -> None:
+    # in evaluation mode, as models come from a file
+    adapted = TransformersModel(small("llama").eval())
+    part = adapted.cut(*batch("plain"), 2)[0]
+    with torch.inference_mode():
+        assert not any(t.requires_grad for b in adapted.activations(part) for t in b)
+    assert all(t.requires_grad for b in adapted.activations(part) for t in b if t.is_floating_point())
