@@ -54,7 +54,14 @@ def _tour(rank: int, size: int, mode: Any, share: float) -> dict[str, Any]:
     return {"losses": losses, "kept": kept, "sent": sent}
 
 
-@pytest.mark.parametrize(("mode", "share"), [("safe", 1.0), pytest.param("in-place", 0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mode", "share"),
+    [
+        ("safe", 1.0),
+        pytest.param("safe", 0.0, marks=pytest.mark.slow),
+        pytest.param("in-place", 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_of_experts_go_through_slices(mode: Any, share: float) -> None:
     slices: list[Any] = [Parallelism.parse(text).slices for text in (TOUR[0], *TOUR)]
     losses, _ = own.one_process(len(slices), slices, 1, layers(elastic.one_rank()))
