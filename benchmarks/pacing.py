@@ -150,9 +150,9 @@ class Pace:
         """Run what only computes: it ends when the host would have ended it."""
         if self._within:  # the outer call pays for it
             return call(*args, **kwargs)
-        if self._roams:
-            os.sched_setaffinity(0, compute_cores())
         began, worked = time.perf_counter(), time.thread_time()
+        if self._roams:
+            os.sched_setaffinity(0, compute_cores())  # may wait for one of them, which is late as any such wait
         if began - self._left[0] - (worked - self._left[1]) > WAITED_S:
             self._late_s = 0.0
         self._within = True

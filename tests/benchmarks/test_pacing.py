@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -80,6 +81,20 @@ def test_waiting_for_others_gives_no_credit(clock: Clock) -> None:
     operator(paced, clock, 0.01, waiting=0.045)
     clock.sleep(0.1)  # a message
     assert operator(paced, clock, 0.01) == pytest.approx(0.04)
+
+
+def test_waiting_for_the_core_before_an_action_is_made_up_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core that an action moves to is another host's at first."""
+
+    def move(_: int, cores: tuple[int, ...]) -> None:
+        clock.work(0.0, waiting=0.01 if cores == (0,) else 0.0)
+
+    monkeypatch.setattr(pacing, "_cores", lambda: (0, 1))
+    monkeypatch.setattr(os, "sched_setaffinity", move, raising=False)
+    monkeypatch.setattr(pacing.Apart, "look", lambda *_: None)
+    pace, began = Pace(4.0, apart=pacing.Apart(), roams=True), clock.wall_s
+    pace.work(lambda: clock.work(0.01))
+    assert clock.wall_s - began == pytest.approx(0.04)
 
 
 def test_work_within_work_is_paid_for_once(clock: Clock) -> None:
