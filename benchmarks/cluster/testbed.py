@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -34,7 +35,16 @@ from benchmarks.cluster.kernel_objects import TestbedError, TestbedUnavailable
 from benchmarks.cluster.profiles import Profile
 from benchmarks.pacing import compute_cores, network_cores
 
-__all__ = ["HostFailed", "HostResult", "Running", "Testbed", "TestbedError", "TestbedUnavailable", "unwound_when_ended"]
+__all__ = [
+    "HostFailed",
+    "HostResult",
+    "Running",
+    "SharesExceedCores",
+    "Testbed",
+    "TestbedError",
+    "TestbedUnavailable",
+    "unwound_when_ended",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 MASTER_PORT = 29511  # free in every testbed: its namespaces are its own
@@ -50,6 +60,10 @@ def unwound_when_ended() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+class SharesExceedCores(TestbedUnavailable):
+    """The profile's hosts together get more than the cores that they would compute on."""
 
 
 class HostFailed(TestbedError):
@@ -197,9 +211,10 @@ class Testbed:
         self.python = python or sys.executable
         self._quotas = kernel.check_available()
         cores, what = (len(compute_cores()), "to compute on") if paced else (os.cpu_count() or 1, "in all")
-        if sum(profile.share) > cores:
-            raise TestbedUnavailable(
-                f"profile {profile.name!r} hands out {sum(profile.share):g} cores, this machine has {cores} {what}: "
+        shares = math.fsum(profile.share)  # nine ninths are one core
+        if shares > cores:
+            raise SharesExceedCores(
+                f"profile {profile.name!r} hands out {shares:g} cores, this machine has {cores} {what}: "
                 f"the hosts would be slower than their shares say"
             )
         self._guardian: subprocess.Popen[bytes] | None = None

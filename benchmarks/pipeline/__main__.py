@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.profiles import ProfileError, uniform
-from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
+from benchmarks.cluster.profiles import MIN_SHARE, ProfileError, uniform
+from benchmarks.cluster.testbed import SharesExceedCores, Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.common import chosen, environment, write_json
 from benchmarks.measure import rotated
+from benchmarks.pacing import compute_cores
 from benchmarks.pipeline import beside, moves, partitions, swing
 from benchmarks.pipeline.alone import record, simulate_policy
 from benchmarks.pipeline.cases import Case, cases
@@ -107,10 +108,24 @@ def on_hosts(
 
 def paced_hosts(name: str, hosts: int, args: argparse.Namespace) -> Testbed:
     """Hosts that pace themselves: a quota would stop a host's threads for its messages, too, once an action has used
-    it up.
+    it up. Raises `ProfileError` where they would be slower than `--slowdown` says.
     """
-    profile = uniform(name, hosts=hosts, link_mbit_per_s=args.link_mbit_per_s, share=1 / args.slowdown)
-    return Testbed(profile, paced=True)
+    share = 1 / checked_slowdown(args)
+    profile = uniform(name, hosts=hosts, link_mbit_per_s=args.link_mbit_per_s, share=share)
+    try:
+        return Testbed(profile, paced=True)
+    except SharesExceedCores as error:
+        least = f"{hosts} / {len(compute_cores())}"
+        raise ProfileError(
+            f"--slowdown must be at least {least} (hosts over cores to compute on), got {args.slowdown:g}"
+        ) from error
+
+
+def checked_slowdown(args: argparse.Namespace) -> float:
+    slowdown: float = args.slowdown
+    if not 1 <= slowdown <= 1 / MIN_SHARE:
+        raise ProfileError(f"--slowdown must be from 1 to {1 / MIN_SHARE:g}, got {slowdown:g}")
+    return slowdown
 
 
 def by_simulator(
@@ -123,7 +138,7 @@ def by_simulator(
     transfer_s = case.activation_bytes / bytes_per_s
     case = replace(case, seed=case.seed + repetition)
     corpus = load_corpus(max_bytes=CORPUS_BYTES)
-    recording = record(case, corpus, args.steps, warm_up=args.warm_up, slowdown=args.slowdown)
+    recording = record(case, corpus, args.steps, warm_up=args.warm_up, slowdown=checked_slowdown(args))
     # layers were timed on a few microbatches; a longer pipeline needs more of them to be filled
     case = replace(case, microbatches=max(case.microbatches, 2 * args.hosts))
     links = {"transfer_s": transfer_s, "bytes_per_s": bytes_per_s}
@@ -199,7 +214,9 @@ def only_swing(args: argparse.Namespace) -> dict[str, Any]:
 
 def only_moves(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of state on its way against its bytes over the bandwidth."""
-    with paced_hosts("moves", moves.RANKS, args) as bed:
+    # Nothing computes, so nothing is paced, whatever the share
+    profile = uniform("moves", hosts=moves.RANKS, link_mbit_per_s=args.link_mbit_per_s, share=0.1)
+    with Testbed(profile, paced=True) as bed:
         found = moves.compare(bed, timeout_s=args.timeout_s, limit_s=args.limit_s)
     return {"link_mbit_per_s": args.link_mbit_per_s, "environment": environment(), **found}
 
@@ -215,8 +232,6 @@ _ALONE: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        if args.slowdown < 1:
-            raise PolicyError("--slowdown must be at least 1")
         for name in ("hosts", "steps", "warm_up", "repetitions"):
             if getattr(args, name) < 1:
                 raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")

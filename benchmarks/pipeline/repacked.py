@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.host import Host
+from benchmarks.cluster.profiles import ProfileError
 from benchmarks.cluster.testbed import TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.common import chosen, environment, write_json
 from benchmarks.measure import rotated
@@ -226,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with unwound_when_ended(), paced_hosts("repacked", args.hosts, args) as bed:
                 target = "benchmarks.pipeline.repacked:run"
                 found.append(bed.run(target, job | {"repetition": repetition}, timeout_s=args.limit_s))
-    except (TestbedUnavailable, TestbedError) as error:
+    except (ProfileError, TestbedUnavailable, TestbedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rows = rows_of(found)

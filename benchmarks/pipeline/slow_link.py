@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.host import Host
+from benchmarks.cluster.profiles import ProfileError
 from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.common import chosen, environment, write_json
 from benchmarks.measure import rotated
@@ -327,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with unwound_when_ended(), paced_hosts("slow-link", args.hosts, args) as bed:
             found = measured(bed, args, policies)
-    except (TestbedUnavailable, TestbedError) as error:
+    except (ProfileError, TestbedUnavailable, TestbedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     rows = rows_of(found, args.steps, args.microbatches)

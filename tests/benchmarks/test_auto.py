@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.auto import __main__ as command
 from benchmarks.auto import measure as measured
 from benchmarks.auto.__main__ import main, show
+from benchmarks.cluster.testbed import HostFailed, TestbedUnavailable
 from prophet.machine import auto
 from prophet.ranks.process_group import collective_for
 from prophet.spec import Link, Topology
@@ -53,3 +56,24 @@ def test_a_turn_measures_once_and_compares(faster: float, capsys: pytest.Capture
 def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
+
+
+@pytest.mark.parametrize("error", [TestbedUnavailable("not as root"), HostFailed("host 1 has ended")])
+def test_hosts_that_fail_are_a_clear_error(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are asked for one turn, within a limit that is several times as long."""
+    asked: list[tuple[int, float]] = []
+
+    class Hosts(contextlib.nullcontext[Any]):
+        def __enter__(self) -> Hosts:
+            return self
+
+        def run(self, _: str, options: dict[str, Any], *, timeout_s: float) -> None:
+            asked.append((options["repeats"], timeout_s))
+            raise error
+
+    monkeypatch.setattr(command, "Testbed", lambda *_, **__: Hosts())
+    assert main(["--profile", "four-hosts"]) == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+    assert asked == [(1, 1800.0)]

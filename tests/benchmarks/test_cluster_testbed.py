@@ -157,6 +157,12 @@ def test_more_cores_than_there_are() -> None:
         Testbed(uniform("paced", hosts=2, share=0.51 * len(compute_cores())), paced=True)
 
 
+def test_nine_hosts_of_a_ninth_each_share_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "check_available", lambda: None)
+    monkeypatch.setattr("benchmarks.pacing._cores", lambda: (0, 1))
+    Testbed(uniform("ninths", hosts=9, share=1 / 9), paced=True)
+
+
 # --- the real thing ---
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import pacing
+from benchmarks.cluster import kernel_objects as kernel
+from benchmarks.cluster.profiles import Profile
 from benchmarks.pacing import Pace
+from benchmarks.pipeline import __main__ as command
+from benchmarks.pipeline import moves, repacked, slow_link
 from benchmarks.pipeline.__main__ import main
 from benchmarks.pipeline.alone import Recording, optimizer_rate, record, simulate_policy
 from benchmarks.pipeline.cases import Case, Dynamism, cases
@@ -264,6 +271,49 @@ def test_what_is_asked_for_is_checked(capsys: pytest.CaptureFixture[str]) -> Non
     assert "has no replicas" in capsys.readouterr().err
     assert main(["--picture", "x.png"]) == 2
     assert "name it in --policies" in capsys.readouterr().err
+
+
+def _also(option: str, asked: list[str]) -> int:
+    return main([option, *asked])
+
+
+COMMANDS = (main, slow_link.main, repacked.main, partial(_also, "--swing"), partial(_also, "--simulate"))
+
+
+@pytest.mark.parametrize("run", COMMANDS)
+@pytest.mark.parametrize("slowdown", ["0", "101", "nan"])
+def test_a_slowdown_that_no_host_can_have_is_refused(
+    run: Callable[[list[str]], int], slowdown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--slowdown", slowdown]) == 2
+    assert f"--slowdown must be from 1 to 100, got {slowdown}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run", COMMANDS[:4])
+def test_hosts_that_need_more_than_the_cores_are_refused(
+    run: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They could be emulated, so no simulator steps in unasked."""
+    monkeypatch.setattr(kernel, "check_available", lambda: None)
+    monkeypatch.setattr(pacing, "_cores", lambda: (0, 1))
+    assert run(["--hosts", "6"]) == 2
+    found = capsys.readouterr()
+    assert "--slowdown must be at least 6 / 1 (hosts over cores to compute on), got 5" in found.err
+    assert "simulator" not in found.out
+
+
+def test_hosts_that_only_move_state_have_no_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    class Hosts(contextlib.nullcontext[None]):
+        def __init__(self, profile: Profile, *, paced: bool) -> None:
+            super().__init__()
+            shares.append(sum(profile.share))
+
+    monkeypatch.setattr(command, "Testbed", Hosts)
+    monkeypatch.setattr(moves, "compare", lambda *_, **__: {})
+    assert main(["--moves", "--slowdown", "1"]) == 0
+    assert shares == [pytest.approx(0.4)]
 
 
 @pytest.mark.parametrize("case", cases(1, layers=8))
