@@ -295,10 +295,10 @@ def test_ranks_that_decide_differently_say_so() -> None:
         assert "ranks [1] decided on another stage map" in said
 
 
-def _frozen_just_now(rank: int, size: int) -> list[tuple[int, list[bool]]]:
+def _frozen_just_now(rank: int, size: int, every: int, frozen_at: int, thawed_at: int) -> list[tuple[int, list[bool]]]:
     """Of every decision beside a backward pass its step, and which layers' backward has been timed."""
     run = pipeline()
-    controller = Controller(run, config=ControllerConfig(every_steps=1, measure_steps=1, prepare_in_backward=True))
+    controller = Controller(run, config=ControllerConfig(every_steps=every, measure_steps=1, prepare_in_backward=True))
     learner, seen = controller.learner, []
     decide = learner.decide
 
@@ -308,16 +308,22 @@ def _frozen_just_now(rank: int, size: int) -> list[tuple[int, list[bool]]]:
 
     learner.decide = noted  # type: ignore[method-assign]
     for step in range(8):
-        if step in (3, 5):
+        if step in (frozen_at, thawed_at):
             for parameter in run.model.units[0].parameters():
-                parameter.requires_grad_(step == 5)
+                parameter.requires_grad_(step == thawed_at)
         controller.step(*batch(step))
     return seen
 
 
 def test_a_decision_knows_what_was_frozen_just_now_and_waits_for_what_was_thawed() -> None:
-    (seen,) = run_gloo(_frozen_just_now, 1)
+    (seen,) = run_gloo(_frozen_just_now, 1, 1, 3, 5)
     # not in the first step, nor in the one with a layer whose gradients were never timed
     assert [step for step, _ in seen] == [1, 2, 3, 4, 6, 7]
     assert [timed[0] for _, timed in seen] == [True, True, False, False, True, True]
     assert all(all(timed[1:]) for _, timed in seen)
+
+
+def test_what_was_known_of_frozen_layers_is_soon_measured() -> None:
+    (seen,) = run_gloo(_frozen_just_now, 1, 4, 4, 8)
+    # the next decision of the interval would come in step 8
+    assert [step for step, _ in seen] == [3, 4, 6]
