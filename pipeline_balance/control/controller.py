@@ -27,6 +27,7 @@ from pipeline_balance.control.report import BalanceReport, MicrobatchChoice, Mov
 from pipeline_balance.control.stages import BalancedStages, PipelineStages
 from pipeline_balance.pipeline.measure.links import Noted
 from pipeline_balance.pipeline.measure.slice_costs import unit_costs
+from pipeline_balance.pipeline.model.shapes import trains
 from pipeline_balance.pipeline.run.failures import agreed_by_all
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import MAX_BYTES, Imbalance, LayerCost, RankLimits, rank_loads_s
@@ -528,7 +529,7 @@ class Controller:
 
     def _training(self) -> tuple[bool, ...]:
         """Whether any parameter of a layer trains, by layer."""
-        return tuple(any(p.requires_grad for p in unit.parameters()) for unit in self.pipeline.model.units)
+        return tuple(map(trains, self.pipeline.model.units))
 
     def _begun(self) -> Future[_Ready]:
         """What is worked out beside the backward pass, once it has ended."""

@@ -193,7 +193,7 @@ class TransformersModel(PipelineModel):
             found = self._run_behind(activations, microbatch)
         else:
             found = self._run_layer(unit - 1, activations, microbatch)
-        if torch.is_grad_enabled() and (any(t.requires_grad for t in activations) or _requires_grad(self.units[unit])):
+        if torch.is_grad_enabled() and (any(t.requires_grad for t in activations) or shapes.trains(self.units[unit])):
             # `activations` says that these require grad, whether or not a gradient will come of it
             return tuple(_requiring_grad(t) for t in found)
         return found
@@ -404,7 +404,7 @@ class TransformersModel(PipelineModel):
     # --- activations -------------------------------------------------------------------------------------------
 
     def activations(self, microbatch: Microbatch) -> list[Activations]:
-        requires_grad = tuple(_requires_grad(unit) for unit in self.units)
+        requires_grad = tuple(shapes.trains(unit) for unit in self.units)
         key = (microbatch.shapes(), requires_grad, self._mode(), torch.is_grad_enabled())
         if key not in self._known:
             ids = next(iter(microbatch.inputs.values()))
@@ -421,8 +421,8 @@ class TransformersModel(PipelineModel):
             found.append(carried)
         # with a split vocabulary, what the head gets: a norm changes no shape
         found.append((torch.empty((), device="meta"),) if self.vocabulary is None else found[-1][:1])
-        grad, words = torch.is_grad_enabled(), self.vocabulary is not None and self.vocabulary.trains
-        return shapes.flowing(found, (grad and words, *(grad and trains for trains in requires_grad)))
+        grad, words = torch.is_grad_enabled(), self.vocabulary is not None and shapes.trains(self.vocabulary.embedding)
+        return shapes.flowing(found, (grad and words, *(grad and one for one in requires_grad)))
 
     def _check_plain(self, vocabulary: Vocabulary) -> None:
         """Raise `SpecError` unless the model's loss is the plain cross entropy of its head's logits."""
@@ -647,10 +647,6 @@ def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
     """What layers have in common that return the same shapes for the same arguments: modules and parameters."""
     modules = tuple((name, type(m)) for name, m in layer.named_modules())
     return modules, tuple((name, shapes.shape_of(p)) for name, p in layer.named_parameters())
-
-
-def _requires_grad(unit: nn.Module) -> bool:
-    return any(p.requires_grad for p in unit.parameters())
 
 
 def _requiring_grad(tensor: Tensor) -> Tensor:

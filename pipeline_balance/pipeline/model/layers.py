@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from pipeline_balance.pipeline.model.shapes import flowing, output_of
+from pipeline_balance.pipeline.model.shapes import flowing, output_of, trains
 from pipeline_balance.pipeline.model.vocabulary import Vocabulary, check_plain, made_up_labels, not_plain
 from pipeline_balance.schedules.actions import Action, Schedule
 from prophet.errors import SpecError
@@ -427,11 +427,11 @@ class ModuleChain(PipelineModel):
             self._known[key] = self._trace(microbatch)
         found, self.structures = self._known[key]
         # shapes stay what they are where layers are frozen or not, so that only this is looked at again
-        grad, words = torch.is_grad_enabled(), self.vocabulary is not None and self.vocabulary.trains
-        trains = (grad and words, *(grad and _trains(unit) for unit in self.units))
-        if (key, trains) not in self._known_flows:
-            self._known_flows[key, trains] = flowing(found, trains)
-        return self._known_flows[key, trains]
+        grad, words = torch.is_grad_enabled(), self.vocabulary is not None and trains(self.vocabulary.embedding)
+        training = (grad and words, *(grad and trains(unit) for unit in self.units))
+        if (key, training) not in self._known_flows:
+            self._known_flows[key, training] = flowing(found, training)
+        return self._known_flows[key, training]
 
     def _mode(self) -> tuple[Any, ...]:
         """What shapes depend on besides the inputs: modules, which of them are in training mode, and types."""
@@ -474,10 +474,6 @@ class ModuleChain(PipelineModel):
     def _output_of(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
         """What a unit returns for these arguments, without data."""
         return output_of(self.units[unit], args, kwargs, self.device)
-
-
-def _trains(unit: nn.Module) -> bool:
-    return any(p.requires_grad for p in unit.parameters())
 
 
 def zero_of(activations: Activations) -> Tensor:

@@ -134,17 +134,22 @@ def on_meta(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def flowing(found: Iterable[Sequence[Tensor]], trains: Iterable[bool]) -> list[tuple[Tensor, ...]]:
+def trains(module: nn.Module) -> bool:
+    """Whether any parameter of a module trains."""
+    return any(p.requires_grad for p in module.parameters())
+
+
+def flowing(found: Iterable[Sequence[Tensor]], training: Iterable[bool]) -> list[tuple[Tensor, ...]]:
     """Copies of what passes after every unit that require grad where a gradient comes back: if a unit up to it trains.
 
     Args:
         found: Shapes and types, on `meta`.
-        trains: Whether anything of the unit trains, one for each of `found`.
+        training: Whether anything of the unit trains, one for each of `found`.
     """
     with torch.inference_mode(False):
         return [
             tuple(on_meta(t).requires_grad_(below and t.is_floating_point()) for t in activations)
-            for activations, below in zip(found, accumulate(trains, or_), strict=True)
+            for activations, below in zip(found, accumulate(training, or_), strict=True)
         ]
 
 

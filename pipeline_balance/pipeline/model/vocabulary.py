@@ -130,11 +130,6 @@ class Vocabulary:
         weight = self.embedding.weight
         return torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device="meta")
 
-    @property
-    def trains(self) -> bool:
-        """Whether the embedding trains."""
-        return bool(self.embedding.weight.requires_grad)
-
     def check(self, ranks: int) -> None:
         """Raise `SpecError` unless every one of `ranks` gets a row of each parameter."""
         words = min(whole_shape(p)[0] for p in self.parameters)
