@@ -335,7 +335,10 @@ class PrunedLinear(nn.Linear):
         Global pruning empties whole layers. As products of zeros these would take as long as before.
         """
         mask = self._places
-        if not self.sparse_below or mask.is_meta or mask.is_inference() or self.weight.dtype not in _TYPES:
+        # a fake one, by which a pipeline finds shapes, cannot be counted
+        if type(mask) is not Tensor or mask.is_meta or mask.is_inference():
+            return None
+        if not self.sparse_below or self.weight.dtype not in _TYPES:
             return None
         if torch.is_autocast_enabled(mask.device.type):
             # a dense product would be of another type

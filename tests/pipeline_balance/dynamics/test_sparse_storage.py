@@ -579,9 +579,11 @@ def test_optimizers_that_take_a_weight_for_a_matrix_or_a_vector_are_refused(make
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_sparse_layer_tells_its_shape_without_values(nested: bool) -> None:
+@pytest.mark.parametrize("every", [1, 4, 192])
+def test_a_layer_tells_its_shape_without_values_dense_sparse_or_next_to_empty(every: int, nested: bool) -> None:
     layer = PrunedLinear(8, 24, sparse_below=0.5)
-    layer.prune(torch.arange(192).view(24, 8) % 4 == 0, ())
+    layer.prune(torch.arange(192).view(24, 8) % every == 0, ())
+    assert layer.stored_sparse == (every == 4)
     # a layer of torch raises where the shape does not fit
     module = nn.Sequential(layer, nn.Linear(24, 3)) if nested else layer
     leaves, _ = output_of(module, (torch.ones(2, 5, 8),), {}, torch.device("cpu"))
