@@ -83,7 +83,7 @@ class _Ready:
     """A decision that is ready to be carried out.
 
     Attributes:
-        costs: The costs that it was made from.
+        costs: The costs that it was made from, of a microbatch.
         decision: The decision.
         prepared: What a move needs beforehand.
         foreseen: Whether the costs were worked out and not measured.
@@ -108,7 +108,7 @@ class Controller:
     Attributes:
         learner: What earlier decisions have taught.
         decisions: All decisions so far.
-        costs: [L] costs that the last decision was made from, once it was carried out.
+        costs: [L] costs of a microbatch that the last decision was made from, once it was carried out.
     """
 
     def __init__(
@@ -182,6 +182,8 @@ class Controller:
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
         self._trainable, self._trains = self.pipeline.owned.trainable(), self._training()
+        # a job's microbatches have as many rows in all of its layouts
+        self._cut_into = stages.microbatches
         meter = self.pipeline.meter
         self._forget()
         if self._thread is not None:
@@ -193,7 +195,10 @@ class Controller:
     def _count(self) -> None:
         """Follow the numbers of microbatches, which a user may have changed by hand, and of slices."""
         microbatches = self.stages.microbatches
-        self.learner.microbatches = microbatches * self.stages.slices
+        if microbatches != self._cut_into:
+            # costs are of a microbatch, and those were larger or smaller
+            self._cut_into, self.costs = microbatches, []
+        self.learner.count(microbatches * self.stages.slices)
         if self._thread is not None:
             # without a reset between decisions, so that samples of the last measured steps are what is left
             self.pipeline.meter.max_samples = self.config.measure_steps * microbatches
@@ -553,24 +558,33 @@ class Controller:
         return ahead.result()
 
     def _measure(self, local: Mapping[int, LayerCost], noted: Noted, collective: Collective) -> list[LayerCost]:
-        """All layers' costs as they would be on a rank of speed 1, from every rank's own; collective.
+        """All layers' costs of a microbatch as they would be on a rank of speed 1, from every rank's own; collective.
 
-        They are of a microbatch, or of a slice of one. The learner gets what messages take.
+        The learner gets what messages take.
         """
+        # slices may have been chosen within the step: messages are of those
+        self._count()
         stage_map = self.stages.stage_map
         costs = self.pipeline.gather_costs(local, collective)
         links = self.pipeline.gather_links(noted, collective)
         self.learner.learn_links(links.transfer_s)
         every = zip(links.added_to(costs), stage_map.assignment(), strict=True)
-        scaled = [_scaled(c, self.limits[r].speed) for c, r in every]
-        slices = self.stages.slices
-        return unit_costs(scaled, slices) if slices > 1 else scaled
+        return [_scaled(c, self.limits[r].speed) for c, r in every]
+
+    def _of_units(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
+        """What microbatches cost, or slices of them, from the costs of a microbatch."""
+        return unit_costs(costs, self.stages.slices)
 
     def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
-        """A decision that all ranks share, not carried out yet; collective."""
+        """A decision that all ranks share, not carried out yet; collective.
+
+        Args:
+            costs: Of a microbatch.
+            collective: Over all ranks.
+        """
         # slices may have been chosen within the step
         self._count()
-        current = self.stages.stage_map
+        costs, current = self._of_units(costs), self.stages.stage_map
         self.imbalance = Imbalance.of([x for x in rank_loads_s(costs, current, self.limits) if x > 0] or [0.0])
         decision = self.learner.decide(costs, current)
         self._check_agreed(decision, collective)
@@ -592,7 +606,8 @@ class Controller:
         """Go to the decision's map; what that took on the slowest rank, equal on all ranks."""
         best = ready.decision.best
         speeds = [r.speed for r in self.limits]
-        durations = Durations.of_stages(ready.costs, best, speeds=speeds, transfer_s=self.learner.transfer_s)
+        costs = self._of_units(ready.costs)
+        durations = Durations.of_stages(costs, best, speeds=speeds, transfer_s=self.learner.transfer_s)
         done = self.stages.change(best, durations, ready.prepared)
         self._moves.append(done)
         # the move has taken no time for what had travelled before

@@ -100,6 +100,19 @@ class Learner:
         # the search is compiled when it is first called: not in the middle of a step
         partition_by_time([LayerCost(forward_s=1.0)], RankLimits.uniform(1), microbatches=1)
 
+    def count(self, units: int) -> None:
+        """Go on with another number of units, microbatches times the slices of each; see `microbatches`.
+
+        A message is of one unit. So links take as much longer as units are larger, until they are measured again.
+        """
+        if units == self.microbatches:
+            return
+        if self._links_s is not None:
+            grown = self.microbatches / units
+            self._links_s, self.transfer_s = self._links_s * grown, np.asarray(self.transfer_s) * grown
+        # a gain in other units would seem to have come or gone with the loads
+        self.microbatches, self._last = units, None
+
     def learn_links(self, transfer_s: FloatArray) -> None:
         """Take over what messages take between ranks, [P, P]; NaN where none was measured now.
 

@@ -19,6 +19,7 @@ from pipeline_balance.control.controller import Controller
 from pipeline_balance.control.decide import ControllerConfig
 from pipeline_balance.elastic.layouts.parallelism import Parallelism
 from pipeline_balance.maps.partition import partition_by_time
+from pipeline_balance.pipeline.measure.slice_costs import unit_costs
 from pipeline_balance.pipeline.move.transaction import Prepared, Switched
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.simulate import Durations
@@ -121,7 +122,9 @@ class JobStages:
         # while the order is open nobody knows which processes a column has
         limits = self._of_columns(layout) if not isinstance(layout.order, str) else RankLimits.uniform(layout.pp)
         try:
-            found = partition_by_time(costs, limits, microbatches=microbatches)
+            # measured in another layout, perhaps, which had other slices
+            of_units = unit_costs(costs, layout.slices)
+            found = partition_by_time(of_units, limits, microbatches=microbatches * layout.slices)
         # no stage map keeps to the limits: the layout stays as it was asked for
         except PartitionError:
             return layout

@@ -186,3 +186,46 @@ def _decisions_by_step(collective: Collective) -> list[int]:
 def test_layers_that_have_just_moved_are_timed_before_the_next_decision() -> None:
     # the move is made when the third step begins, and the fourth one's backward pass finds times of the third
     assert ThreadWorld(2).run(_decisions_by_step) == [[0, 1, 1, 2]] * 2
+
+
+def _after_freezing(change: Callable[[_Pretended], None]) -> list[tuple[int, list[float]]]:
+    """Units and forward seconds of the decisions of two steps, before the second of which a layer is frozen."""
+    pipeline = _Pretended(ThreadWorld(1).collective(0))
+    pipeline.model = ModuleChain([nn.Linear(1, 1) for _ in range(8)], nn.functional.mse_loss)
+    pipeline.owned = Ownership(pipeline.model)
+    controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
+    decide, seen = controller.learner.decide, list[tuple[int, list[float]]]()
+
+    def watched(costs: Any, current: StageMap) -> Any:
+        seen.append((controller.learner.microbatches, [cost.forward_s for cost in costs]))
+        return decide(costs, current)
+
+    controller.learner.decide = watched  # type: ignore[method-assign]
+    for _ in range(3):
+        controller.step(NOTHING, None)
+    del seen[:-1]
+    change(pipeline)
+    for parameter in pipeline.model.units[0].parameters():
+        parameter.requires_grad_(False)
+    controller.step(NOTHING, None)
+    return seen
+
+
+def test_costs_of_before_are_those_of_other_slices() -> None:
+    """A decision from costs that were not measured again counts slices that have been chosen since."""
+
+    def cut(pipeline: _Pretended) -> None:
+        pipeline.model.slicing = SimpleNamespace(slices=4, stages_per_rank=1)  # type: ignore[assignment]
+
+    whole, sliced = _after_freezing(cut)
+    assert whole == (4, LATE)
+    assert sliced == (16, [s / 4 for s in LATE])
+
+
+def test_costs_of_before_are_none_of_other_microbatches() -> None:
+    def double(pipeline: _Pretended) -> None:
+        pipeline.config = replace(pipeline.config, microbatches=8)
+
+    # nothing is decided until layers have been measured
+    assert _after_freezing(double) == [(4, LATE)]
+    assert len(_after_freezing(lambda _: None)) == 2

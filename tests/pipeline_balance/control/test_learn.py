@@ -82,6 +82,16 @@ def test_gains_that_vanish_count_for_fewer() -> None:
     assert learner.lasting_steps() == 1
 
 
+def test_a_gain_in_other_slices_says_nothing_of_loads() -> None:
+    learner = _learner()
+    learner.decide(LATE, HALVES)
+    before = learner.trust
+    learner.count(16)
+    # half as much in each of twice as many units: even loads, of which nothing is known
+    learner.decide(layers(*[0.5] * 8), HALVES)
+    assert learner.trust == before
+
+
 def test_a_given_horizon_is_believed_at_first() -> None:
     learner = _learner(horizon_steps=200)
     assert learner.lasting_steps() == 200

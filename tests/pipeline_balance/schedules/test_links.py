@@ -151,6 +151,25 @@ def test_a_learner_keeps_what_it_knows_of_a_link() -> None:
     assert (now[0, 1], now[1, 2], now[2, 3]) == (1.0, 3.0, 9.0)
 
 
+def test_links_take_as_much_longer_as_messages_grow_until_they_are_measured() -> None:
+    learner = Learner(LIMITS, 8, replace(FREE, transfer_s=0.5))
+    learner.count(16)
+    assert learner.transfer_s == 0.5, "what the user gives is of no size"
+    links = np.full((4, 4), np.nan)
+    links[0, 1] = links[1, 0] = 1.0
+    links[1, 2] = links[2, 1] = 3.0
+    learner.learn_links(links)
+    # from two slices of every microbatch to one
+    learner.count(8)
+    now = np.asarray(learner.transfer_s)
+    assert (now[0, 1], now[1, 2], now[2, 3]) == (2.0, 6.0, 4.0)
+    later = np.full((4, 4), np.nan)
+    later[0, 1] = later[1, 0] = 1.5
+    learner.learn_links(later)
+    now = np.asarray(learner.transfer_s)
+    assert (now[0, 1], now[1, 2]) == (1.5, 6.0)
+
+
 def test_means_over_replicas_follow_a_stages_last_backward() -> None:
     costs = [LayerCost(forward_s=1.0, backward_input_s=1.0, all_reduce_s=s) for s in (0.5, 0.25, 4.0)]
     plain = Durations.of_stages(costs, StageMap.contiguous((0, 2, 3)))
