@@ -7,8 +7,10 @@ few more before its first backward, so it holds little more than one microbatch 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
-from math import isqrt
+from math import gcd
 from typing import Literal, get_args
 
 from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError, build, check_shape
@@ -130,17 +132,21 @@ def _turn(k: int, rank: int, ranks: int, stages_per_rank: int, slices: int) -> t
     return chunk * ranks + rank, microbatch * slices + group * ranks + place
 
 
-def slice_starts(tokens: int, slices: int, crossover_tokens: int | None = None) -> tuple[int, ...]:
+def slice_starts(
+    tokens: int, slices: int, crossover_tokens: int | None = None, windows: Sequence[int | None] = ()
+) -> tuple[int, ...]:
     """First tokens of the slices, and the sequence's tokens T.
 
     Slices of equal cost begin with the longest (TeraPipe, Seq1F1B): token t costs C + t, as attention to the tokens
-    before it takes C times less than all else for each of them. They are equal to a token, or to a `BLOCK` where
-    slices have `LONG` tokens or more on average. Whole numbers throughout, so all ranks find the same.
+    before it takes C times less than all else for each of them. A window of w tokens leaves min(t, w - 1) of these t.
+    Slices are equal to a token, or to a `BLOCK` where they have `LONG` tokens or more on average. Whole numbers
+    throughout, so all ranks find the same.
 
     Args:
         tokens: T.
         slices: N.
         crossover_tokens: C; None: slices are of equal length.
+        windows: Of every attention, all of which count alike: how many tokens a token sees; None, or empty: all.
 
     Returns:
         [N + 1] numbers, the last of which is T.
@@ -158,13 +164,25 @@ def slice_starts(tokens: int, slices: int, crossover_tokens: int | None = None) 
                 f"pad or cut them to {each * slices} or {(each + 1) * slices} tokens"
             )
         return tuple(range(0, tokens + 1, each))
+    # how many earlier tokens are seen at most, in half-tokens, by how many attentions
+    sees = Counter(2 * (tokens if w is None or w >= tokens else w - 1) for w in windows or [None])
+    alike = gcd(*sees.values())
+
+    def cost(halves: int) -> int:
+        """What comes before so many half-tokens costs, times eight and the attentions: of one, 4 C h + h ** 2."""
+        found = 0
+        for most, many in sees.items():
+            near = min(halves, most)
+            found += many // alike * (4 * crossover_tokens * halves + near * (2 * halves - near))
+        return found
+
     starts = [0] * slices + [tokens]
     block = BLOCK if tokens >= LONG * slices else 1
     for k in range(slices - 1, 0, -1):
-        # the cost before token t is C t + t ** 2 / 2, and k / N of the whole before slice k
-        square = k * (2 * crossover_tokens * tokens + tokens**2) // slices + crossover_tokens**2
-        # t = sqrt(square) - C, rounded to the nearest whole number without floats
-        nearest = (isqrt(4 * square) + 1) // 2 - crossover_tokens
+        # k / N of the whole comes before slice k
+        target = k * (cost(2 * tokens) // 4) // slices
+        # the token nearest to it: the last one whose lower half begins before
+        nearest = bisect_right(range(1, tokens + 1), 4 * target, key=lambda t: cost(2 * t - 1))
         # from the last slice on, each at least one token
         starts[k] = min((nearest + block // 2) // block * block, starts[k + 1] - 1)
     return tuple(starts)

@@ -58,6 +58,8 @@ class SlicedTransformers(Sliced, Recomputing):
         self._trial = Trial(self)
         # By kind of layer: numbers that attention meets per earlier token
         self._width: dict[int, int] = {}
+        # by layer, of the latest batch: see `windows`
+        self._windows: tuple[int | None, ...] = ()
         self.slicing = slicing
         # a PEFT model wraps the one that has the loss
         self._owner: Any = model if (base := getattr(model, "get_base_model", None)) is None else base()
@@ -128,13 +130,16 @@ class SlicedTransformers(Sliced, Recomputing):
         return self._attentions[self._kinds[unit - 1], self._mode()] if 0 < unit <= len(self.layers) else ()
 
     def crossover_tokens(self) -> int:
-        """The tokens before one where attention costs the layers as much as all else, by count.
+        """The tokens before one where attention to all of them costs the layers as much as all else, by count.
 
         A token meets every parameter once, those of experts where it goes, and every key and value once. Both cost two
         operations for each number, and twice that backward.
         """
         met = sum(_met(layer, getattr(self._owner, "config", None)) for layer in self.layers)
         return round(met / sum(self._width[kind] for kind in self._kinds))
+
+    def windows(self) -> Sequence[int | None]:
+        return self._windows
 
     # --- parts of microbatches ---------------------------------------------------------------------------------
 
@@ -150,6 +155,7 @@ class SlicedTransformers(Sliced, Recomputing):
             # a model that makes them itself would begin at 0 in every slice
             inputs["position_ids"] = torch.arange(tokens, device=labels.device)[None]
         recorded, seen = self._whole(microbatch)
+        self._windows = tuple(window_of(call.leaves) for call in recorded.calls)
         # label t belongs to the output at t - 1
         moved = shifted(labels)
         mask = inputs.get("attention_mask")
@@ -157,7 +163,7 @@ class SlicedTransformers(Sliced, Recomputing):
         if mask is not None and mask.dim() == 2 and bool(((mask == 0) & (moved != IGNORED_LABEL)).any()):
             raise SpecError("labels count behind padding, where attention_mask is 0: set them to -100")
         parts = self.parts(microbatch, inputs, moved, seen.documents)
-        windows = [i for i, call in enumerate(recorded.calls) if any(isinstance(leaf, Window) for leaf in call.leaves)]
+        windows = [i for i, window in enumerate(self._windows) if window is not None]
         self._check_exchange(tokens, windows)
         self.check_shared(tokens, windows)
         # all but the last unit, whose outputs are losses
@@ -346,6 +352,11 @@ class _OfAllSlices(torch.autograd.Function):
         if gradient is None:
             raise SpecError("a slice goes backward before the last slice of its microbatch has gone forward")
         return gradient * grads[0], None
+
+
+def window_of(leaves: Iterable[Any]) -> int | None:
+    """The window among a layer's arguments; None: there is none, or it hides nothing."""
+    return next((int(leaf) for leaf in leaves if isinstance(leaf, Window)), None)
 
 
 def _part(mine: Any, whole: Any, part: SlicePart, layer: int) -> Any:

@@ -50,6 +50,10 @@ class SlicedChain(Sliced, ModuleChain):
     def attentions(self, unit: int) -> tuple[Heads, ...]:
         return () if self._is_split(unit) else self._attentions[unit, self._mode()]
 
+    def windows(self) -> Sequence[int | None]:
+        mode = self._mode()
+        return [one.window for unit in range(len(self.units)) for one in self._attentions.get((unit, mode), ())]
+
     def _output_of(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
         with tracing() as found:
             output = super()._output_of(unit, args, kwargs)
@@ -66,6 +70,9 @@ class SlicedChain(Sliced, ModuleChain):
         parts = self.parts(microbatch, microbatch.inputs, microbatch.labels)
         # asks for shapes, with which attentions are known
         self.activations(parts[0])
+        if self._uneven:
+            # and their windows, by which slices of equal cost are cut
+            parts = self.parts(microbatch, microbatch.inputs, microbatch.labels)
         self._check_exchange(microbatch.labels.shape[1])
         self.check_shared(microbatch.labels.shape[1])
         self._trial.run(range(len(self.units)), parts)

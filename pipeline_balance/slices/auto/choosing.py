@@ -21,7 +21,7 @@ from pipeline_balance.pipeline.model.expert_layers import expert_layers
 from pipeline_balance.pipeline.model.layers import LossFn, Microbatch, NextBatch, labels_of
 from pipeline_balance.pipeline.run.agreement import from_all
 from pipeline_balance.schedules.actions import Schedule, ScheduleError
-from pipeline_balance.slices.adapter import SlicedTransformers
+from pipeline_balance.slices.adapter import SlicedTransformers, window_of
 from pipeline_balance.slices.alone import check_limits
 from pipeline_balance.slices.auto.choice import (
     AutoSlices,
@@ -34,7 +34,6 @@ from pipeline_balance.slices.auto.choice import (
 )
 from pipeline_balance.slices.auto.pieces import Pieces, tokens_of
 from pipeline_balance.slices.chain import SlicedChain
-from pipeline_balance.slices.interface import Window
 from pipeline_balance.slices.options import Recompute, SliceOptions
 from pipeline_balance.slices.parts import SlicePart, part_of
 from pipeline_balance.slices.sharing.exchanging import Timed
@@ -254,10 +253,7 @@ class ChosenTransformers(Choosing, SlicedTransformers):
         return (self._kinds[unit - 1], weights) if 0 < unit <= len(self.layers) else -unit - 1
 
     def _window(self, unit: int, whole: Microbatch) -> int | None:
-        if not 0 < unit <= len(self.layers):
-            return None
-        leaves = self._whole(whole)[0].calls[unit - 1].leaves
-        return next((int(leaf) for leaf in leaves if isinstance(leaf, Window)), None)
+        return window_of(self._whole(whole)[0].calls[unit - 1].leaves) if 0 < unit <= len(self.layers) else None
 
     @contextmanager
     def _recomputing(self, how: Recompute) -> Iterator[None]:

@@ -220,6 +220,20 @@ def test_slices_of_equal_cost(tokens: int, slices: int, crossover: int) -> None:
         assert all(abs(c * slices - sum(found)) <= block * slices * (crossover + tokens) for c in found)
 
 
+@pytest.mark.parametrize("crossover", [0, 40, 1500])
+@pytest.mark.parametrize("windows", [[7], [None, 100, 100, 100], [30, None], [300, 20, None]])
+def test_slices_of_equal_cost_with_windows(windows: list[int | None], crossover: int) -> None:
+    tokens, slices = 1000, 5
+    starts = slice_starts(tokens, slices, crossover, windows)
+    by_token = [sum(crossover + min(t + 0.5, (w or tokens + 1) - 1) for w in windows) for t in range(tokens)]
+    found = [sum(by_token[a:b]) for a, b in pairwise(starts)]
+    assert max(found) - min(found) <= 2 * max(by_token)
+    without = slice_starts(tokens, slices, crossover)
+    assert starts != without or crossover == 1500
+    # windows that hide nothing, and attentions that are all alike
+    assert slice_starts(tokens, slices, crossover, [None, tokens, None, 2 * tokens]) == without
+
+
 def test_without_attention_slices_are_equal() -> None:
     assert slice_starts(64, 4) == slice_starts(64, 4, 10**6) == (0, 16, 32, 48, 64)
     with pytest.raises(SpecError, match="60 or 64 tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,12 +14,16 @@ from torch import nn
 pytest.importorskip("transformers", reason="the models are transformers'")
 
 from pipeline_balance.pipeline.model.layers import Microbatch
+from pipeline_balance.schedules.sliced import slice_starts
+from pipeline_balance.slices import attend
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.chain import SlicedChain
 from pipeline_balance.slices.options import SliceOptions
+from pipeline_balance.slices.parts import part_of
 from prophet.errors import SpecError
 from tests.helpers import sliced_layers as own
-from tests.helpers.sliced_models import alone, apart, batch_of, model_of, no_update, pass_alone
+from tests.helpers.sliced_models import MICROBATCHES, alone, apart, batch_of, model_of, no_update, pass_alone
+from tests.helpers.transformers_models import LAYERS
 
 
 def test_the_crossover_by_hand() -> None:
@@ -39,6 +44,7 @@ def test_the_crossover_by_hand() -> None:
         ("qwen2", "padded", 17, {"recompute": True}, 4),
         ("qwen3", "packed", 19, {"tied": True, "frozen": 2}, 0),
         ("mixtral", "plain", 21, {"router_aux_loss_coef": 3.0}, None),
+        ("mistral", "padded", 23, {"sliding_window": 6}, 2),
     ],
 )
 def test_uneven_slices_train_what_even_ones_and_the_whole_train(
@@ -71,6 +77,37 @@ def test_layers_of_ones_own_say_where_attention_costs_as_much() -> None:
     assert parts(10**6) == [4, 4, 4]
     with pytest.raises(SpecError, match="needs crossover_tokens for layers of one's own"):
         parts(None)
+
+
+def test_windows_leave_later_slices_less_to_do() -> None:
+    """Layers may differ: in gpt-oss every other one sees all tokens."""
+
+    def lengths(family: str, **options: Any) -> list[int]:
+        run = SlicedTransformers(model_of(family, **options), SliceOptions(4, balance="uneven", crossover_tokens=2))
+        (whole, *_) = run.cut(*batch_of("plain", tokens=32), MICROBATCHES)
+        return [part_of(part).tokens for part in run.sliced(whole)]
+
+    def cut(*windows: int | None) -> list[int]:
+        return [b - a for a, b in pairwise(slice_starts(32, 4, 2, windows))]
+
+    assert lengths("llama") == lengths("mistral", sliding_window=32) == cut() == [15, 7, 5, 5]
+    assert lengths("mistral", sliding_window=3) == cut(3) == [8, 8, 8, 8]
+    kinds = ["sliding_attention", "full_attention"]
+    mixed = [kinds[layer % 2] for layer in range(LAYERS)]
+    found = lengths("gpt_oss", sliding_window=3, layer_types=mixed)
+    assert found == cut(*(3 if kind == kinds[0] else None for kind in mixed)) not in (cut(), cut(3))
+
+
+def test_windows_of_layers_of_ones_own_count_too() -> None:
+    layers = own.layers()
+    for block in layers[1:-1]:
+        block.attention = partial(attend, window=2)  # type: ignore[assignment]
+    options = SliceOptions(3, balance="uneven", crossover_tokens=0)
+    chain = SlicedChain(layers, own.loss_fn, options, counted=own.counted)
+    for _ in range(2):
+        (whole,) = chain.cut(*own.batch(0, 0), 1)
+        # a token sees one before it, whichever it is
+        assert [part.inputs["ids"].shape[1] for part in chain.sliced(whole)] == [4, 4, 4]
 
 
 def test_a_loss_of_ones_own_weighs_slices_by_their_tokens() -> None:
