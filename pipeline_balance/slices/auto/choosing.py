@@ -198,7 +198,11 @@ class Choosing(Pieces):
         told = largest([row["costs"] for row in every])
         measured, units = told.pop("units"), []
         for unit in range(len(self.units)):
-            one = measured[str(unit)]
+            one, its = measured[str(unit)], [row["costs"]["units"].get(str(unit)) for row in every]
+            # what some replica cannot compute again, none does
+            everywhere = set.intersection(*(set(found["kept_bytes"]) for found in its if found is not None))
+            for figures in ("kept_bytes", "again_s"):
+                one[figures] = {how: figure for how, figure in one[figures].items() if how in everywhere}
             lengths = sorted((int(tokens), seconds) for tokens, seconds in one.pop("lengths").items())
             units.append(UnitCosts(lengths=tuple(SliceSeconds(tokens, *seconds) for tokens, seconds in lengths), **one))
         told |= {name: tuple(told[name]) for name in ("heads", "call_s")}

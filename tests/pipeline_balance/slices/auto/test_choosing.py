@@ -29,15 +29,19 @@ def test_of_all_figures_the_slowest_ranks_count() -> None:
         return {"costs": ends | {"units": units} | more}
 
     def unit(lengths: dict[str, list[float]], window: int | None = None, **kept: float) -> dict[str, Any]:
-        found: dict[str, Any] = {"lengths": lengths, "kept_bytes": kept, "again_s": {}, "window": window}
+        again = {how: 0.5 for how in kept if how != "none"}
+        found: dict[str, Any] = {"lengths": lengths, "kept_bytes": kept, "again_s": again, "window": window}
         return found | {"gradient_bytes": 1.0, "attentions": 1}
 
     model: Any = SimpleNamespace(units=(None, None))
     links = {"latency_s": 0.5, "byte_s": 0.25}
     every = [
-        told({"0": unit({"8": [1.0, 5.0, 0.1, 0.1], "16": [2.0, 4.0, 0.0, 0.0]}, 20, none=8.0)}, 64.0),
-        told({"1": unit({"8": [1.0, 1.0, 0.0, 0.0]}, none=2.0)}, 64.0, call_s=[3.0, 1.0]),
-        told({"0": unit({"4": [1.0, 1.0, 0.0, 0.0], "8": [2.0, 3.0, 0.0, 0.2]}, 30, none=9.0)}, 32.0),
+        told(
+            {"0": unit({"8": [1.0, 5.0, 0.1, 0.1], "16": [2.0, 4.0, 0.0, 0.0]}, 20, none=8.0, full=2.0, selective=4.0)},
+            64.0,
+        ),
+        told({"1": unit({"8": [1.0, 1.0, 0.0, 0.0]}, none=2.0, full=1.0)}, 64.0, call_s=[3.0, 1.0]),
+        told({"0": unit({"4": [1.0, 1.0, 0.0, 0.0], "8": [2.0, 3.0, 0.0, 0.2]}, 30, none=9.0, full=3.0)}, 32.0),
     ]
     found = choosing.Choosing._slowest(model, every, links)
     first, second = found.units
@@ -46,8 +50,9 @@ def test_of_all_figures_the_slowest_ranks_count() -> None:
         SliceSeconds(tokens=8, forward_s=2.0, backward_s=5.0, forward_column_s=0.1, backward_column_s=0.2),
         SliceSeconds(tokens=16, forward_s=2.0, backward_s=4.0),
     )
-    assert (first.kept_bytes, first.window) == ({"none": 9.0}, 30)
-    assert (second.kept_bytes, second.window) == ({"none": 2.0}, None)
+    # the second replica cannot run one mode in the first layer, so that nobody does
+    assert (first.kept_bytes, first.again_s, first.window) == ({"none": 9.0, "full": 3.0}, {"full": 0.5}, 30)
+    assert (second.kept_bytes, second.window) == ({"none": 2.0, "full": 1.0}, None)
     assert (found.heads, found.call_s, found.query_bytes) == ((4, 2), (3.0, 2.0), 64.0)
     assert (found.latency_s, found.byte_s, found.boundary_bytes) == (0.5, 0.25, 4.0)
     every[2]["costs"]["units"]["0"]["window"] = None
