@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.run.generators import unit_seed
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.sliced import slice_starts
 from pipeline_balance.slices import SliceOptions, attend
 
@@ -51,6 +52,26 @@ class Block(nn.Module):
 def layers(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(Embed(), *(Block(i) for i in range(BLOCKS)), nn.Linear(DIM, VOCABULARY)).double()
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Have outputs not depend on who runs which tokens."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+
+
+def pipe(model: nn.Module, slices: Any, *, replicas: int = 1, **options: Any) -> ElasticPipeline:
+    """A pipeline of such layers, which is given `batch`.
+
+    Args:
+        model: The layers in a row.
+        slices: How sequences are cut.
+        replicas: How many share the microbatches.
+        **options: Those of `from_modules`, in place of these.
+    """
+    given: dict[str, Any] = {"make_optimizer": adam, "microbatches": PARTS // replicas, "timeout_s": 60.0, **options}
+    return ElasticPipeline.from_modules(model, loss_fn, counted=counted, slices=slices, replicas=replicas, **given)
 
 
 def loss_fn(output: Tensor, labels: Tensor) -> Tensor:

@@ -195,17 +195,8 @@ def test_what_is_wrong_is_said_on_all_ranks_before_a_step() -> None:
 def _own_layers(
     rank: int, size: int, replicas: int, slices: int, stages: int, updates: int
 ) -> tuple[list[float], dict[str, torch.Tensor], Counter[int]]:
-    pipe = ElasticPipeline.from_modules(
-        own.layers(seed=rank // (size // replicas)),
-        own.loss_fn,
-        counted=own.counted,
-        slices=SliceOptions(slices, stages, "aligned"),
-        make_optimizer=own.adam,
-        microbatches=own.PARTS // replicas,
-        replicas=replicas,
-        seed=own.SEED,
-        timeout_s=60.0,
-    )
+    layers, cut = own.layers(seed=rank // (size // replicas)), SliceOptions(slices, stages, "aligned")
+    pipe = own.pipe(layers, cut, replicas=replicas, seed=own.SEED)
     losses, averaged = [], Counter[int]()
     means = pipe._passes.gradients._means
     start = means.start
@@ -241,15 +232,7 @@ def test_own_layers_with_dropout_replicas_and_accumulation(size: int, replicas: 
 
 
 def _failing(rank: int, size: int) -> tuple[int, int, int]:
-    pipe = ElasticPipeline.from_modules(
-        model := own.layers(),
-        own.loss_fn,
-        counted=own.counted,
-        slices=SliceOptions(4),
-        make_optimizer=own.adam,
-        microbatches=own.PARTS,
-        timeout_s=30.0,
-    )
+    pipe = own.pipe(model := own.layers(), SliceOptions(4), timeout_s=30.0)
     pipe.step(*own.batch(0, 0))
     assert isinstance(pipe.model, Sliced)
     before = pipe.model.store.n_bytes

@@ -20,15 +20,7 @@ BYTES = own.ROWS * own.TOKENS * own.DIM * 8  # of a microbatch's boundary
 
 
 def _buffers(rank: int, size: int, slices: int, order: Any, stages: int = 1) -> list[tuple[int, int]]:
-    pipe = ElasticPipeline.from_modules(
-        own.layers(),
-        own.loss_fn,
-        counted=own.counted,
-        slices=SliceOptions(slices, stages, order),
-        make_optimizer=own.adam,
-        microbatches=own.PARTS,
-        timeout_s=60.0,
-    )
+    pipe = own.pipe(own.layers(), SliceOptions(slices, stages, order))
     executor = pipe.stages.executor
     assert executor is not None
     found = []

@@ -164,19 +164,6 @@ class _Running(nn.Module):
         return x + self.get_buffer("changed") - 2 * self.get_buffer("bound")
 
 
-def _own(slices: Any, replicas: int = 1, **options: Any) -> ElasticPipeline:
-    given: dict[str, Any] = {"make_optimizer": own.adam, "seed": own.SEED, "timeout_s": 60.0, **options}
-    return ElasticPipeline.from_modules(
-        given.pop("layers", None) or own.layers(),
-        own.loss_fn,
-        counted=own.counted,
-        slices=slices,
-        microbatches=own.PARTS // replicas,
-        replicas=replicas,
-        **given,
-    )
-
-
 def _twins(rank: int, size: int, replicas: int) -> tuple[list[float], list[float], str]:
     """Updates by slices that are chosen, and by the same ones named from the start."""
 
@@ -184,7 +171,7 @@ def _twins(rank: int, size: int, replicas: int) -> tuple[list[float], list[float
         first, *others = own.layers()
         # buffers of replicas go their own ways
         means = [_Running()] if replicas == 1 else []
-        pipe = _own(slices, replicas, layers=nn.Sequential(first, *means, *others))
+        pipe = own.pipe(nn.Sequential(first, *means, *others), slices, replicas=replicas, seed=own.SEED)
         losses = []
         for update in range(3):
             inputs, labels = own.batch(update, 0)
@@ -330,11 +317,9 @@ def _refused(rank: int, size: int) -> list[str]:
     recurrent = nn.Sequential(*list(own.layers())[:-1], own.Recurrent(), list(own.layers())[-1])
 
     def chain() -> None:
-        ElasticPipeline.from_modules(
-            recurrent, own.loss_fn, counted=own.counted, slices="auto", make_optimizer=own.adam, microbatches=own.PARTS
-        ).step(*own.batch(0, 0))
+        own.pipe(recurrent, "auto").step(*own.batch(0, 0))
 
-    failing = _own("auto")
+    failing = own.pipe(own.layers(), "auto")
     inputs, labels = own.batch(0, 0)
     said = [
         _error(lambda: tight.step(*batch_of())),
@@ -371,7 +356,7 @@ def test_what_cannot_be_is_one_error_on_all_ranks() -> None:
 
 
 def _one_fails(rank: int, size: int) -> tuple[str, float]:
-    pipe = _own("auto")
+    pipe = own.pipe(own.layers(), "auto")
     assert isinstance(pipe.model, Choosing)
     measured = pipe.model.measured
 
@@ -432,7 +417,7 @@ class _Keeping(nn.Module):
 def _like(rank: int, size: int) -> tuple[float, float]:
     first, *others, last = own.layers()
     plain, more = (nn.Sequential(nn.Linear(own.DIM, own.DIM), part).double() for part in (nn.Identity(), _Keeping()))
-    pipe = _own(AutoSlices(slices=4), layers=nn.Sequential(first, plain, more, *others, last))
+    pipe = own.pipe(nn.Sequential(first, plain, more, *others, last), AutoSlices(slices=4))
     pipe.step(*own.batch(0, 0))
     assert isinstance(pipe.model, Choosing)
     assert pipe.model.chosen.costs is not None

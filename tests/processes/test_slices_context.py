@@ -272,17 +272,10 @@ class Window(own.Block):
 
 def _own(*blocks: nn.Module, slices: SliceOptions = SHARED, **options: Any) -> ElasticPipeline:
     embed, *usual, head = own.layers()
-    return ElasticPipeline.from_modules(
-        nn.Sequential(embed, *(blocks or usual), head).double(),
-        own.loss_fn,
-        counted=own.counted,
-        slices=slices,
-        microbatches=own.PARTS,
-        replicas=2,
-        make_optimizer=own.adam,
-        seed=own.SEED,
-        **{"timeout_s": 20.0, **options},
-    )
+    model = nn.Sequential(embed, *(blocks or usual), head).double()
+    # both are given one batch
+    given = {"microbatches": own.PARTS, "seed": own.SEED, "timeout_s": 20.0, **options}
+    return own.pipe(model, slices, replicas=2, **given)
 
 
 def _windowed(rank: int, size: int) -> str:
@@ -297,9 +290,7 @@ def test_a_window_of_ones_own_layer_is_refused() -> None:
 def _still(rank: int, size: int, slices: SliceOptions) -> tuple[list[float], dict[str, Tensor], int]:
     _, *blocks, _ = own.layers()
     pipe = _own(*blocks, slices=slices)
-    for module in pipe.module.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    own.without_dropout(pipe.module)
     assert isinstance(pipe.model, Sliced)
     losses = [pipe.step(*own.batch(update, 0), max_norm=own.MAX_NORM) for update in range(10)]
     return losses, pipe.state_dict(), len(pipe.model.store)
@@ -311,10 +302,7 @@ def _still(rank: int, size: int, slices: SliceOptions) -> tuple[list[float], dic
     [SHARED, pytest.param(replace(SHARED, balance="exchange", order="aligned"), marks=pytest.mark.slow)],
 )
 def test_layers_of_ones_own_train_as_one_process(slices: SliceOptions) -> None:
-    model = own.layers()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    own.without_dropout(model := own.layers())
     losses, state = own.one_process(10, 3, 1, model)
     results = run_gloo(_still, 4, slices)
     for got, _, left in results:

@@ -119,16 +119,8 @@ def test_the_bytes_on_the_wire_are_those_of_the_plan() -> None:
 
 def _own(options: SliceOptions, *more: nn.Module, replicas: int = 1, **others: Any) -> ElasticPipeline:
     embed, *blocks, head = own.layers()
-    given: dict[str, Any] = {"make_optimizer": own.adam, "seed": own.SEED, "timeout_s": 20.0, **others}
-    return ElasticPipeline.from_modules(
-        nn.Sequential(embed, *blocks, *more, head),
-        own.loss_fn,
-        counted=own.counted,
-        slices=options,
-        microbatches=own.PARTS // replicas,
-        replicas=replicas,
-        **given,
-    )
+    given = {"seed": own.SEED, "timeout_s": 20.0, **others}
+    return own.pipe(nn.Sequential(embed, *blocks, *more, head), options, replicas=replicas, **given)
 
 
 def options(keep: int = 0, costs: ExchangeCosts | None = FREE) -> SliceOptions:

@@ -116,16 +116,7 @@ def _own_layers(rank: int, size: int) -> list[Any]:
     """Dropout, replicas, accumulation."""
     found: list[Any] = []
     for share in (0.0, 1.0):
-        pipe = ElasticPipeline.from_modules(
-            own.layers(seed=rank),
-            own.loss_fn,
-            counted=own.counted,
-            slices=SliceOptions(4, offload=share),
-            make_optimizer=own.adam,
-            microbatches=own.PARTS // 2,
-            replicas=2,
-            timeout_s=60.0,
-        )
+        pipe = own.pipe(own.layers(seed=rank), SliceOptions(4, offload=share), replicas=2)
         losses = []
         for call in range(4):
             inputs, labels = own.batch(call // 2, call % 2)
@@ -179,15 +170,7 @@ def test_what_leaves_is_freed_at_once() -> None:
 
 def _failing(rank: int, size: int) -> tuple[Any, ...]:
     model = own.layers()
-    pipe = ElasticPipeline.from_modules(
-        model,
-        own.loss_fn,
-        counted=own.counted,
-        slices=SliceOptions(4, offload=1.0),
-        make_optimizer=own.adam,
-        microbatches=own.PARTS,
-        timeout_s=30.0,
-    )
+    pipe = own.pipe(model, SliceOptions(4, offload=1.0), timeout_s=30.0)
     pipe.step(*own.batch(0, 0))
     # fails with some passes away, in a backward and in a forward
     moved, memories = _offloader(pipe), []
@@ -236,15 +219,7 @@ def _in_place(rank: int, size: int) -> list[str]:
     for share in (0.0, 1.0):
         model = own.layers()
         layers = nn.Sequential(*model[:-1], _Changing(), model[-1])
-        pipe = ElasticPipeline.from_modules(
-            layers,
-            own.loss_fn,
-            counted=own.counted,
-            slices=SliceOptions(4, offload=share),
-            make_optimizer=own.adam,
-            microbatches=own.PARTS,
-            timeout_s=30.0,
-        )
+        pipe = own.pipe(layers, SliceOptions(4, offload=share), timeout_s=30.0)
         with pytest.raises(StageFailed) as caught:
             pipe.step(*own.batch(0, 0))
         said.append(str(caught.value))

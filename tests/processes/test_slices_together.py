@@ -200,33 +200,25 @@ def _words() -> nn.Sequential:
     """Layers that attend behind a plain embedding, without dropout."""
     torch.manual_seed(3)
     blocks = [own.Block(number) for number in range(own.BLOCKS)]
-    for block in blocks:
-        block.drop.p = 0.0
     ends = nn.Embedding(own.VOCABULARY, own.DIM), nn.Linear(own.DIM, own.VOCABULARY)
-    return nn.Sequential(ends[0], *blocks, ends[1]).double()
+    own.without_dropout(model := nn.Sequential(ends[0], *blocks, ends[1]).double())
+    return model
 
 
 def _own_layers(rank: int, size: int, replicas: int) -> tuple[list[float], dict[str, Tensor], tuple[int, int]]:
     """Gradients are added up over two calls, and clipped."""
-    pipe = ElasticPipeline.from_modules(
-        _words(),
-        own.loss_fn,
-        counted=own.counted,
-        slices=SliceOptions(
-            3,
-            order="aligned",
-            balance="exchange",
-            keep_bytes=1 << 16,
-            exchange_costs=FREE,
-            offload=0.5,
-            context_parallel=replicas,
-        ),
-        split_vocabulary=True,
-        make_optimizer=own.adam,
-        microbatches=own.PARTS,
-        replicas=replicas,
-        timeout_s=60.0,
+    slices = SliceOptions(
+        3,
+        order="aligned",
+        balance="exchange",
+        keep_bytes=1 << 16,
+        exchange_costs=FREE,
+        offload=0.5,
+        context_parallel=replicas,
     )
+    # replicas that share slices are given one batch
+    options = {"split_vocabulary": True, "microbatches": own.PARTS}
+    pipe = own.pipe(_words(), slices, replicas=replicas, **options)
     passes, losses = exchangers(pipe), []
     for update in range(UPDATES):
         for call in range(2):

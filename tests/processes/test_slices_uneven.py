@@ -14,7 +14,6 @@ from pipeline_balance import attach
 from pipeline_balance.control.controller import ControllerConfig, MoveCost
 from pipeline_balance.dynamics.pruning import PrunedLinear
 from pipeline_balance.pipeline.model.adapter import TransformersModel
-from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced
 from pipeline_balance.spec import StageMap
@@ -86,18 +85,8 @@ MAPS = [StageMap((0, 2, 4), (1, 0)), StageMap((0, 3, 4), (0, 1)), StageMap((0, 4
 
 
 def _twenty(rank: int, size: int, replicas: int, how: str) -> tuple[list[float], dict[str, Tensor], int]:
-    pipe = ElasticPipeline.from_modules(
-        own.layers(),
-        own.loss_fn,
-        StageMap((0, 1, 4), (0, 1)),
-        counted=own.counted,
-        slices=SliceOptions(4, balance="uneven", crossover_tokens=4),
-        make_optimizer=own.adam,
-        microbatches=own.PARTS // replicas,
-        replicas=replicas,
-        seed=own.SEED,
-        timeout_s=60.0,
-    )
+    cut, stage_map = SliceOptions(4, balance="uneven", crossover_tokens=4), StageMap((0, 1, 4), (0, 1))
+    pipe = own.pipe(own.layers(), cut, replicas=replicas, stage_map=stage_map, seed=own.SEED)
     config = ControllerConfig(every_steps=3, measure_steps=2, min_gain=0.0, move_cost=MoveCost(fixed_s=0.0))
     controller = attach(pipe, config=config) if how == "attach" else None
     losses = []

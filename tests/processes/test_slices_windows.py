@@ -156,15 +156,7 @@ def _own(window: int) -> ElasticPipeline:
     """Layers of one's own, of which the last attention has a window."""
     layers = own.layers()
     layers[own.BLOCKS].attention = partial(attend, window=window)  # type: ignore[assignment]
-    return ElasticPipeline.from_modules(
-        layers,
-        own.loss_fn,
-        counted=own.counted,
-        slices=SliceOptions(4, order="aligned", balance="exchange", exchange_costs=FREE),
-        make_optimizer=own.adam,
-        microbatches=own.PARTS,
-        timeout_s=60.0,
-    )
+    return own.pipe(layers, SliceOptions(4, order="aligned", balance="exchange", exchange_costs=FREE))
 
 
 def test_exchange_with_windows_or_caps_is_refused_on_all_ranks() -> None:
