@@ -22,6 +22,7 @@ from pipeline_balance.slices.auto.choice import SliceCosts, SliceSeconds, UnitCo
 from pipeline_balance.slices.auto.choosing import Choosing, ChosenTransformers
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
+from pipeline_balance.slices.sharing.exchanging import Timed
 from tests.helpers import sliced_layers as own
 from tests.helpers.launch import run_gloo
 from tests.helpers.sliced_models import (
@@ -246,6 +247,52 @@ def test_it_is_chosen_again_for_another_length_and_on_other_stages() -> None:
 
 def _balanced(rank: int, size: int, ahead: bool) -> tuple[list[float], list[tuple[Any, ...]]]:
     """Losses under a controller, and its decisions: units that it counted, slices in force, the map."""
+def _kept(rank: int, size: int) -> list[tuple[list[int], int]]:
+    """By step, the units that this rank has measured, and how often messages were; layers are alike."""
+    pipe = pipe_of(model_of("llama"), AutoSlices(recompute="none"), stage_map=StageMap((0, 2, UNITS), (0, 1)))
+    assert isinstance(pipe.model, Choosing)
+    piece, message, units, sent = pipe.model._piece, Timed.message, list[int](), list[str]()
+
+    def watched(unit: int, *given: Any, **how: Any) -> Any:
+        units.append(unit)
+        return piece(unit, *given, **how)
+
+    def timed(*given: Any) -> float:
+        sent.append(given[3])
+        return message(*given)
+
+    pipe.model._piece = watched  # type: ignore[method-assign]
+    Timed.message = timed  # type: ignore[method-assign, assignment]
+    found = []
+
+    def step(tokens: int) -> None:
+        units.clear()
+        sent.clear()
+        pipe.step(*batch_of(tokens=tokens))
+        found.append((sorted({*units}), sum("between stages" in what for what in sent)))
+
+    step(16)
+    choice = pipe.model.chosen.choice
+    for boundaries, ranks in (((0, 1, UNITS), (0, 1)), ((0, 3, UNITS), (0, 1)), ((0, 2, UNITS), (1, 0))):
+        pipe.rebuild(StageMap(boundaries, ranks))
+        step(16)
+        # chosen again, of what is known
+        assert pipe.model.chosen.choice is not choice
+        choice = pipe.model.chosen.choice
+    step(12)
+    return found
+
+
+def test_after_a_move_only_what_is_new_is_measured() -> None:
+    first, second = run_gloo(_kept, 2, timeout_s=300.0)
+    end = UNITS - 1
+    # whole stages, nothing, nothing, the end that was the other rank's, and all for another length
+    assert [units for units, _ in first] == [[0, 1], [], [], [end], [2, end]]
+    assert [units for units, _ in second] == [[2, end], [], [], [0], [0, 1]]
+    # a small and a large one
+    assert [sent for _, sent in first] == [2, 0, 0, 0, 0]
+
+
     asked = AutoSlices(recompute="none", costs=costs(fixed_s=0.5))
     first = StageMap((0, UNITS - 1, UNITS), (0, 1))
     pipe = pipe_of(model_of("llama"), asked, make_optimizer=adam, stage_map=first)

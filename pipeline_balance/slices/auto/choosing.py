@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -107,6 +107,9 @@ class Choosing(Pieces):
         # lengths of sequences for which they were chosen, on which ranks and stages
         self._chosen_for: frozenset[int] = frozenset()
         self._at: tuple[ref[Collective], object] | None = None
+        # by all ranks and by those with a stage: every rank knows the same
+        self._messages = WeakKeyDictionary[Collective, dict[tuple[int, ...], dict[str, Any]]]()
+        self.known = {}
         self.asked, self.chosen = asked, InForce(asked)
         return self.chosen.now
 
@@ -212,8 +215,11 @@ class Choosing(Pieces):
         return SliceCosts(units=tuple(units), **told, **links)
 
     def _links(self, given: NextBatch) -> dict[str, Any]:
-        """Latency of a message between stages, and seconds per byte; collective."""
+        """Latency of a message between stages, and seconds per byte, measured once; collective."""
         used, here = sorted({*given.ranks}), given.collective.rank
+        known = self._messages.setdefault(given.world, {})
+        if (kept := known.get(tuple(used))) is not None:
+            return kept
         found = {"latency_s": 0.0, "byte_s": 0.0}
         if len(used) > 1 and here in used:
             timed, taken = Timed(given.collective, self.device), []
@@ -223,7 +229,7 @@ class Choosing(Pieces):
             byte_s = max(taken[1] - taken[0], 0.0) / (_LARGE_BYTES - _SMALL_BYTES)
             found = {"latency_s": max(taken[0] - byte_s * _SMALL_BYTES, 0.0), "byte_s": byte_s}
         every = gather_json(found, given.world, Operation("comparing measured messages"))
-        return {name: max(row[name] for row in every) for name in found}
+        return known.setdefault(tuple(used), {name: max(row[name] for row in every) for name in found})
 
 
 class ChosenTransformers(Choosing, SlicedTransformers):

@@ -8,8 +8,9 @@ T earlier tokens. Nothing of the training state is touched.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -36,10 +37,12 @@ class Pieces(Sliced, PipelineModel):
     Attributes:
         asked: Which slices may be chosen.
         device: Where this rank computes.
+        known: What this rank has measured of a kind of unit on pieces of some shapes, and of a kind of attention.
     """
 
     asked: AutoSlices
     device: torch.device
+    known: dict[object, dict[str, Any]]
 
     @contextmanager
     def cutting(self, options: SliceOptions) -> Iterator[None]:
@@ -91,9 +94,10 @@ class Pieces(Sliced, PipelineModel):
         whole = max(batch, key=lambda one: (tokens_of(one), _rows(one)))
         lengths = measured_lengths(self.asked, ranks, [tokens_of(one) for one in batch])
         units: dict[int, dict[str, Any]] = {}
+        # made for what is measured: where all is known, of whole sequences alone
+        pieces = cache(lambda tokens: self._parts(whole, tokens))
         with trying(), _same_buffers(self.root):
-            pieces = {tokens: self._parts(whole, tokens) for tokens in lengths}
-            shapes = self.activations(pieces[lengths[-1]][0])
+            shapes = self.activations(pieces(lengths[-1])[0])
             boundaries = [sum(t.nbytes for t in row) for row in shapes[1:-1]]
             every = [one for unit in range(len(self.units)) for one in self.attentions(unit)]
             found: dict[str, Any] = {"heads": (1, 1), "query_bytes": 0.0, "call_s": (0.0, 0.0)}
@@ -102,10 +106,13 @@ class Pieces(Sliced, PipelineModel):
             kinds: dict[object, dict[str, Any]] = {}
             for unit in mine:
                 window = self._window(unit, whole)
-                key = self._kind(unit), window, tuple(t.requires_grad for t in shapes[unit])
-                if key not in kinds:
-                    kinds[key] = self._piece_costs(unit, whole, pieces, window, room)
-                units[unit] = kinds[key]
+                given = tuple((t.shape, t.dtype, t.requires_grad) for t in shapes[unit])
+                key = self._kind(unit), self._mode(), window, given, *lengths  # type: ignore[attr-defined]
+                if key not in self.known and key not in kinds:
+                    kinds[key] = self._piece_costs(unit, whole, lengths, pieces, window, room)
+                units[unit] = kinds[key] if key in kinds else self.known[key]
+            # a length that had no room may have some the next time
+            self.known |= {key: one for key, one in kinds.items() if len(one["lengths"]) == len(lengths)}
         return found | {
             "units": units,
             "boundary_bytes": max(boundaries, default=0) / lengths[-1],
@@ -120,13 +127,15 @@ class Pieces(Sliced, PipelineModel):
         except SpecError:
             # a window, a soft cap, frozen layers
             return {}
-        rows = _rows(whole)
-        forward_s, _, backward_s, _ = kernel_seconds(timed, heads, rows, lengths[len(lengths) // 2])
-        return {
-            "heads": (heads.queries, heads.keys),
-            "query_bytes": float(rows * heads.queries * heads.width * heads.dtype.itemsize),
-            "call_s": (forward_s, backward_s),
-        }
+        rows, tokens = _rows(whole), lengths[len(lengths) // 2]
+        if (key := (heads, rows, tokens)) not in self.known:
+            forward_s, _, backward_s, _ = kernel_seconds(timed, heads, rows, tokens)
+            self.known[key] = {
+                "heads": (heads.queries, heads.keys),
+                "query_bytes": float(rows * heads.queries * heads.width * heads.dtype.itemsize),
+                "call_s": (forward_s, backward_s),
+            }
+        return self.known[key]
 
     def _parts(self, whole: Microbatch, tokens: int) -> list[SlicePart]:
         """The first two slices of so many tokens, as a microbatch of their own; one where there is no second."""
@@ -138,17 +147,27 @@ class Pieces(Sliced, PipelineModel):
         self,
         unit: int,
         whole: Microbatch,
-        pieces: dict[int, list[SlicePart]],
+        lengths: Sequence[int],
+        pieces: Callable[[int], list[SlicePart]],
         window: int | None,
         room: int | None,
     ) -> dict[str, Any]:
-        """What a unit costs, as `UnitCosts` has it."""
-        lengths, attentions = [*pieces], len(self.attentions(unit))
-        shortest, longest = lengths[0], lengths[-1]
-        counted = self._piece(unit, pieces[shortest], count=True)
+        """What a unit costs, as `UnitCosts` has it.
+
+        Args:
+            unit: Which.
+            whole: The microbatch.
+            lengths: Of slices, ascending.
+            pieces: The first two slices of a length.
+            window: How many tokens a token sees.
+            room: Bytes that pieces may take.
+        """
+        attentions, shortest, longest = len(self.attentions(unit)), lengths[0], lengths[-1]
+        counted = self._piece(unit, pieces(shortest), count=True)
         kept, again = {"none": counted.kept_bytes / shortest}, {}
         seconds: dict[int, list[float]] = {}
-        for tokens, parts in pieces.items():
+        for tokens in lengths:
+            parts = pieces(tokens)
             # a piece that would not fit shows nothing: no candidate with it would
             if tokens > shortest and room is not None and kept["none"] * tokens * len(parts) > room / 2:
                 break
