@@ -7,7 +7,12 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from pipeline_balance.schedules.closed_forms import exchange_last_rank_idle_over_work, sliced_idle_over_work
+from benchmarks.slices.by_hand import Dims, chunk_gradient_bytes, unit_bytes
+from pipeline_balance.schedules.closed_forms import (
+    exchange_last_rank_idle_over_work,
+    sliced_idle_over_work,
+    sliced_peak_tokens,
+)
 from pipeline_balance.schedules.exchange import Exchange, plan
 from pipeline_balance.schedules.exchange_times import (
     ExchangeCosts,
@@ -17,7 +22,7 @@ from pipeline_balance.schedules.exchange_times import (
     verdict,
 )
 from pipeline_balance.schedules.simulate import Durations, Simulation, peak_activation_bytes, simulate
-from pipeline_balance.schedules.sliced import sliced
+from pipeline_balance.schedules.sliced import slice_starts, sliced
 
 
 def costs(diagonal: int = 1, rest_s: float = 0.0, call_s: float = 0.0, slice_s: float = 0.0) -> ExchangeCosts:
@@ -136,6 +141,27 @@ def test_kept_pieces_count_in_the_peak() -> None:
     assert all(a < b for a, b in zip(bare, peaks[0], strict=True))
     assert max(b - a for a, b in zip(bare, peaks[1], strict=True)) <= 2 * (32 + 2 * 32)
     assert peaks[1] != peaks[0]
+
+
+def test_exchange_cannot_hold_four_fifths_of_what_slices_of_equal_cost_do() -> None:
+    """The case of the emulated hosts (benchmarks/results/2026-11-30-slices-hosts.md): equal slices alone hold more."""
+    tokens, slices, ranks, microbatches = 6144, 8, 4, 4
+    each, starts = tokens // slices, slice_starts(tokens, slices, 1281)
+    dims = Dims(hidden=256, heads=4, kv_heads=4, head_dim=64, intermediate=512)
+    kept, gradients = unit_bytes(dims, 1, 1, 1), chunk_gradient_bytes(dims, 1, 1, 1)
+    plain, helped = (sliced(ranks, 1, microbatches, slices, "aligned", helped=helped) for helped in (False, True))
+    # whatever a token keeps: 1.75 microbatches of a stage, and 2.1
+    assert 14 * each / sliced_peak_tokens(0, ranks, starts, "aligned") == pytest.approx(0.834, abs=5e-4)
+    lengths = [b - a for a, b in pairwise(starts)] * microbatches
+    tables = ([[n_bytes * t for t in lengths]] * ranks for n_bytes in (kept, gradients))
+    uneven = max(peak_activation_bytes(plain, *tables))
+    exchange = plan(helped, call=1.0)
+    # two tensors of half a slice each, most of them when a rank holds less itself
+    others = [[pieces * each * dims.hidden * 4 for pieces in row] for row in exchange.held_pieces()]
+    given = (kept * each,) * ranks, (gradients * each,) * ranks
+    equal, exchanged = (max(peak_activation_bytes(helped, *given, more)) for more in ((), others))
+    assert equal / uneven == pytest.approx(0.855, abs=5e-4)
+    assert exchanged / uneven == pytest.approx(0.862, abs=5e-4)
 
 
 def test_the_table_of_the_page() -> None:
