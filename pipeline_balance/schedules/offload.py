@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 
 from pipeline_balance.schedules.actions import Action, Schedule
-from pipeline_balance.schedules.simulate import Durations, simulate
+from pipeline_balance.schedules.simulate import Durations, Simulation, simulate
 from prophet.errors import SpecError
 
 # A fetch has the time of so many backwards before its own, and of the forwards between
@@ -169,14 +169,28 @@ def hidden(
     """
     forward, backward = (np.broadcast_to(np.asarray(s), (schedule.stages, len(s))) for s in (forward_s, backward_s))
     times = simulate(schedule, Durations(forward_s=forward, input_s=backward, weight_s=np.zeros(schedule.stages)))
-    row = schedule.actions[rank]
+    return hidden_in(times, schedule.actions[rank], schedule.slices, sizes, link_s)
+
+
+def hidden_in(
+    times: Simulation, row: Sequence[Action], slices: int, sizes: Sequence[float], link_s: Sequence[float]
+) -> Hidden:
+    """The same in a schedule of which it is known when every action runs.
+
+    Args:
+        times: When they do.
+        row: The rank's actions [A].
+        slices: N.
+        sizes: As there.
+        link_s: As there.
+    """
     total = sum(sizes[action.microbatch] for action in row if action.kind == "F")
     # whole numbers: sums of shares in another order would be other amounts
     weights = [round(size / total * 2**40) for size in sizes]
     tried: list[tuple[int, float, float, Offload]] = []
     # more than a microbatch's backwards before its own, a fetch would come before its pass has left
-    for step, ahead in product(range(STEPS + 1), (AHEAD << n for n in range(schedule.slices.bit_length()))):
-        plan = offload(row, schedule.slices, step / STEPS, sizes=sizes, ahead=ahead)
+    for step, ahead in product(range(STEPS + 1), (AHEAD << n for n in range(slices.bit_length()))):
+        plan = offload(row, slices, step / STEPS, sizes=sizes, ahead=ahead)
         share = sum(sizes[action.microbatch] for action in plan.back) / total
         tried.append((_peak(plan, weights), late_s(plan, times.start_s, times.end_s, link_s), share, plan))
     # a plan that moves nothing is never late

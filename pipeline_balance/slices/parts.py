@@ -67,7 +67,6 @@ class Sliced:
         self.follow(slicing)
         # of the training pass that runs
         self._exchanger: Exchanger | None = None
-        self.offloader = Offloader(slicing) if slicing.offloads else None
         self._context_parallel = slicing.context_parallel
         self.store = ChunkStore()
         # by unit or kind of layer, and all else that types depend on
@@ -82,6 +81,7 @@ class Sliced:
         self.slices = slicing.slices
         self._uneven, self._given = slicing.balance == "uneven", slicing.crossover_tokens
         self.exchanging = Exchanging(slicing) if slicing.exchanges else None
+        self.offloader = Offloader(slicing) if slicing.offloads else None
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:

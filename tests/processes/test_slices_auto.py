@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +22,9 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices import AutoSlices, SliceOptions
 from pipeline_balance.slices.auto.choice import SliceCosts, SliceSeconds, UnitCosts
 from pipeline_balance.slices.auto.choosing import Choosing, ChosenTransformers
+from pipeline_balance.slices.sharing.exchanging import Timed
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
-from pipeline_balance.slices.sharing.exchanging import Timed
 from tests.helpers import sliced_layers as own
 from tests.helpers.launch import run_gloo
 from tests.helpers.sliced_models import (
@@ -245,8 +247,6 @@ def test_it_is_chosen_again_for_another_length_and_on_other_stages() -> None:
     assert results[1][:3] == [(*row[:4], 0) for row in results[0][:3]]
 
 
-def _balanced(rank: int, size: int, ahead: bool) -> tuple[list[float], list[tuple[Any, ...]]]:
-    """Losses under a controller, and its decisions: units that it counted, slices in force, the map."""
 def _kept(rank: int, size: int) -> list[tuple[list[int], int]]:
     """By step, the units that this rank has measured, and how often messages were; layers are alike."""
     pipe = pipe_of(model_of("llama"), AutoSlices(recompute="none"), stage_map=StageMap((0, 2, UNITS), (0, 1)))
@@ -293,6 +293,8 @@ def test_after_a_move_only_what_is_new_is_measured() -> None:
     assert [sent for _, sent in first] == [2, 0, 0, 0, 0]
 
 
+def _balanced(rank: int, size: int, ahead: bool) -> tuple[list[float], list[tuple[Any, ...]]]:
+    """Losses under a controller, and its decisions: units that it counted, slices in force, the map."""
     asked = AutoSlices(recompute="none", costs=costs(fixed_s=0.5))
     first = StageMap((0, UNITS - 1, UNITS), (0, 1))
     pipe = pipe_of(model_of("llama"), asked, make_optimizer=adam, stage_map=first)
@@ -512,6 +514,45 @@ def test_predicted_memory_is_what_a_rank_holds() -> None:
     first, _ = run_gloo(_holds, 2, timeout_s=120.0)
     for predicted, held in first:
         assert predicted == held > 0
+
+
+def _on_the_host(rank: int, size: int) -> list[tuple[float, float, str]]:
+    """What a rank holds, and is predicted to hold, over what it does without a host; and why."""
+    from benchmarks.slices.live_bytes import LiveBytes
+
+    found = []
+    for recompute, order in (("none", "minimal"), ("selective", "aligned")):
+        asked = AutoSlices(slices=8, recompute=recompute, order=order, balance="none", memory_bytes=1 << 30)
+        batch, model = batch_of(tokens=32), model_of("llama", torch.float32)
+        first = pipe_of(copy.deepcopy(model), asked)
+        losses = [first.step(*batch) for _ in range(4)]
+        assert isinstance(first.model, Choosing)
+        before = first.model.chosen.choice
+        assert before is not None
+        assert not before.options.offload
+        # what is hidden by a link without end is known whatever was measured
+        room = int(0.8 * max(before.score.peak_bytes))
+        pipe = pipe_of(model, replace(asked, memory_bytes=room, host_bytes_per_s=1e18))
+        assert isinstance(pipe.model, ChosenTransformers)
+        assert [pipe.step(*batch) for _ in range(3)] == losses[:3]
+        live = LiveBytes(pipe.model)
+        assert pipe.step(*batch) == losses[3]
+        choice, measured = pipe.model.chosen.choice, pipe.model.chosen.costs
+        assert choice is not None
+        assert measured is not None
+        assert choice.options.offload == "auto"
+        messages = 6 * measured.boundary_bytes * 32 / 8
+        whole, peak = before.score.peak_bytes[0] - messages, choice.score.peak_bytes[0] - messages
+        found.append((live.peak / whole, peak / whole, str(choice)))
+    return found
+
+
+def test_what_does_not_fit_otherwise_waits_on_the_host() -> None:
+    """Predicted memory is what a rank holds, and no loss changes."""
+    first, _ = run_gloo(_on_the_host, 2, timeout_s=180.0)
+    for held, predicted, why in first:
+        assert held == predicted < 0.8
+        assert "to the host hides that, and without it nothing fits" in why
 
 
 def test_a_job_says_slices_by_its_layout() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
@@ -19,7 +19,8 @@ import numpy as np
 from pipeline_balance.schedules.actions import Schedule
 from pipeline_balance.schedules.exchange import Exchange, plan
 from pipeline_balance.schedules.exchange_times import ExchangeCosts, LayerSeconds, simulate_exchange
-from pipeline_balance.schedules.simulate import Durations, simulate
+from pipeline_balance.schedules.offload import Offload, hidden_in, offload
+from pipeline_balance.schedules.simulate import Durations, Simulation, peak_activation_bytes, simulate
 from pipeline_balance.schedules.sliced import Order, slice_starts, sliced
 from pipeline_balance.slices.options import Balance, Recompute, SliceOptions
 from prophet.errors import SpecError
@@ -60,6 +61,7 @@ class UnitCosts:
         kept_bytes: What a token keeps until its backward, by what is computed again; "none" at least.
         again_s: Seconds that computing again adds to a token's backward, likewise.
         gradient_bytes: What gradients of a token's keys and values take.
+        chunk_bytes: What its keys and values take of what it keeps: they never go to the host.
         attentions: How many attentions it has.
         window: How many tokens a token sees; None: all before it.
     """
@@ -68,6 +70,7 @@ class UnitCosts:
     kept_bytes: Mapping[str, float]
     again_s: Mapping[str, float] = field(default_factory=dict)
     gradient_bytes: float = 0.0
+    chunk_bytes: float = 0.0
     attentions: int = 0
     window: int | None = None
 
@@ -83,6 +86,10 @@ class UnitCosts:
         forward, backward, forward_column, backward_column = self._at(tokens)
         again = self.again_s.get(recompute, 0.0) * tokens
         return forward + seen * forward_column, backward + again + seen * backward_column
+
+    def kept(self, recompute: str) -> float:
+        """What a token keeps; what is in front of the layers and behind them is never computed again."""
+        return self.kept_bytes.get(recompute, self.kept_bytes["none"])
 
     def _at(self, tokens: int) -> list[float]:
         """The figures of a slice of any length, on lines between those that were measured."""
@@ -140,6 +147,9 @@ class AutoSlices:
         memory_bytes: What a rank may hold beside parameters, their gradients and the optimizer's state. None takes what
             the device, or this process's share of the machine, has free at that moment.
         keep_bytes: As there, where attention is exchanged.
+        host_bytes_per_s: Of the link to the host, each way. Where less memory or none would do without, what layers
+            save waits there as far as the schedule hides it (`offload="auto"` there). None: nothing goes to the host,
+            which on a CPU has no other memory.
         costs: What slices cost. None measures it on all ranks.
 
     Raises:
@@ -153,6 +163,7 @@ class AutoSlices:
     stages_per_rank: int = 1
     memory_bytes: int | None = None
     keep_bytes: int = 0
+    host_bytes_per_s: float | None = None
     costs: SliceCosts | None = None
 
     models: ClassVar[str] = SliceOptions.models
@@ -171,6 +182,8 @@ class AutoSlices:
             order="aligned" if self.order == "auto" else self.order,
             balance="exchange" if keep else "none" if self.balance == "auto" else self.balance,
             keep_bytes=keep,
+            offload="auto" if self.host_bytes_per_s is not None else 0.0,
+            host_bytes_per_s=self.host_bytes_per_s,
         )
 
     def whole(self) -> SliceOptions:
@@ -294,6 +307,8 @@ def measured_lengths(asked: AutoSlices, ranks: int, lengths: Sequence[int]) -> l
 def choose(asked: AutoSlices, costs: SliceCosts, setting: Setting) -> Choice:
     """Choose the fastest candidate that fits in memory; of those within 2 % of it the one that holds least.
 
+    What is faster and too large may fit with saved tensors on the host.
+
     Args:
         asked: What is named, and kept.
         costs: What slices cost.
@@ -312,15 +327,20 @@ def choose(asked: AutoSlices, costs: SliceCosts, setting: Setting) -> Choice:
             f"with {setting.stages_per_rank} stages each, as AutoSlices asks"
         )
     fitting = [score for score in scores if score.over(limits) <= 0]
+    if (away := scorer.on_host(scores, min((score.step_s for score in fitting), default=math.inf))) is not None:
+        scores.append(away)
+        fitting.append(away)
     if not fitting:
         least = min(scores, key=lambda score: score.over(limits))
         rank, need, room = max(
             ((r, a, b) for r, (a, b) in enumerate(zip(least.peak_bytes, limits, strict=True)) if b is not None),
             key=lambda one: one[1] - one[2],
         )
+        link = asked.host_bytes_per_s
         raise SpecError(
             f"no slices fit in memory: the least need is {need} bytes on rank {rank}, with {_words(least.candidate)}, "
             f"and memory_bytes is {room} there"
+            + ("" if link is None else f"; a link of {link / 1e9:.3g} GB/s to the host hides too little")
         )
     shortest = min(score.step_s for score in fitting)
     near = [score for score in fitting if score.step_s <= (1 + NEARLY) * shortest]
@@ -336,7 +356,8 @@ def _words(one: SliceOptions) -> str:
     if one.slices == 1:
         return f"no slices{again}"
     lengths = {"none": "equal", "uneven": "of equal cost", "exchange": "with exchange"}[one.balance]
-    return f"{one.slices} slices, {lengths}, {one.order} order{again}"
+    away = ", saved tensors on the host" if one.offloads else ""
+    return f"{one.slices} slices, {lengths}, {one.order} order{again}{away}"
 
 
 def _reason(best: Score, whole: Score | None, scores: Sequence[Score], limits: Sequence[int | None]) -> str:
@@ -349,11 +370,37 @@ def _reason(best: Score, whole: Score | None, scores: Sequence[Score], limits: S
         said += f"; the fastest in slices, {_words(fastest.candidate)}: {fastest}"
     elif best.candidate.slices > 1 and whole is not None:
         said += f"; without slices {whole}" + (", which does not fit" if whole.over(limits) > 0 else "")
+    if (link := best.candidate.host_bytes_per_s) is not None:
+        said += f"; a link of {link / 1e9:.3g} GB/s to the host hides that, and without it "
+        here = [score for score in scores if score.over(limits) <= 0 and not score.candidate.offloads]
+        next_best = min(here, key=lambda score: score.step_s, default=None)
+        said += f"the fastest that fits is {_words(next_best.candidate)}: {next_best}" if next_best else "nothing fits"
     left = [score for score in scores if score.over(limits) > 0 and score.step_s < best.step_s]
     if left:
         fastest = min(left, key=lambda score: score.step_s)
         said += f"; faster but too large is {_words(fastest.candidate)}: {fastest}"
     return said
+
+
+class _Ran(NamedTuple):
+    """A step that was simulated.
+
+    Attributes:
+        schedule: Its order.
+        lengths: Of all slices, in tokens [U].
+        durations: Seconds and bytes.
+        found: What came of it.
+    """
+
+    schedule: Schedule
+    lengths: Sequence[int]
+    durations: Durations
+    found: Simulation
+
+
+def _plain(one: SliceOptions) -> SliceOptions:
+    """The same without exchange."""
+    return replace(one, balance="none", keep_bytes=0, exchange_costs=None) if one.exchanges else one
 
 
 class _Scorer:
@@ -365,6 +412,7 @@ class _Scorer:
         self._schedule = cache(self._sliced)
         self._seconds = cache(self._stage_seconds)
         self._attending = [unit for unit in costs.units if unit.attentions]
+        self._windows = [unit.window for unit in self._attending for _ in range(unit.attentions)]
         self._plans: dict[int, Exchange] = {}
 
     def candidates(self) -> list[SliceOptions]:
@@ -405,13 +453,29 @@ class _Scorer:
         """What is predicted; None where there is no such schedule, or sequences cannot be cut so."""
         if one.exchanges:
             return self._exchanged(one)
+        ran = self._ran(one)
+        if ran is None:
+            return None
+        messages = _MESSAGES[self._setting.stages_per_rank == 1] if self._setting.used > 1 else 0
+        more = math.ceil(messages * self._costs.boundary_bytes * max(ran.lengths))
+        found = ran.found
+        return Score(
+            candidate=one,
+            step_s=found.makespan_s,
+            work_s=sum(found.busy_s) / len(found.busy_s),
+            peak_bytes=tuple(peak + more for peak in found.peak_activation_bytes),
+        )
+
+    def _ran(self, one: SliceOptions) -> _Ran | None:
+        """A step without exchange; None where there is none."""
         setting, costs = self._setting, self._costs
         try:
             # several stages per rank do not go with every number
             schedule = self._schedule(one.slices, one.order)
             # also those of other replicas
             every = {*setting.lengths, *setting.tokens}
-            starts = {tokens: slice_starts(tokens, one.slices, one.crossover_tokens) for tokens in every}
+            cut = one.slices, one.crossover_tokens, self._windows
+            starts = {tokens: slice_starts(tokens, *cut) for tokens in every}
         except SpecError:
             return None
         slices = [(b - a, a) for tokens in setting.tokens for a, b in pairwise(starts[tokens])]
@@ -424,27 +488,16 @@ class _Scorer:
             stages = [sum(of_token(costs.units[u]) for u in units) for units in setting.stages]
             return [[math.ceil(each * tokens) for tokens in lengths] for each in stages]
 
-        found = simulate(
-            schedule,
-            Durations(
-                forward_s=forward,
-                input_s=backward,
-                weight_s=np.zeros_like(backward),
-                forward_transfer_s=links,
-                backward_transfer_s=links,
-                # what is in front of the layers and behind them is never computed again
-                activation_bytes=n_bytes(lambda unit: unit.kept_bytes.get(one.recompute, unit.kept_bytes["none"])),
-                chunk_gradient_bytes=n_bytes(lambda unit: unit.gradient_bytes),
-            ),
+        durations = Durations(
+            forward_s=forward,
+            input_s=backward,
+            weight_s=np.zeros_like(backward),
+            forward_transfer_s=links,
+            backward_transfer_s=links,
+            activation_bytes=n_bytes(lambda unit: unit.kept(one.recompute)),
+            chunk_gradient_bytes=n_bytes(lambda unit: unit.gradient_bytes),
         )
-        messages = _MESSAGES[setting.stages_per_rank == 1] if setting.used > 1 else 0
-        more = math.ceil(messages * costs.boundary_bytes * max(lengths))
-        return Score(
-            candidate=one,
-            step_s=found.makespan_s,
-            work_s=sum(found.busy_s) / len(found.busy_s),
-            peak_bytes=tuple(peak + more for peak in found.peak_activation_bytes),
-        )
+        return _Ran(schedule, lengths, durations, simulate(schedule, durations))
 
     def _sliced(self, slices: int, order: Order) -> Schedule:
         setting = self._setting
@@ -466,6 +519,64 @@ class _Scorer:
         more = sum(sum(unit.seconds(tokens, 1)) - sum(unit.seconds(tokens, 0)) for unit in attending)
         # half of the slice itself comes before a token, on average; where nothing grows all slices are equal
         return max(round(alone / more - tokens / 2), 0) if more * 1e6 * tokens > alone else 10**9
+
+    # --- the host ----------------------------------------------------------------------------------------------
+
+    def on_host(self, scores: Sequence[Score], most_s: float) -> Score | None:
+        """The fastest of what is too large that fits with saved tensors on the host; None where there is none.
+
+        Args:
+            scores: Of all candidates.
+            most_s: It must be faster than that.
+        """
+        limits, link = self._setting.memory_bytes, self._asked.host_bytes_per_s
+        if link is None:
+            return None
+        large = [score for score in scores if score.over(limits) > 0 and score.candidate.slices > 1]
+        # what is hidden takes no time
+        faster = sorted((score for score in large if score.step_s < most_s), key=lambda score: score.step_s)
+        return next((found for score in faster if (found := self._offloaded(score, link)) is not None), None)
+
+    def _offloaded(self, score: Score, bytes_per_s: float) -> Score | None:
+        """The same with as much on the host as the schedule hides; None where that does not fit."""
+        one, limits = score.candidate, self._setting.memory_bytes
+        ran = self._ran(_plain(one))
+        assert ran is not None
+        whole = [tokens for tokens in self._setting.tokens for _ in range(one.slices)]
+        sizes = [tokens / its for tokens, its in zip(ran.lengths, whole, strict=True)]
+        # a plan knows no stages: what goes is that of the smallest here, and takes as long as the largest's
+        least, most = [], []
+        for row in ran.schedule.actions:
+            stages = sorted({action.stage for action in row if action.kind == "F"})
+            moved = [[self._moved(stage, tokens, one.recompute) for tokens in ran.lengths] for stage in stages]
+            least.append([min(its) for its in zip(*moved, strict=True)])
+            most.append([max(its) / bytes_per_s for its in zip(*moved, strict=True)])
+
+        def after(plans: Iterable[Offload]) -> Score:
+            away = [plan.away_bytes(moved) for plan, moved in zip(plans, least, strict=True)]
+            kept, sums = ran.durations.activation_bytes, ran.durations.chunk_gradient_bytes
+            peaks = zip(
+                score.peak_bytes,
+                ran.found.peak_activation_bytes,
+                peak_activation_bytes(ran.schedule, kept, sums, away),
+                strict=True,
+            )
+            candidate = replace(one, offload="auto", host_bytes_per_s=bytes_per_s)
+            return replace(score, candidate=candidate, peak_bytes=tuple(peak - b + a for peak, b, a in peaks))
+
+        rows = ran.schedule.actions
+        # what needs least, whether hidden or not, is soon known
+        if after(offload(row, one.slices, 1.0, sizes=sizes) for row in rows).over(limits) > 0:
+            return None
+        plans = [hidden_in(ran.found, row, one.slices, sizes, its).plan for row, its in zip(rows, most, strict=True)]
+        found = after(plans)
+        return found if found.over(limits) <= 0 else None
+
+    def _moved(self, stage: int, tokens: int, recompute: str) -> int:
+        """Bytes of a slice that may leave a stage: neither keys and values, nor what it has received."""
+        units = [self._costs.units[unit] for unit in self._setting.stages[stage]]
+        each = sum(unit.kept(recompute) - unit.chunk_bytes for unit in units)
+        return max(math.floor((each - (self._costs.boundary_bytes if stage else 0.0)) * tokens), 0)
 
     # --- exchange ----------------------------------------------------------------------------------------------
 
@@ -496,7 +607,7 @@ class _Scorer:
 
     def _exchanged(self, one: SliceOptions) -> Score | None:
         """What is predicted with exchange: as without it, but for what it saves and holds."""
-        plain = self.score(replace(one, balance="none", keep_bytes=0, exchange_costs=None))
+        plain = self.score(_plain(one))
         if plain is None:
             return None
         costs, tokens = self._costs, max(self._setting.tokens) // one.slices

@@ -47,12 +47,12 @@ class Pieces(Sliced, PipelineModel):
     @contextmanager
     def cutting(self, options: SliceOptions) -> Iterator[None]:
         """Within this context sequences are cut by other options, and pass as they are."""
-        before = self.slices, self._uneven, self._given, self.exchanging
+        before = self.slices, self._uneven, self._given, self.exchanging, self.offloader
         Sliced.follow(self, options)
         try:
             yield
         finally:
-            self.slices, self._uneven, self._given, self.exchanging = before
+            self.slices, self._uneven, self._given, self.exchanging, self.offloader = before
 
     def _ready(self, part: SlicePart) -> None:
         """Have what running a part needs besides, which all of its units share."""
@@ -193,6 +193,7 @@ class Pieces(Sliced, PipelineModel):
             "kept_bytes": kept,
             "again_s": again,
             "gradient_bytes": counted.gradient_bytes / shortest,
+            "chunk_bytes": counted.chunk_bytes / shortest,
             "attentions": attentions,
             "window": window,
         }
@@ -208,7 +209,7 @@ class Pieces(Sliced, PipelineModel):
         weights = [p for p in self.units[unit].parameters() if p.requires_grad]
         # weights' gradients are added up over slices, in float32 or better
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in weights]
-        store, seconds, kept, gradients = ChunkStore(), [[0.0, 0.0] for _ in parts], 0, 0
+        store, seconds, kept, chunks, gradients = ChunkStore(), [[0.0, 0.0] for _ in parts], 0, 0, 0
         done: list[tuple[Activations, Activations]] = []
         for number, part in enumerate(parts):
             self._ready(part)
@@ -222,7 +223,7 @@ class Pieces(Sliced, PipelineModel):
                 out = (self.loss(out, part),) if last else out
                 seconds[number][0] = time.perf_counter() - began
             if counting:
-                kept = saved.bytes_with(store)
+                kept, chunks = saved.bytes_with(store), store.used_bytes
             done.append((given, out))
         for number, part in reversed([*enumerate(parts)]):
             given, out = done.pop()
@@ -240,7 +241,7 @@ class Pieces(Sliced, PipelineModel):
                         total.add_(grad)
                 seconds[number][1] = time.perf_counter() - began
             gradients = max(gradients, store.gradient_bytes)
-        return _Piece(seconds, kept, gradients)
+        return _Piece(seconds, kept, chunks, gradients)
 
 
 class _Piece(NamedTuple):
@@ -249,11 +250,13 @@ class _Piece(NamedTuple):
     Attributes:
         seconds: By slice, forward and backward.
         kept_bytes: What the first slice keeps; 0 where it was not counted.
+        chunk_bytes: Of that, its keys and values.
         gradient_bytes: What gradients of its keys and values take.
     """
 
     seconds: list[list[float]]
     kept_bytes: int
+    chunk_bytes: int
     gradient_bytes: int
 
 

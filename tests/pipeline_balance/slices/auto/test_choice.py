@@ -110,7 +110,8 @@ def naive(asked: AutoSlices, given: SliceCosts, at: Setting) -> dict[Candidate, 
         try:
             schedule = sliced(at.used, at.stages_per_rank, len(at.tokens), n, order)  # type: ignore[arg-type]
             crossover = _crossover(given) if balance == "uneven" else None
-            starts = [slice_starts(tokens, n, crossover) for tokens in at.tokens]
+            windows = [unit.window for unit in given.units]
+            starts = [slice_starts(tokens, n, crossover, windows) for tokens in at.tokens]
         except (ScheduleError, SpecError):
             continue
         forward, backward, kept, sums = ([[] for _ in at.stages] for _ in range(4))  # type: ignore[var-annotated]
@@ -326,6 +327,53 @@ def test_recomputing_is_chosen_where_nothing_else_fits() -> None:
         chosen(AutoSlices(recompute="none"), setting(room=least - 1))
 
 
+FAST, SLOW = 1e6, 1e-3  # a token takes a second of a layer and keeps eight bytes
+
+
+def test_the_host_is_chosen_where_nothing_else_fits() -> None:
+    free = chosen(AutoSlices(recompute="none"))
+    least = min(max(s.peak_bytes) for s in free.scores)
+    at = setting(room=least - 1)
+    with pytest.raises(SpecError, match="no slices fit in memory"):
+        chosen(AutoSlices(recompute="none"), at)
+    found = chosen(AutoSlices(recompute="none", host_bytes_per_s=FAST), at)
+    assert (found.options.offload, found.options.host_bytes_per_s) == ("auto", FAST)
+    assert max(found.score.peak_bytes) < least
+    assert "a link of 0.001 GB/s to the host hides that, and without it nothing fits" in str(found)
+    # what is hidden takes no time
+    assert found.score.step_s in {s.step_s for s in free.scores if s.candidate.slices == found.options.slices}
+    with pytest.raises(SpecError, match=r"a link of 1e-12 GB/s to the host hides too little"):
+        chosen(AutoSlices(recompute="none", host_bytes_per_s=SLOW), at)
+
+
+def test_the_host_is_chosen_where_computing_again_would_take_longer() -> None:
+    free = chosen(AutoSlices(balance="none"))
+    room = min(max(s.peak_bytes) for s in free.scores if s.candidate.recompute == "none") - 1
+    again = chosen(AutoSlices(balance="none"), setting(room=room))
+    assert again.options.recompute != "none"
+    found = chosen(AutoSlices(balance="none", host_bytes_per_s=FAST), setting(room=room))
+    assert found.options.offload == "auto"
+    assert found.score.step_s < again.score.step_s
+    assert "and without it the fastest that fits is" in str(found)
+    # a link that hides nothing changes nothing
+    assert chosen(AutoSlices(balance="none", host_bytes_per_s=SLOW), setting(room=room)) == again
+
+
+def test_where_memory_suffices_nothing_goes_to_the_host() -> None:
+    assert chosen(AutoSlices(host_bytes_per_s=FAST)) == chosen()
+    assert chosen(AutoSlices(host_bytes_per_s=FAST), setting(1)).options.slices == 1
+
+
+def test_exchange_may_leave_saved_tensors_on_the_host() -> None:
+    growing = replace(costs(token_s=0.01, column_s=1.0, gradient_bytes=8.0), query_bytes=1.0)
+    asked = AutoSlices(slices=16, balance="exchange", order="aligned", recompute="none")
+    (score,) = choose(asked, growing, setting(microbatches=2)).scores
+    at = setting(microbatches=2, room=max(score.peak_bytes) - 1)
+    found = choose(replace(asked, host_bytes_per_s=FAST), growing, at)
+    assert (found.options.offload, found.options.exchanges) == ("auto", True)
+    assert found.score.step_s == score.step_s
+
+
 def test_of_nearly_equal_steps_the_one_that_holds_least_is_taken() -> None:
     found = chosen(again_s=0.001)
     assert found.options.recompute == "full"
@@ -401,6 +449,7 @@ def test_costs_are_those_measured_and_lines_between_them() -> None:
         ({"balance": "exchange", "order": "minimal"}, "needs order="),
         ({"balance": "none", "keep_bytes": 4}, "keep_bytes needs"),
         ({"keep_bytes": -1}, "keep_bytes must be"),
+        ({"host_bytes_per_s": 0}, "host_bytes_per_s must be"),
     ],
 )
 def test_bad_values_are_refused(wrong: dict[str, Any], says: str) -> None:
