@@ -224,6 +224,8 @@ _MAY_READ_THE_ENVIRONMENT = {
 _READS_A_PICKLE = "prophet/state/checkpoint/tensor_index.py"
 # a group has started when all of its ranks are connected
 _STARTING = {"init_process_group", "barrier", "destroy_process_group", "is_initialized"}
+# and in which store its ranks meet
+_STARTING |= {"FileStore", "TCPStore"}
 
 _SHIPPED = ("prophet", "pipeline_balance", "integrations")
 _NEVER_IMPORTED = {"tests", "benchmarks", "examples", "conftest"}

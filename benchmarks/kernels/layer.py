@@ -5,7 +5,6 @@ Shape legend: N tokens, K top-k, E experts, D model dim, H hidden dim.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import import_module
@@ -101,11 +100,9 @@ def deepspeed_layer(shape: Shape, gate: Tensor, home: ExpertWeights) -> nn.Modul
     except ImportError as error:
         return f"DeepSpeed cannot be imported: {error}"
     if not dist.is_initialized():
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        address = f"tcp://localhost:{port}"
-        dist.init_process_group("gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=30))
+        # in memory: nobody else has to find it
+        store, limit = dist.HashStore(), timedelta(seconds=30)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
     layer = deepspeed_moe(shape, Expert(shape), 1)
     inner: Any = layer.deepspeed_moe
     with torch.no_grad():

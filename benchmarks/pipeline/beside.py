@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,13 +35,13 @@ class Mover:
         if not (root / "pipeline_balance").is_dir():
             raise MoverError(f"{root} is no checkout of this project")
         self.root, self.timeout_s = root, timeout_s
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # a file in a private folder is the meeting point: no port has to be free
+        self._scratch = tempfile.TemporaryDirectory(prefix="beside-")
+        store = str(Path(self._scratch.name) / "store")
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(port), str(timeout_s)],
+                [sys.executable, __file__, str(rank), store, str(timeout_s)],
                 cwd=root,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -74,6 +74,7 @@ class Mover:
         for process in self.processes:
             process.kill()
             process.communicate()
+        self._scratch.cleanup()
 
 
 def _end_of(pipe: IO[str] | None) -> IO[str]:
@@ -117,30 +118,35 @@ def row_of(name: str, found: Sequence[tuple[float, int]]) -> dict[str, Any]:
     }
 
 
-def _serve(rank: int, port: int, timeout_s: float) -> None:
+def _serve(rank: int, store: str, timeout_s: float) -> None:
     """One process: a step and a move for every line that comes in. It uses what both checkouts have."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
     from benchmarks.cluster.host import Host
     from benchmarks.pipeline.cases import cases
     from benchmarks.pipeline.pacing import Pace
     from benchmarks.pipeline.worker import Bench
     from pipeline_balance.spec import StageMap
 
-    host = Host(rank, RANKS, "127.0.0.1", "127.0.0.1", port)
-    with host.process_group(timeout_s=timeout_s):
-        import torch.distributed as dist
-
-        bench = Bench(cases(ROUNDS)[CASE], host, pace=Pace(1.0), budget_bytes=64 << 20)
-        pipeline = bench._pipeline()
-        for line in sys.stdin:
-            number = int(line)
-            pipeline.step(*bench.case.batch(bench.corpus, number))
-            pipeline.drop_gradients()  # as controllers do
-            to = StageMap.contiguous(MAPS[(number + 1) % 2])
-            dist.barrier()
-            began = time.perf_counter()
-            done = pipeline.rebuild(to)
-            print(json.dumps([time.perf_counter() - began, done.sent_bytes]), flush=True)
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=limit)
+    # without a port: it is in the group already
+    bench = Bench(cases(ROUNDS)[CASE], Host(rank, RANKS, "127.0.0.1", "", 0), pace=Pace(1.0), budget_bytes=64 << 20)
+    pipeline = bench._pipeline()
+    for line in sys.stdin:
+        number = int(line)
+        pipeline.step(*bench.case.batch(bench.corpus, number))
+        pipeline.drop_gradients()  # as controllers do
+        to = StageMap.contiguous(MAPS[(number + 1) % 2])
+        dist.barrier()
+        began = time.perf_counter()
+        done = pipeline.rebuild(to)
+        print(json.dumps([time.perf_counter() - began, done.sent_bytes]), flush=True)
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    _serve(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

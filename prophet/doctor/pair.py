@@ -1,14 +1,13 @@
 """Two processes of this machine that exchange something over gloo, for a doctor that is started alone.
 
 They are started first and asked last, so that they import torch while the rest is looked at. They meet as torchrun's
-ranks do, by environment variables and a port, which `prophet.ranks.launch.run_ranks` does without. `python -m
-prophet.doctor.pair FOLDER SECONDS` is one of them.
+ranks do, by environment variables and a port that rank 0 opens, which `prophet.ranks.launch.run_ranks` does without.
+`python -m prophet.doctor.pair FOLDER SECONDS` is one of them.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,13 +36,8 @@ class Pair:
     def __init__(self, environment: Mapping[str, str], timeout_s: float) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="prophet-doctor-")
         self._folder = Path(self._scratch.name)
-        with socket.socket() as free:
-            # The system picks a free port. Another program could take it before the first rank does; that would be a
-            # finding
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         # Without GPUs: CUDA would take seconds to start, and the exchange is over gloo
-        fixed = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+        fixed = {"WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "prophet.doctor.pair", self._scratch.name, f"{timeout_s:.1f}"]
         self._processes = []
         for rank in ("0", "1"):
@@ -82,16 +76,18 @@ class Pair:
 def main(folder: str, seconds: str) -> None:
     """Run one of the two ranks; the first writes what it has found into `folder`."""
     from prophet.doctor.ranks import exchange
-    from prophet.ranks.launch import joined_group, launched
+    from prophet.ranks.launch import joined_group, launched, open_store
 
     launch = launched()
     if launch is None:
         raise SystemExit("expected RANK and WORLD_SIZE in the environment")
+    store = open_store(launch.local_rank, Path(folder), timeout_s=float(seconds))
     with joined_group(launch, timeout_s=float(seconds), backend="gloo") as collective:
         checks = exchange(collective, "cpu")
         if collective.rank == 0:
             (Path(folder) / _ANSWER).write_text(json.dumps([asdict(check) for check in checks]), encoding="utf-8")
         collective.close()
+    del store
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from prophet.ranks.process_group import collective_for
 _GRACE_S = 5.0
 # Imported once, torch with it, by the process that all ranks are forked from
 PRELOADED = ["prophet.ranks.launch"]
+_HERE = "127.0.0.1"
 
 
 def run_ranks(
@@ -163,6 +164,36 @@ def joined_group(launch: Launch, *, timeout_s: float, backend: str | None = None
         yield collective_for(None, timeout_s=timeout_s)
     finally:
         dist.destroy_process_group()
+
+
+def open_store(rank: int, folder: Path, *, timeout_s: float) -> object:
+    """Open rank 0's store on a port of its own, and tell this process's environment where ranks meet.
+
+    The system gives rank 0 the port, and rank 0 keeps it. One that a launcher finds free beforehand is free until
+    another program takes it: then ranks of two groups meet each other and wait.
+
+    Args:
+        rank: This process's rank.
+        folder: A private folder of all ranks, where rank 0 leaves the port.
+        timeout_s: How long the others wait for it, in seconds.
+
+    Returns:
+        What has to stay alive until `joined_group` has joined; on other ranks than 0 it is nothing.
+
+    Raises:
+        RuntimeError: Rank 0 has not opened its store in time.
+    """
+    limit = timedelta(seconds=timeout_s)
+    kept: Any = None
+    shared = dist.FileStore(str(folder / "port"), -1)  # type: ignore[attr-defined]
+    shared.set_timeout(limit)
+    if rank == 0:
+        # Multi-tenant: `init_process_group` finds this process's server at its port, and opens no second one
+        how: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True, "timeout": limit}
+        kept = dist.TCPStore(_HERE, 0, **how)  # type: ignore[attr-defined]
+        shared.set("port", str(kept.port))
+    os.environ.update({"MASTER_ADDR": _HERE, "MASTER_PORT": shared.get("port").decode()})
+    return kept
 
 
 def _watch(processes: Sequence[BaseProcess], folder: Path, limit_s: float, what: str) -> None:

@@ -7,12 +7,12 @@ limit, and no process outlives it.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,12 +32,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from prophet.ranks.launch import PRELOADED, leave
+from prophet.ranks.launch import PRELOADED, leave, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 START_S = 240.0  # for the server's imports; minutes only where it compiles the planner
 GRACE_S = 5.0  # for the others to end, once a rank has failed
+STACK_AFTER = 0.9  # of a rank's time: where it is then is said if it does not end
 
 
 # --- functions on a gloo group -------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def process_outcomes(
 
     `body` must be importable; it finds the process group initialised, and may end it. Results travel by pipe, so keep
     them small. timeout_s: what still runs then is killed. grace_s: how long after a rank's failure; None: no sooner.
-    told: no group is initialised, and the environment says what a launcher says, and this.
+    told: no group is initialised, and the environment says what a launcher says, and this. Rank 0 keeps the store.
     """
     context = _server()
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +80,7 @@ def process_outcomes(
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_rank_main,
-                    args=(rank, _Start(size, str(Path(folder) / "store"), timeout_s, told), body, args, theirs),
+                    args=(rank, _Start(size, Path(folder), timeout_s, told), body, args, theirs),
                     name=f"rank {rank}",
                     daemon=True,
                 )
@@ -87,7 +88,7 @@ def process_outcomes(
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
-            return _watch(pipes, processes, timeout_s, grace_s)
+            return _watch(pipes, processes, Path(folder), timeout_s, grace_s)
         finally:
             _end(processes)
 
@@ -156,30 +157,42 @@ class _Start(NamedTuple):
     """What a rank's process needs to know before it runs its body."""
 
     size: int
-    store: str
+    folder: Path
     timeout_s: float
     told: Mapping[str, str] | None
 
-    def prepare(self, rank: int) -> None:
+    def prepare(self, rank: int) -> object:
+        """Let a rank meet the others, or know where; what is returned has to live as long as the rank."""
         torch.set_num_threads(1)
         if self.told is None:
             limit = timedelta(seconds=self.timeout_s)
-            store = dist.FileStore(self.store, self.size)
+            store = dist.FileStore(str(self.folder / "store"), self.size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=limit)
             # gloo connects ranks one by one: a body that vanishes at once must not cut off one that still connects
             store.set(f"connected/{rank}", "yes")
             store.wait([f"connected/{r}" for r in range(self.size)], limit)
-        else:
-            os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)})
-            os.environ.update(self.told)
+            return None
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)})
+        os.environ.update({"CUDA_VISIBLE_DEVICES": "", **self.told})
+        return open_store(rank, self.folder, timeout_s=self.timeout_s)
 
 
 def _rank_main(rank: int, start: _Start, body: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
     """One rank's process. It stays until it is told that all others have their results: one that is still connecting
     must not be cut off.
     """
+    with (start.folder / f"stack-{rank}").open("w") as stack:
+        # of one that hangs, where it does so is all that can be known
+        faulthandler.dump_traceback_later(STACK_AFTER * start.timeout_s, file=stack)
+        try:
+            _run(rank, start, body, args, pipe)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _run(rank: int, start: _Start, body: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
     try:
-        start.prepare(rank)
+        kept = start.prepare(rank)
         pipe.send((body(*args), None))
     except BaseException as error:
         pipe.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
@@ -188,13 +201,14 @@ def _rank_main(rank: int, start: _Start, body: Callable[..., Any], args: tuple[A
         all_well = pipe.recv()
         if all_well and dist.is_initialized():
             dist.destroy_process_group()
+    del kept
     leave()
 
 
 def _watch(
-    pipes: Sequence[Any], processes: Sequence[BaseProcess], timeout_s: float, grace_s: float | None
+    pipes: Sequence[Any], processes: Sequence[BaseProcess], folder: Path, timeout_s: float, grace_s: float | None
 ) -> list[Outcome]:
-    """Wait until all ranks have ended, or the time is up."""
+    """Wait until all ranks have ended, or the time is up; `folder` has the stacks of those that are late."""
     began = time.monotonic()
     deadline = began + timeout_s
     said: dict[int, tuple[Any, str | None]] = {}
@@ -221,16 +235,24 @@ def _watch(
             for pipe in pipes:
                 with suppress(OSError):
                     pipe.send(not failed)
-    late = (None, f"still running after {time.monotonic() - began:.0f} s")
+    after = f"still running after {time.monotonic() - began:.0f} s"
+    late = {r: (None, "\n".join([after, *_stack(folder / f"stack-{r}")])) for r in ranks if r not in said}
     return [
         Outcome(
-            result=said.get(r, late)[0],
-            error=said.get(r, late)[1],
+            result=(said | late)[r][0],
+            error=(said | late)[r][1],
             exit_code=processes[r].exitcode if r in ended else None,
             seconds=ended.get(r, timeout_s),
         )
         for r in ranks
     ]
+
+
+def _stack(file: Path) -> list[str]:
+    """The lines of a rank's threads, where it was running for most of its time."""
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8").splitlines()
+    return []
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
@@ -276,15 +298,7 @@ def as_launched(
     Its processes are those of `on_processes`: they need not import torch first, as torchrun's do. settings: more of
     its environment.
     """
-    told = {**launcher_says(), **settings}
-    return on_processes(ranks, _play, program, arguments, timeout_s=timeout_s, told=told)
-
-
-def launcher_says() -> dict[str, str]:
-    """Where ranks meet: rank 0 keeps the store, at a port that is free."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1]), "CUDA_VISIBLE_DEVICES": ""}
+    return on_processes(ranks, _play, program, arguments, timeout_s=timeout_s, told=settings)
 
 
 def _play(program: Path | str, arguments: Sequence[str]) -> str:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.house import ROOT
-from tests.helpers.launch import launcher_says
 
 PART = "part of a program"
 """Title of a fence whose lines are no whole program: they must parse, and are not run."""
@@ -33,6 +32,9 @@ MEASURED = "Measured on this machine"
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 """What a launcher tells its only process."""
+
+MEETS_NOBODY = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""}
+"""Where a rank meets others that has none: at a port that the system gives it."""
 
 COMMAND_S = 240.0
 """Longest that one command or program of a page may take."""
@@ -142,7 +144,7 @@ def run(command: list[str], folder: Path, **settings: str) -> str:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",  # transformers imports DeepSpeed where it is installed, which else says what it found
-        **launcher_says(),
+        **MEETS_NOBODY,
         **settings,
     }
     with subprocess.Popen(

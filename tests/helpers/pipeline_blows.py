@@ -27,7 +27,7 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import StageFailed
 from prophet.ranks.launch import leave
-from tests.helpers.launch import launcher_says, process_outcomes
+from tests.helpers.launch import process_outcomes
 from tests.helpers.pipeline_model import LAYERS, batch, pipeline
 
 RANKS = 4
@@ -79,7 +79,7 @@ def ends(
     replicas: 2 for two pipelines of two ranks. at_once: ranks end without their interpreter's shutdown, which takes
     each of them more time than all before.
     """
-    told = launcher_says() if tcp else None
+    told: dict[str, str] | None = {} if tcp else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         blow = name, fate, where, tuple(victims), ahead, replicas, at_once
