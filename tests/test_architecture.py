@@ -106,6 +106,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {
         "prophet.errors",
+        "prophet.spec",  # a digest of places
         "prophet.ranks",
         "prophet.experts",
         "prophet.layer",

@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks.common import Row, add_common, chosen, finish
 from benchmarks.measure import quartiles, rotated, seconds_of
 from benchmarks.tables import show as show_table
-from pipeline_balance.dynamics.pruning import PrunedLinear
+from pipeline_balance.dynamics.pruning import PrunedLinear, note_shared
 
 NEAR = 1e-4  # of the largest element: what sums in another order may differ by in float32
 
@@ -41,6 +41,7 @@ def measure(*, dim: int, tokens: int, kept: Sequence[float], repeats: int) -> li
         layers = {"dense_ms": PrunedLinear(dim, dim), "sparse_ms": PrunedLinear(dim, dim, sparse_below=1.0)}
         layers["sparse_ms"].load_state_dict(layers["dense_ms"].state_dict())
         optimizers = {name: torch.optim.Adam(layer.parameters()) for name, layer in layers.items()}
+        note_shared(layers.values())
         for name, layer in layers.items():
             layer.prune(mask, optimizers[name])
         row: Row = {"kept": share, "dim": dim, "tokens": tokens, "repetitions": repeats}

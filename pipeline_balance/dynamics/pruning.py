@@ -9,9 +9,11 @@ to the lower rank and the lower position, so exactly k are kept, on any number o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from pipeline_balance.dynamics.csr import Pattern, product
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.operation import Operation
+from prophet.spec import digest
 
 _DIGIT_BITS = 8
 _BUCKETS = 1 << _DIGIT_BITS
@@ -133,7 +136,8 @@ class PrunedLinear(nn.Linear):
     optimizers keep for it, and products are sparse. `prune` and `store_sparse` go from the first to the second. A
     weight that other modules share stays dense, as does one with fewer than two values left; of that products are
     sparse all the same. The buffer `mask` has the places of the weights in the form that they
-    have, so that both travel together.
+    have, so that both travel together. The `state_dict` of an optimizer that `prune` was told of says which places its
+    values are of, and it loads no state of others.
 
     A `state_dict` is that of the dense form always. In the sparse form it is a copy: what is written into it does not
     reach the layer, and `keep_vars=True` is refused. Loading keeps the form. A layer that is
@@ -155,8 +159,8 @@ class PrunedLinear(nn.Linear):
         self._known: tuple[Tensor, Pattern] | None = None
         # a mask of the dense form, its version, and where the weights are if hardly one is left
         self._counted: tuple[Tensor, int, Pattern | None] | None = None
-        # whether other modules have the weight, too; whoever sees them all says so, see `note_shared`
-        self.shared = False
+        # whether other modules have the weight, too; whoever sees them all says so, see `note_shared`. None: nobody has
+        self.shared: bool | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -203,7 +207,8 @@ class PrunedLinear(nn.Linear):
 
         Raises:
             SpecError: `mask` is no mask of this layer, or inference mode is on. Or the layer is or would be stored
-                sparse, and `optimizers` is None or keeps what cannot be. Nothing has changed then.
+                sparse, and `optimizers` is None or keeps what cannot be, or nobody has said whether another module
+                has the weight, see `note_shared`. Nothing has changed then.
         """
         if torch.is_inference_mode_enabled():
             raise SpecError("tensors of inference mode cannot be trained: prune outside of it")
@@ -213,6 +218,11 @@ class PrunedLinear(nn.Linear):
         if not self.stored_sparse:
             kept = self.mask & mask
             if self._goes_sparse(kept):
+                if self.shared is None:
+                    raise SpecError(
+                        "weights are to be stored sparse, and nobody has said whether another module has them, which "
+                        "would find a row of values: call note_shared([model]), or set layer.shared"
+                    )
                 pattern = Pattern.of(kept)
                 self._exchange(pattern.pick, pattern.packed(), optimizers)
                 return
@@ -263,6 +273,8 @@ class PrunedLinear(nn.Linear):
             if kind in _BY_MATRIX and any(p is weight for g in optimizer.param_groups for p in g["params"]):
                 raise SpecError(f"{kind} cannot train weights that are stored sparse: set sparse_below=0")
             entries = optimizer.state.get(weight, {})
+            # loaded by an optimizer that nobody had named until now
+            self._check_places(entries.get(_PLACES), kind)
             for name, value in entries.items():
                 if not isinstance(value, Tensor) or value.numel() == 1:
                     continue
@@ -286,6 +298,21 @@ class PrunedLinear(nn.Linear):
         for entries, name, value in found:
             entries[name] = value
         self._buffers["mask"] = places
+        for optimizer in listed:
+            optimizer.state.get(weight, {}).pop(_PLACES, None)
+            _watch(optimizer, self)
+
+    def places_digest(self) -> int | None:
+        """Stand for the places of the weights that are left, in comparisons; None in the dense form."""
+        return digest(self._places.cpu().numpy()) if self.stored_sparse and not self._places.is_meta else None
+
+    def _check_places(self, saved: Any, kind: str) -> None:
+        """Raise `SpecError` if an optimizer's state says that it is of other places than those of the weights."""
+        if saved is not None and saved != self.places_digest():
+            raise SpecError(
+                f"the state of {kind} is of weights in other places than those that this layer has left: load the "
+                f"layer that it was saved with; {_ORDER}"
+            )
 
     def _regrad(self, grad: Tensor) -> None:
         """Have another gradient, and tell that pruning has made it and nobody has changed it since."""
@@ -380,6 +407,8 @@ class PrunedLinear(nn.Linear):
         return found
 
 
+# In an optimizer's state, beside its tensors; a plain number, as torch would round a tensor to the weight's type
+_PLACES = "places_digest"
 _ORDER = "after loading the layer call store_sparse first, then load the optimizer"
 
 
@@ -402,6 +431,62 @@ def _check_dense(weight: Tensor, kept: int, optimizers: Sequence[torch.optim.Opt
                     f"{type(optimizer).__name__} keeps {name!r} of weights stored sparse, {list(value.shape)}, for "
                     f"dense ones of {list(weight.shape)}: {_ORDER}"
                 )
+
+
+class _Watch:
+    """Has an optimizer's `state_dict` say where its values are, and refuses one that is of other places.
+
+    K values in a row do not say so themselves: those of another pattern would be taken for this one's.
+
+    Attributes:
+        layers: Those whose weights it may keep state for.
+    """
+
+    def __init__(self) -> None:
+        self.layers: WeakSet[PrunedLinear] = WeakSet()
+
+    def _entries(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> Iterator[tuple[PrunedLinear, Any, Mapping[str, Any]]]:
+        """Each layer with the key of its weight in a `state_dict`, and what is there."""
+        layers = {id(layer.weight): layer for layer in self.layers if "weight" in layer._parameters}
+        # torch pairs them by their order over all groups; where the numbers differ it says so itself
+        mine = (p for group in optimizer.param_groups for p in group["params"])
+        keys = (key for group in state["param_groups"] for key in group["params"])
+        for parameter, key in zip(mine, keys, strict=False):
+            if id(parameter) in layers and state["state"].get(key):
+                yield layers[id(parameter)], key, state["state"][key]
+
+    def saved(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Add the places. What the optimizer itself keeps is not touched."""
+        found = {
+            key: {**entries, _PLACES: layer.places_digest()}
+            for layer, key, entries in self._entries(optimizer, state)
+            if layer.stored_sparse
+        }
+        return {**state, "state": {**state["state"], **found}}
+
+    def loaded(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Compare the places and take them out again; raises `SpecError`, with nothing changed, where they differ."""
+        found: dict[Any, Any] = {}
+        for layer, key, entries in self._entries(optimizer, state):
+            layer._check_places(entries.get(_PLACES), type(optimizer).__name__)
+            found[key] = {name: value for name, value in entries.items() if name != _PLACES}
+        return {**state, "state": {**state["state"], **found}}
+
+
+_watches: WeakKeyDictionary[torch.optim.Optimizer, _Watch] = WeakKeyDictionary()
+
+
+def _watch(optimizer: torch.optim.Optimizer, layer: PrunedLinear) -> None:
+    """From now on have an optimizer say, and compare, where the layer's weights are."""
+    if optimizer not in _watches:
+        watch = _watches[optimizer] = _Watch()
+        # what only looks like an optimizer of torch may have no hooks
+        with suppress(AttributeError):
+            optimizer.register_state_dict_post_hook(watch.saved)
+            optimizer.register_load_state_dict_pre_hook(watch.loaded)
+    _watches[optimizer].layers.add(layer)
 
 
 def _pruned_meanwhile(grads: tuple[Tensor | None, ...]) -> None:
@@ -427,11 +512,14 @@ def store_sparse(layers: Iterable[nn.Module], optimizers: Optimizers) -> None:
 
 
 def note_shared(layers: Iterable[nn.Module]) -> None:
-    """Tell every `PrunedLinear` whether another of these modules has its weight, which stays dense then."""
+    """Tell every `PrunedLinear` whether another of these modules has its weight, which stays dense then.
+
+    `prune_globally`, `store_sparse` and a pipeline do so themselves; before `prune` of a single layer call it.
+    """
     holders = Counter(id(p) for m in nn.ModuleList(layers).modules() for p in m._parameters.values() if p is not None)
     for module in pruned_modules(layers):
         weight = module._parameters.get("weight")
-        module.shared = module.shared or (weight is not None and holders[id(weight)] > 1)
+        module.shared = bool(module.shared) or (weight is not None and holders[id(weight)] > 1)
 
 
 def pruned_modules(layers: Iterable[nn.Module]) -> list[PrunedLinear]:

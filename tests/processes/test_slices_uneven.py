@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 
 from pipeline_balance import attach
 from pipeline_balance.control.controller import ControllerConfig, MoveCost
-from pipeline_balance.dynamics.pruning import PrunedLinear
+from pipeline_balance.dynamics.pruning import PrunedLinear, note_shared
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced
@@ -132,6 +132,7 @@ def _pruned() -> Any:
         whole = layer.mlp.up_proj
         pruned = PrunedLinear(whole.in_features, whole.out_features, bias=False, sparse_below=0.6).double()
         pruned.load_state_dict(whole.state_dict(), strict=False)
+        note_shared([pruned])
         pruned.prune(torch.rand(whole.weight.shape, generator=generator) < 0.5, ())
         layer.mlp.up_proj = pruned
     return model

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline_balance.dynamics.csr import Pattern, product
-from pipeline_balance.dynamics.pruning import PrunedLinear, prune_globally, store_sparse
+from pipeline_balance.dynamics.pruning import PrunedLinear, note_shared, prune_globally, store_sparse
 from pipeline_balance.pipeline.model.shapes import output_of
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
@@ -35,6 +35,13 @@ OPTIMIZERS: dict[str, Make] = {
 
 def _random(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def _alone(*sizes: int, **options: Any) -> PrunedLinear:
+    """A layer whose weight no other module has, as somebody has said."""
+    layer = PrunedLinear(*sizes, **options)
+    note_shared([layer])
+    return layer
 
 
 def _model(sparse_below: float, dtype: torch.dtype) -> nn.Sequential:
@@ -148,7 +155,7 @@ class _Largest(TorchDispatchMode):
 def test_a_tenth_of_the_weights_takes_a_quarter_of_the_bytes_at_most_and_a_step_makes_no_dense_tensor() -> None:
     torch.manual_seed(0)
     whole = 4 * 4 * 1024 * 1024
-    layer = PrunedLinear(1024, 1024, bias=False, sparse_below=0.2)
+    layer = _alone(1024, 1024, bias=False, sparse_below=0.2)
     optimizer = torch.optim.Adam(layer.parameters())
 
     def step() -> None:
@@ -198,7 +205,7 @@ def test_a_state_dict_is_dense_and_loads_into_both_forms() -> None:
 
 
 def test_what_cannot_be_stored_sparse_is_refused_with_nothing_changed() -> None:
-    layer = PrunedLinear(8, 8, sparse_below=0.5)
+    layer = _alone(8, 8, sparse_below=0.5)
     few, fewer = torch.arange(64).view(8, 8) % 4 == 0, torch.arange(64).view(8, 8) % 8 == 0
     before = copy.deepcopy(layer.state_dict())
 
@@ -227,7 +234,7 @@ def test_what_cannot_be_stored_sparse_is_refused_with_nothing_changed() -> None:
 
 
 def test_a_loss_that_is_kept_does_no_harm_and_a_backward_pass_that_comes_too_late_is_an_error() -> None:
-    layer, x = PrunedLinear(8, 8, sparse_below=0.5), torch.randn(3, 8)
+    layer, x = _alone(8, 8, sparse_below=0.5), torch.randn(3, 8)
     kept = []
     for divisor in (4, 8, 16):
         kept.append(layer(x).pow(2).mean())
@@ -247,9 +254,9 @@ def test_a_loss_that_is_kept_does_no_harm_and_a_backward_pass_that_comes_too_lat
 
 
 def test_other_types_and_layers_of_next_to_nothing_stay_dense() -> None:
-    half = PrunedLinear(8, 8, sparse_below=0.5).bfloat16()
+    half = _alone(8, 8, sparse_below=0.5).bfloat16()
     half.prune(torch.arange(64).view(8, 8) % 4 == 0)
-    empty, sparse = (PrunedLinear(8, 8, sparse_below=0.5) for _ in range(2))
+    empty, sparse = (_alone(8, 8, sparse_below=0.5) for _ in range(2))
     sparse.prune(torch.arange(64).view(8, 8) % 4 == 0, ())
     empty.prune(torch.arange(64).view(8, 8) == 0)
     # one that is stored sparse becomes dense when next to nothing is left
@@ -270,7 +277,7 @@ def test_other_types_and_layers_of_next_to_nothing_stay_dense() -> None:
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_layers_of_next_to_nothing_have_no_dense_product(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, dense = PrunedLinear(64, 48, sparse_below=0.1), PrunedLinear(64, 48)
+    layer, dense = _alone(64, 48, sparse_below=0.1), _alone(64, 48)
     dense.load_state_dict(layer.state_dict())
     mask = torch.zeros(48, 64, dtype=torch.bool)
     mask[5, :left] = True
@@ -312,7 +319,7 @@ def test_all_ranks_learn_that_optimizers_are_missing_and_masks_do_not_depend_on_
 
 
 def test_under_autocast_products_are_in_the_type_of_the_weights() -> None:
-    layer = PrunedLinear(8, 8, sparse_below=0.5)
+    layer = _alone(8, 8, sparse_below=0.5)
     layer.prune(torch.arange(64).view(8, 8) % 4 == 0, ())
     x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -349,7 +356,7 @@ def _every(divisor: int, first: int = 0) -> Tensor:
 def _sparse(make: Make = OPTIMIZERS["momentum"]) -> tuple[PrunedLinear, torch.optim.Optimizer]:
     """A layer that was stored sparse before its first update."""
     torch.manual_seed(0)
-    layer = PrunedLinear(8, 8, sparse_below=0.5)
+    layer = _alone(8, 8, sparse_below=0.5)
     optimizer = make(layer.parameters())
     layer.prune(_every(4), optimizer)
     _update(layer, optimizer)
@@ -424,16 +431,61 @@ def test_moments_that_are_sparse_already_are_refused_for_a_dense_weight(sparse_b
     _refused(other, mine, lambda: store_sparse([other], mine), "store_sparse first, then load the optimizer")
 
 
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_an_optimizers_state_is_of_the_layers_places(name: str) -> None:
+    layer, optimizer = _sparse(OPTIMIZERS[name])
+    saved = copy.deepcopy(optimizer.state_dict())
+    # as many values, and one place further
+    other = _alone(8, 8, sparse_below=0.5)
+    mine = OPTIMIZERS[name](other.parameters())
+    other.prune(_every(4, 1), mine)
+    assert other.weight.shape == layer.weight.shape
+    words = "is of weights in other places than those that this layer has left"
+    _refused(other, mine, lambda: mine.load_state_dict(saved), words)
+    _update(other, mine)
+    # an optimizer that nobody had named takes it, and is refused once it is
+    unknown = OPTIMIZERS[name](other.parameters())
+    unknown.load_state_dict(saved)
+    _refused(other, unknown, lambda: other.prune(_every(8, 1), unknown), words)
+    # and with fewer values
+    layer.prune(_every(8), optimizer)
+    _refused(layer, optimizer, lambda: optimizer.load_state_dict(saved), words)
+    _update(layer, optimizer)
+
+
+def test_a_state_dict_of_the_same_places_loads_with_the_bits_that_it_had() -> None:
+    layer, optimizer = _sparse(OPTIMIZERS["adam"])
+    saved = copy.deepcopy((layer.state_dict(), optimizer.state_dict()))
+    kept = {name for entries in optimizer.state.values() for name in entries}
+    _update(layer, optimizer)
+    want = copy.deepcopy(layer.state_dict())
+    again = PrunedLinear(8, 8, sparse_below=0.5)
+    mine = OPTIMIZERS["adam"](again.parameters())
+    again.load_state_dict(saved[0])
+    store_sparse([again], mine)
+    mine.load_state_dict(saved[1])
+    # the optimizer itself keeps no more than torch's does
+    assert {name for entries in mine.state.values() for name in entries} == kept
+    _update(again, mine)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in want.items())
+    # one that was saved before places were is taken as it is
+    plain = copy.deepcopy(saved[1])
+    for entries in plain["state"].values():
+        assert set(entries) - kept <= {"places_digest"}
+        entries.pop("places_digest", None)
+    mine.load_state_dict(plain)
+
+
 @pytest.mark.parametrize("stored_sparse", [False, True])
 @pytest.mark.parametrize("mask", [_every(8).long(), _every(8).float(), _every(8)[:1], _every(8).view(4, 16)])
 def test_only_a_mask_of_the_layer_prunes_it(mask: Tensor, stored_sparse: bool) -> None:
-    layer, optimizer = _sparse() if stored_sparse else (PrunedLinear(8, 8), torch.optim.SGD([torch.zeros(1)]))
+    layer, optimizer = _sparse() if stored_sparse else (_alone(8, 8), torch.optim.SGD([torch.zeros(1)]))
     _refused(layer, optimizer, lambda: layer.prune(mask, optimizer), "a mask of this layer is torch.bool of [8, 8]")
 
 
 @pytest.mark.parametrize("stored_sparse", [False, True])
 def test_pruning_in_inference_mode_is_refused_with_the_gradient_still_there(stored_sparse: bool) -> None:
-    layer = PrunedLinear(8, 8, sparse_below=0.5)
+    layer = _alone(8, 8, sparse_below=0.5)
     optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
     if stored_sparse:
         layer.prune(_every(4), optimizer)
@@ -471,6 +523,20 @@ def test_a_weight_that_another_module_has_stays_dense(other: Any) -> None:
     assert not layer.stored_sparse
     assert layer.kept <= 0.5
     assert layer(torch.ones(3, 8)).shape == (3, 8)
+
+
+@pytest.mark.parametrize("other", [PrunedLinear(8, 8, sparse_below=0.5), nn.Embedding(8, 8), nn.Linear(8, 8)])
+def test_a_single_layer_is_not_stored_sparse_until_somebody_says_who_has_its_weight(other: Any) -> None:
+    layer = PrunedLinear(8, 8, sparse_below=0.5)
+    layer.weight = other.weight
+    optimizer = OPTIMIZERS["momentum"](layer.parameters())
+    _update(layer, optimizer)
+    words = "nobody has said whether another module has them"
+    _refused(layer, optimizer, lambda: layer.prune(_every(8), optimizer), words)
+    note_shared([layer, other])
+    layer.prune(_every(8), optimizer)
+    assert not layer.stored_sparse
+    assert layer.kept == 1 / 8
 
 
 def _tied(rank: int, size: int, kind: str) -> list[float]:
@@ -524,7 +590,7 @@ def test_a_pipeline_knows_gradients_that_pruning_has_made_from_others() -> None:
 @pytest.mark.parametrize("sparse_below", [0.0, 0.5])
 def test_a_norm_counts_no_gradient_of_what_was_pruned_after_the_backward_pass(sparse_below: float) -> None:
     torch.manual_seed(0)
-    layer = PrunedLinear(8, 8, bias=False, sparse_below=sparse_below)
+    layer = _alone(8, 8, bias=False, sparse_below=sparse_below)
     layer(torch.randn(3, 8)).pow(2).sum().backward()
     assert layer.weight.grad is not None
     expected = layer.weight.grad[_every(4)].norm()
@@ -573,7 +639,7 @@ def test_a_state_dict_of_a_sparse_layer_is_a_copy() -> None:
     "make", [lambda p: torch.optim.Muon([next(iter(p))]), torch.optim.LBFGS], ids=["muon", "lbfgs"]
 )
 def test_optimizers_that_take_a_weight_for_a_matrix_or_a_vector_are_refused(make: Any) -> None:
-    layer = PrunedLinear(8, 8, bias=False, sparse_below=0.5)
+    layer = _alone(8, 8, bias=False, sparse_below=0.5)
     optimizer = make(layer.parameters())
     _refused(layer, optimizer, lambda: layer.prune(_every(4), optimizer), "cannot train weights that are stored sparse")
 
@@ -581,7 +647,7 @@ def test_optimizers_that_take_a_weight_for_a_matrix_or_a_vector_are_refused(make
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("every", [1, 4, 192])
 def test_a_layer_tells_its_shape_without_values_dense_sparse_or_next_to_empty(every: int, nested: bool) -> None:
-    layer = PrunedLinear(8, 24, sparse_below=0.5)
+    layer = _alone(8, 24, sparse_below=0.5)
     layer.prune(torch.arange(192).view(24, 8) % every == 0, ())
     assert layer.stored_sparse == (every == 4)
     # a layer of torch raises where the shape does not fit
