@@ -178,7 +178,8 @@ class Controller:
         # two numbers of microbatches, and the number that the next step is to have (None: the one in force)
         self._trial: Trial | None = None
         # another controller may have been trying a number when it was replaced
-        self._wanted: int | None = None if self.pipeline.fixed_microbatches else self.pipeline.settled_microbatches
+        settled = None if self.pipeline.fixed_microbatches else self.pipeline.settled_microbatches
+        self._wanted: int | None = settled if settled != stages.microbatches else None
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
         self._trainable, self._trains = self.pipeline.owned.trainable(), self._training()

@@ -7,6 +7,7 @@ put in force is what a switch to that layout would have put there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline_balance.elastic.shards.job_state import ShardedLayout
 from pipeline_balance.elastic.switching import Switching
 from pipeline_balance.pipeline.move.files import Also, Checkpoint, load_state, save_state
 from pipeline_balance.pipeline.run.agreement import from_all
+from pipeline_balance.pipeline.run.stages import PipelineConfig
 from prophet.errors import SpecError
 from prophet.ranks.operation import Operation
 
@@ -77,9 +79,10 @@ def load_job(switching: Switching, folder: str | Path, data: GlobalBatches, also
         ready[0]()
         switching.shards = target if isinstance(target, ShardedLayout) else None
 
-    saved = load_state(
-        pipeline_state, target, folder, also=also, check=check, seed=lambda saved: saved.run[SEED], then=[put]
-    )
+    def draws(saved: Checkpoint, config: PipelineConfig) -> PipelineConfig:
+        return replace(config, seed=saved.run[SEED])
+
+    saved = load_state(pipeline_state, target, folder, also=also, check=check, configured=draws, then=[put])
     # before `balance`, which hands the memories to a new engine
     switching.experts.keep(saved.run[MEMORIES])
     switching.balance()

@@ -6,6 +6,7 @@ Shape legend: L layers, P ranks, M microbatches. `run` has what runs a stage map
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class ElasticPipeline:
@@ -619,11 +622,16 @@ class ElasticPipeline:
         op = Operation("changing the number of microbatches")
         refuse_where(alike(build, self.collective, op), "were given another number of microbatches, or schedule,")
         ((config, stages),) = made
-        known = self.meter.activation_bytes
-        # until they are counted anew
-        known.update({i: -(-n * self.config.microbatches // microbatches) for i, n in known.items()})
-        self.builder.config, self.settled_microbatches = config, microbatches
+        before, self.builder.config = self.config.microbatches, config
+        self._settle(before)
         self._passes.go_on(stages, self.owners)
+
+    def _settle(self, before: int) -> None:
+        """Go on with the number of microbatches in force, in place of `before`."""
+        now, known = self.config.microbatches, self.meter.activation_bytes
+        # until they are counted anew
+        known.update({i: -(-n * before // now) for i, n in known.items()})
+        self.settled_microbatches = now
 
     def _cut_into(self, microbatches: int, settled: int) -> None:
         self.settled_microbatches = settled
@@ -651,20 +659,45 @@ class ElasticPipeline:
             SpecError: On all ranks where it cannot be written.
         """
         step, after = self.progress.updates if step is None else step, stage_map or self.stage_map
-        save_state(self.state(), folder, step=step, stage_map=after, also=also)
+        # a trial's number is none to go on with
+        run = {_MICROBATCHES: [self.first_microbatches, self.settled_microbatches]}
+        save_state(self.state(), folder, step=step, stage_map=after, also=also, run=run)
 
     def load(self, folder: str | Path, *, also: Also = None) -> Checkpoint:
         """Take over the state that other ranks, of any number, have saved; collective, between updates.
 
         The pipeline keeps its stage map: build it with `read_checkpoint(folder).stage_map` to use the saved one. `also`
-        gets what was saved under the same names.
+        gets what was saved under the same names. Where the saved run had changed its number of microbatches, this one
+        goes on with that number. It does not if it was made with another number than the saved run, or if its number
+        cannot change; then the log says so.
 
         Raises:
             SpecError: On all ranks, with all as it was, for a checkpoint of another model or other optimizer groups,
                 and for damaged or missing files.
         """
-        state = self.state()
-        return load_state(state, state.in_force(), folder, also=also)
+        state, before = self.state(), self.config.microbatches
+        # the number to go on with, filled by `check`; 0 leaves the one in force
+        found: list[int] = []
+
+        def check(saved: Checkpoint) -> None:
+            given, settled = _saved_microbatches(saved, folder)
+            goes_on = given == self.first_microbatches and not self.fixed_microbatches
+            found.append(settled if goes_on else 0)
+
+        def cut(saved: Checkpoint, config: PipelineConfig) -> PipelineConfig:
+            return replace(config, microbatches=found[0] or config.microbatches)
+
+        def settle() -> None:
+            if found[0]:
+                self._settle(before)
+
+        saved = load_state(state, state.in_force(), folder, also=also, check=check, configured=cut, then=[settle])
+        given, settled = _saved_microbatches(saved, folder)
+        if settled not in (given, self.settled_microbatches) and self.collective.rank == 0:
+            why = self.fixed_microbatches or f"it was made with {self.first_microbatches}"
+            now = self.settled_microbatches
+            _log.warning("%s: saved with %d microbatches, this run has %d: %s", folder, settled, now, why)
+        return saved
 
     def _check_unsharded(self, what: str) -> None:
         if self.owners.sharded:
@@ -734,6 +767,16 @@ class ElasticPipeline:
         }
 
 
+def _saved_microbatches(saved: Checkpoint, folder: str | Path) -> tuple[int, int]:
+    """How many microbatches the saved run was made with, and went on with; zeros where a job was saved, or before."""
+    found = saved.run.get(_MICROBATCHES, [0, 0])
+    # the file is anybody's: `True` is an int
+    if not isinstance(found, list) or [type(n) for n in found] != [int, int] or min(found) < 0:
+        raise SpecError(f"{folder}: run.{_MICROBATCHES}: expected two whole numbers, got {found!r:.60}")
+    return found[0], found[1]
+
+
+_MICROBATCHES = "microbatches"
 _SLICED = "pipeline_balance.slices.models"
 _STAYS = "rows stay on their ranks, so ranks cannot change, nor layouts: save, and load in a run on other ranks"
 

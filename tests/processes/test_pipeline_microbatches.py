@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.release.membership import Membership, released
 from pipeline_balance.spec import RankLimits, StageMap
 from prophet.errors import SpecError
+from prophet.state.checkpoint.folder import DESCRIPTION
 from tests.helpers.launch import run_gloo
 
 LAYERS, DIM, ROWS, CLASSES = 8, 6, 16, 5
@@ -246,3 +249,68 @@ def test_a_rank_that_comes_back_takes_the_number_over() -> None:
         rows = run_gloo(_comes_back, 3, str(Path(folder) / "members"))
     assert rows[0] == rows[1]
     assert rows[2] == [rows[0][0], rows[0][2]]
+
+
+def _resumes(rank: int, size: int, folder: str, given: int, before: bool) -> tuple[int, int, list[float], list[str]]:
+    """Numbers before and after a step, losses, and what the log says; `before`: a controller is there before."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipeline_balance.pipeline.trainer").addHandler(handler)
+    run = classifier(given)
+    train: Any = run
+    if before:
+        train = pipeline_balance.attach(run, None, ControllerConfig(every_steps=100))
+    run.load(folder)
+    loaded = run.config.microbatches
+    assert run.settled_microbatches == loaded
+    if not before:
+        train = pipeline_balance.attach(run, None, ControllerConfig(every_steps=100))
+    losses = [train.step(*labelled(step)) for step in (2, 3)]
+    return loaded, run.config.microbatches, losses, said
+
+
+def _saves(rank: int, size: int, folder: str) -> list[float]:
+    run = classifier(8)
+    run.step(*labelled(0))
+    run.change_microbatches(2)
+    run.step(*labelled(1))
+    run.save(folder)
+    return [run.step(*labelled(step)) for step in (2, 3)]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_run_that_resumes_goes_on_with_the_number(before: bool, tmp_path: Path) -> None:
+    wanted = run_gloo(_saves, 2, str(tmp_path))
+    found = run_gloo(_resumes, 2, str(tmp_path), 8, before)
+    # the same microbatches: the losses have the same bits
+    assert found == [(2, 2, losses, []) for losses in wanted]
+
+
+def test_a_run_of_another_number_keeps_its_own_and_says_so(tmp_path: Path) -> None:
+    run_gloo(_saves, 2, str(tmp_path))
+    (loaded, now, _, said), (*_, silent) = run_gloo(_resumes, 2, str(tmp_path), 4, True)
+    assert (loaded, now) == (4, 4)
+    assert said == [f"{tmp_path}: saved with 2 microbatches, this run has 4: it was made with 4"]
+    assert silent == []
+
+
+def _damaged(rank: int, size: int, folder: str, number: Any) -> None:
+    description = Path(folder) / DESCRIPTION
+    said = json.loads(description.read_text())
+    said["run"]["microbatches"] = number
+    dist.barrier()
+    if rank == 0:
+        description.write_text(json.dumps(said))
+    dist.barrier()
+    run = classifier(8)
+    with pytest.raises(SpecError, match=r"run\.microbatches: expected two whole numbers, got"):
+        run.load(folder)
+    assert run.config.microbatches == 8
+    run.step(*labelled(0))
+
+
+@pytest.mark.parametrize("number", [2, [8], [8, True], [8, -1]])
+def test_a_number_that_is_none_is_refused(number: Any, tmp_path: Path) -> None:
+    run_gloo(_saves, 1, str(tmp_path))
+    run_gloo(_damaged, 1, str(tmp_path), number)

@@ -32,6 +32,7 @@ from pipeline_balance.pipeline.move.state import Held, base_name, spec_rows
 from pipeline_balance.pipeline.move.transaction import Assignments, apply
 from pipeline_balance.pipeline.run.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.run.progress import Progress
+from pipeline_balance.pipeline.run.stages import PipelineConfig
 from pipeline_balance.spec import StageMap
 from prophet.errors import CheckpointError, SpecError
 from prophet.ranks.operation import Operation
@@ -73,7 +74,7 @@ class Checkpoint:
         options: Their groups, [optimizer][group].
         progress: The run's counters.
         also: What was saved beside them, by name.
-        run: What a job adds.
+        run: What a job or a pipeline adds.
     """
 
     tensors: Path
@@ -93,6 +94,10 @@ class Checkpoint:
         # the folder is compared by its name alone, as mounts may differ; a set has no order
         values = [getattr(self, f.name) for f in fields(self) if f.name not in ("tensors", "frozen")]
         return number_of(repr([values, sorted(self.frozen)]))
+
+
+Configured = Callable[[Checkpoint, PipelineConfig], PipelineConfig]
+"""What a checkpoint changes about a run's settings; it may not fail."""
 
 
 # --- what a checkpoint says ---
@@ -136,7 +141,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
         options=field("options", _are_options, "the optimizers' groups"),
         progress=field("progress", lambda p: isinstance(p, dict), "the run's counters"),
         also=field("also", lambda a: isinstance(a, dict), "what was saved beside the model"),
-        run=field("run", lambda r: isinstance(r, dict), "what a job adds"),
+        run=field("run", lambda r: isinstance(r, dict), "what a job or a pipeline adds"),
         tensors=tensors_of(folder, found),
     )
 
@@ -207,7 +212,7 @@ def save_state(
         step: Number of the next step.
         stage_map: For the run that reads it.
         also: What else to save, by name.
-        run: What a job adds, as JSON holds it.
+        run: What a job or a pipeline adds, as JSON holds it.
 
     Raises:
         SpecError: On all processes where one cannot write, with the checkpoint in `folder` as it was.
@@ -307,7 +312,7 @@ def load_state(
     *,
     also: Also,
     check: Callable[[Checkpoint], None] = lambda saved: None,
-    seed: Callable[[Checkpoint], int | None] = lambda saved: None,
+    configured: Configured = lambda saved, config: config,
     then: Assignments = (),
 ) -> Checkpoint:
     """Go to the layout `target` with the state in `folder`; collective over all processes, all or nothing.
@@ -318,7 +323,7 @@ def load_state(
         folder: A checkpoint.
         also: What gets back what was saved beside the state, by name.
         check: Refuses more checkpoints, by raising.
-        seed: By what the run draws random numbers from now on (None: as it does).
+        configured: From the settings in force there to those that the run goes on with.
         then: Assignments that follow those of the state.
 
     Returns:
@@ -329,7 +334,7 @@ def load_state(
     """
     with pipeline_state.during("loading before step"):
         pipeline_state.check_static("save or load a checkpoint")
-        return _load(pipeline_state, target, Path(folder), also, check, seed, then)
+        return _load(pipeline_state, target, Path(folder), also, check, configured, then)
 
 
 def _load(
@@ -338,7 +343,7 @@ def _load(
     folder: Path,
     also: Also,
     check: Callable[[Checkpoint], None],
-    seed: Callable[[Checkpoint], int | None],
+    configured: Configured,
     then: Assignments,
 ) -> Checkpoint:
     agree, mover = _agreement(pipeline_state), pipeline_state.mover
@@ -363,8 +368,8 @@ def _load(
     saved, files, state = found[0]
     with at_work(f"reading {folder}"):
         files.read(by_tensor(saved.space, state), folder, group=mover.groups.group)
-    drawn, to = seed(saved), pipeline_state.going(target, saved.space)
-    to = to if drawn is None else replace(to, config=replace(to.config, seed=drawn))
+    to = pipeline_state.going(target, saved.space)
+    to = replace(to, config=configured(saved, to.config))
     made: list[tuple[Built, Change]] = []
     before: list[tuple[Stateful, Any]] = []
 
