@@ -402,6 +402,17 @@ def test_no_module_hides_a_library() -> None:
     assert not [p.as_posix() for p in sources(*_SHIPPED, "benchmarks", "examples") if p.name in _FORBIDDEN_NAMES]
 
 
+def test_what_others_have_to_write_is_abstract() -> None:
+    """A method that only raises is missed when it runs, an abstract one when its class is made."""
+    wrong = [
+        f"{path.as_posix()}:{node.lineno}"
+        for path in sources(*_SHIPPED)
+        for node in ast.walk(tree_of(text_of(path)))
+        if isinstance(node, ast.Raise) and node.exc is not None and "NotImplemented" in ast.unparse(node.exc)
+    ]
+    assert not wrong
+
+
 def test_libraries_read_no_environment_and_no_pickle() -> None:
     wrong = []
     for path in sources(*PACKAGES):

@@ -28,6 +28,7 @@ from pipeline_balance.pipeline.model.layers import (
     LossFn,
     ModuleChain,
     PipelineModel,
+    SharesTokens,
     Slicer,
 )
 from pipeline_balance.pipeline.model.ownership import Ownership
@@ -159,6 +160,7 @@ class ElasticPipeline:
         if self.model.vocabulary is not None:
             self.groups.share_vocabulary()
         if (context := _context_of(self.model)) > 1:
+            assert isinstance(self.model, SharesTokens)
             self.model.share_tokens(self.groups.share_tokens(context))
 
         def make() -> Optimizers:

@@ -5,6 +5,7 @@ Shape legend: B sequences of a microbatch, T tokens of a sequence, N slices.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model.layers import Activations, Microbatch, TrainingPass
+from pipeline_balance.pipeline.model.layers import Activations, Microbatch, SharesTokens, TrainingPass
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.sliced import slice_starts
 from pipeline_balance.slices.kernel import Heads
@@ -56,7 +57,7 @@ class SlicePart(Microbatch):
         return self.ranges or ((self.start, self.stop),)
 
 
-class Sliced:
+class Sliced(SharesTokens):
     """The chunks of this rank's layers; goes before a `PipelineModel` among its bases.
 
     Args:
@@ -136,9 +137,9 @@ class Sliced:
 
     # --- exchange ----------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def attentions(self, unit: int) -> tuple[Heads, ...]:
         """The attentions that a unit calls, in order, once its shapes are known."""
-        raise NotImplementedError
 
     def begin_pass(self, given: TrainingPass) -> None:
         """Plan what a training pass offloads, and its exchange, the same on all ranks with a stage."""

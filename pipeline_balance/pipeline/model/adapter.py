@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline_balance.pipeline.model import shapes
-from pipeline_balance.pipeline.model.layers import Activations, Inputs, Microbatch, PipelineModel, zero_of
+from pipeline_balance.pipeline.model.layers import Activations, Inputs, Microbatch, SplitsVocabulary, zero_of
 from pipeline_balance.pipeline.model.router_losses import RouterLoss, find_router_loss
 from pipeline_balance.pipeline.model.skeleton import Readable, Skeleton, StandIn, Stop, standing
 from pipeline_balance.pipeline.model.vocabulary import IGNORED, Vocabulary, check_plain, made_up_labels
@@ -78,7 +78,7 @@ class Recorded:
     gives: list[tuple[int, ...]] = field(default_factory=list)
 
 
-class TransformersModel(PipelineModel):
+class TransformersModel(SplitsVocabulary):
     """A transformers model, or one built like them, cut between its layers; the model itself is not changed.
 
     Inputs are named as the model's forward names them, and given alike on every rank, as are the labels. The loss of a
@@ -112,7 +112,7 @@ class TransformersModel(PipelineModel):
         self.skeleton = Skeleton(model, self.layers, self.device)
         self.example = example
         self._accepts = inspect.signature(type(model).forward).parameters
-        self._known: dict[Any, list[Activations]] = {}
+        self._known: shapes.KnownShapes[None] = shapes.KnownShapes()
         self._outputs: dict[Any, tuple[list[Any], TreeSpec]] = {}
         self._latest: tuple[Microbatch, Any, Recorded] | None = None
         self._as_known: tuple[Any, ...] = ()
@@ -405,13 +405,13 @@ class TransformersModel(PipelineModel):
 
     def activations(self, microbatch: Microbatch) -> list[Activations]:
         requires_grad = tuple(shapes.trains(unit) for unit in self.units)
-        key = (microbatch.shapes(), requires_grad, self._mode(), torch.is_grad_enabled())
-        if key not in self._known:
-            ids = next(iter(microbatch.inputs.values()))
-            self._known[key] = self._activations(self.recorded(microbatch), requires_grad, ids)
-        return self._known[key]
+        # what the front hands over are the arguments that come from parameters which train
+        key = (microbatch.shapes(), requires_grad, self._mode())
+        wanting = self.wanting_gradients(requires_grad)
+        return self._known.flows(key, wanting, lambda: (self._traced(microbatch), None))[0]
 
-    def _activations(self, recorded: Recorded, requires_grad: tuple[bool, ...], ids: Tensor) -> list[Activations]:
+    def _traced(self, microbatch: Microbatch) -> list[Activations]:
+        recorded, ids = self.recorded(microbatch), next(iter(microbatch.inputs.values()))
         embedded = () if self.vocabulary is None else (self.vocabulary.embedded_like(ids),)
         found: list[Activations] = [embedded, recorded.first_inputs]
         for layer, ((leaves, _), gives) in enumerate(zip(recorded.outputs, recorded.gives, strict=True)):
@@ -421,8 +421,7 @@ class TransformersModel(PipelineModel):
             found.append(carried)
         # with a split vocabulary, what the head gets: a norm changes no shape
         found.append((torch.empty((), device="meta"),) if self.vocabulary is None else found[-1][:1])
-        grad, words = torch.is_grad_enabled(), self.vocabulary is not None and shapes.trains(self.vocabulary.embedding)
-        return shapes.flowing(found, (grad and words, *(grad and one for one in requires_grad)))
+        return found
 
     def _check_plain(self, vocabulary: Vocabulary) -> None:
         """Raise `SpecError` unless the model's loss is the plain cross entropy of its head's logits."""
@@ -518,7 +517,7 @@ class TransformersModel(PipelineModel):
         layers: Any = of(self.layers)
         made.root, made.layers, made.units = of(self.root), layers, units
         made.skeleton = Skeleton(made.root, layers, self.device)
-        made._latest, made._known, made._outputs, made._apart = None, {}, {}, apart
+        made._latest, made._known, made._outputs, made._apart = None, shapes.KnownShapes(), {}, apart
         if self.router_loss is not None:
             # of the gates in these modules
             made.router_loss = find_router_loss(made.root, layers)

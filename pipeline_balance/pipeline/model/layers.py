@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from pipeline_balance.pipeline.model.shapes import flowing, output_of, trains
+from pipeline_balance.pipeline.model.shapes import KnownShapes, output_of, trains
 from pipeline_balance.pipeline.model.vocabulary import Vocabulary, check_plain, made_up_labels, not_plain
 from pipeline_balance.schedules.actions import Action, Schedule
 from prophet.errors import SpecError
@@ -143,7 +143,7 @@ class PipelineModel(ABC):
         slicing: How microbatches are cut into slices; None where they pass the stages whole.
         vocabulary: The embedding and the head, of which every rank has some rows; None where they are whole. Then unit
             0 is given what the embedding finds, and the last unit returns what the head would get.
-        asks: Whether the batch that was cut last is to be cut otherwise, which `choose` finds out.
+        asks: Whether the batch that was cut last is to be cut otherwise, which `ChoosesCuts.choose` finds out.
         metered: Whether times and memory of its units are measured.
         leads: Whether this process reports the loss, of those that compute the same one.
         watched: Whether the coming training pass is watched for losses that layers compute and nobody adds. A
@@ -184,10 +184,6 @@ class PipelineModel(ABC):
         """Return what passes the stages one by one: the microbatch, or its slices in order."""
         return [microbatch]
 
-    def share_tokens(self, group: Collective) -> None:
-        """Take the ranks that share the tokens of every slice; only models with such slices are asked."""
-        raise NotImplementedError
-
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
         """The context in which a stage's forward and its backward run."""
@@ -195,10 +191,6 @@ class PipelineModel(ABC):
 
     def begin_batch(self, world: Collective, stages: object) -> None:  # noqa: B027 - most models cut all alike
         """A batch is about to be cut for training, by these ranks and stages, which can be compared."""
-
-    def choose(self, given: NextBatch) -> None:
-        """Choose how batches like this one are cut; collective over all ranks, the same on all."""
-        raise NotImplementedError
 
     def begin_pass(self, given: TrainingPass) -> None:  # noqa: B027 - most models need no more than their microbatches
         """A training pass begins on this rank, which runs a stage."""
@@ -231,13 +223,6 @@ class PipelineModel(ABC):
     def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
         """The sum of the losses of the labels that count, a scalar with its graph."""
 
-    def words(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """What a split vocabulary's embedding looks up [...], and the labels of what its head gets, of the same shape.
-
-        Labels that do not count are `vocabulary.IGNORED`.
-        """
-        raise NotImplementedError
-
     @abstractmethod
     def counted(self, microbatch: Microbatch) -> float:
         """How many labels count in this microbatch, or their weight; known on every rank without running anything."""
@@ -248,6 +233,40 @@ class PipelineModel(ABC):
 
         Shapes and types are those of the data that will flow. A tensor requires grad where a gradient may come back.
         """
+
+
+class SplitsVocabulary(PipelineModel):
+    """A model whose embedding and head may be shared by all ranks, see `vocabulary`."""
+
+    def wanting_gradients(self, trained: Iterable[bool]) -> tuple[bool, ...]:
+        """Whether a gradient is wanted [L + 1]: in front of unit 0, then by every unit, of which `trained` says it."""
+        grad = torch.is_grad_enabled()
+        # a split embedding comes before unit 0
+        words = self.vocabulary is not None and trains(self.vocabulary.embedding)
+        return (grad and words, *(grad and one for one in trained))
+
+    @abstractmethod
+    def words(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """What a split vocabulary's embedding looks up [...], and the labels of what its head gets, of the same shape.
+
+        Labels that do not count are `vocabulary.IGNORED`.
+        """
+
+
+class SharesTokens(ABC):
+    """A model of which several replicas may share the tokens of every slice, see `slicing`."""
+
+    @abstractmethod
+    def share_tokens(self, group: Collective) -> None:
+        """Take the ranks that share the tokens of every slice."""
+
+
+class ChoosesCuts(ABC):
+    """A model that finds out how to cut its batches, where it `asks`."""
+
+    @abstractmethod
+    def choose(self, given: NextBatch) -> None:
+        """Choose how batches like this one are cut; collective over all ranks, the same on all."""
 
 
 def split_rows(inputs: Mapping[str, Tensor], labels: Tensor | None, parts: int, first: int) -> list[Microbatch]:
@@ -279,7 +298,7 @@ def split_rows(inputs: Mapping[str, Tensor], labels: Tensor | None, parts: int, 
     ]
 
 
-class ModuleChain(PipelineModel):
+class ModuleChain(SplitsVocabulary):
     """Modules in a row, each called with what the one before it returned: a tensor, or tuples and dictionaries of them.
 
     The first is called with the inputs, by name where they have names. A tuple becomes arguments, a dictionary keyword
@@ -320,9 +339,7 @@ class ModuleChain(PipelineModel):
         self.watched = True
         self.device = device if device is not None else torch.device("cpu")
         self.structures: tuple[TreeSpec, ...] = ()
-        self._known: dict[Any, tuple[list[Activations], tuple[TreeSpec, ...]]] = {}
-        # the same, with what requires grad
-        self._known_flows: dict[Any, list[Activations]] = {}
+        self._known: KnownShapes[tuple[TreeSpec, ...]] = KnownShapes()
         if split_vocabulary:
             self.vocabulary = Vocabulary(self.units[0], self.units[-1])
             options = _options_of(loss_fn)[1]
@@ -422,16 +439,10 @@ class ModuleChain(PipelineModel):
         self.units = now
 
     def activations(self, microbatch: Microbatch) -> list[Activations]:
-        key = (microbatch.shapes(), self._mode())
-        if key not in self._known:
-            self._known[key] = self._trace(microbatch)
-        found, self.structures = self._known[key]
-        # shapes stay what they are where layers are frozen or not, so that only this is looked at again
-        grad, words = torch.is_grad_enabled(), self.vocabulary is not None and trains(self.vocabulary.embedding)
-        training = (grad and words, *(grad and trains(unit) for unit in self.units))
-        if (key, training) not in self._known_flows:
-            self._known_flows[key, training] = flowing(found, training)
-        return self._known_flows[key, training]
+        # shapes stay what they are where layers are frozen or not
+        key, wanting = (microbatch.shapes(), self._mode()), self.wanting_gradients(map(trains, self.units))
+        found, self.structures = self._known.flows(key, wanting, lambda: self._trace(microbatch))
+        return found
 
     def _mode(self) -> tuple[Any, ...]:
         """What shapes depend on besides the inputs: modules, which of them are in training mode, and types."""

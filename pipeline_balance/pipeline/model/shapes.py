@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from operator import or_
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 from pipeline_balance.pipeline.model.expert_layers import collective_of
 from pipeline_balance.pipeline.model.skeleton import copy_of, only_before
 from prophet.errors import SpecError
+
+T = TypeVar("T")
 
 _FROM_TORCH = "raised by a module of torch"
 
@@ -151,6 +153,39 @@ def flowing(found: Iterable[Sequence[Tensor]], training: Iterable[bool]) -> list
             tuple(on_meta(t).requires_grad_(below and t.is_floating_point()) for t in activations)
             for activations, below in zip(found, accumulate(training, or_), strict=True)
         ]
+
+
+class KnownShapes(Generic[T]):
+    """What passes between a model's units, traced once for all batches that are alike.
+
+    Tracing asks every unit. What requires grad changes more often than shapes do, and is worked out without asking.
+    """
+
+    def __init__(self) -> None:
+        self._traced: dict[Any, tuple[Sequence[Sequence[Tensor]], T]] = {}
+        self._flows: dict[Any, list[tuple[Tensor, ...]]] = {}
+
+    def flows(
+        self, key: Any, training: tuple[bool, ...], trace: Callable[[], tuple[Sequence[Sequence[Tensor]], T]]
+    ) -> tuple[list[tuple[Tensor, ...]], T]:
+        """What passes after every unit, as `flowing` has it, and what else tracing has found.
+
+        Args:
+            key: All that a trace depends on, such as the inputs' shapes.
+            training: As `flowing` takes it.
+            trace: Finds shapes and types [L + 1], on `meta`, and what else it likes.
+        """
+        if key not in self._traced:
+            self._traced[key] = trace()
+        found, more = self._traced[key]
+        if (key, training) not in self._flows:
+            self._flows[key, training] = flowing(found, training)
+        return self._flows[key, training], more
+
+    def clear(self) -> None:
+        """Forget all: the model is another one."""
+        self._traced.clear()
+        self._flows.clear()
 
 
 def shape_of(tensor: Tensor) -> Shape:

@@ -24,6 +24,7 @@ from pipeline_balance.pipeline.model.layers import (
     Activations,
     Microbatch,
     PipelineModel,
+    SplitsVocabulary,
     TrainingPass,
 )
 from pipeline_balance.pipeline.model.lost_losses import LostLosses, is_loss, lost_loss
@@ -202,6 +203,7 @@ class Executor:
     def _run_shared(self, kind: str, m: int, run: Run) -> None:
         """This rank's part of the vocabulary in microbatch m."""
         assert self.vocabulary is not None
+        assert isinstance(self.model, SplitsVocabulary)
         shapes = run.shapes[m]
         ids, labels = self.model.words(run.microbatches[m])
         if kind == "E":

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipeline_balance.pipeline.model.layers import Batch, Labels, NextBatch
+from pipeline_balance.pipeline.model.layers import Batch, ChoosesCuts, Labels, NextBatch
 from pipeline_balance.pipeline.model.ownership import Ownership, sum_of_bits
 from pipeline_balance.pipeline.run.agreement import Passing, actions_of, agree_on_batch, batch_of
 from pipeline_balance.pipeline.run.executor import Run
@@ -175,8 +175,9 @@ class Passes:
 
     def _choose(self, passing: Passing) -> None:
         """Let the model choose how such batches are cut, and make the stages that run them; collective."""
-        groups, stage_map = self.groups, self.now.stage_map
-        self.owned.model.choose(
+        groups, stage_map, model = self.groups, self.now.stage_map, self.owned.model
+        assert isinstance(model, ChoosesCuts)
+        model.choose(
             NextBatch(
                 world=groups.world,
                 collective=groups.collective,

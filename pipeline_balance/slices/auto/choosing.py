@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pipeline_balance.pipeline.model.expert_layers import expert_layers
-from pipeline_balance.pipeline.model.layers import LossFn, Microbatch, NextBatch, labels_of
+from pipeline_balance.pipeline.model.layers import ChoosesCuts, LossFn, Microbatch, NextBatch, labels_of
 from pipeline_balance.pipeline.run.agreement import from_all
 from pipeline_balance.schedules.actions import Schedule, ScheduleError
 from pipeline_balance.slices.adapter import SlicedTransformers, window_of
@@ -88,7 +88,7 @@ class InForce:
             return replace(self.now, slices=len(set(ranks))).schedule(ranks, microbatches)
 
 
-class Choosing(Pieces):
+class Choosing(Pieces, ChoosesCuts):
     """A model in slices that are chosen; goes before `SlicedTransformers` or `SlicedChain` among the bases.
 
     Attributes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from pipeline_balance.pipeline.model.shapes import output_of, shape_of
+from pipeline_balance.pipeline.model.shapes import KnownShapes, output_of, shape_of
 
 CPU = torch.device("cpu")
 
@@ -95,3 +95,25 @@ def test_shapes_that_do_not_fit_are_an_error() -> None:
 def test_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     output_of(ByValue(), (torch.randn(3, 4),), {}, CPU)
     assert not caplog.records
+
+
+def test_batches_that_are_alike_are_traced_once_whatever_trains() -> None:
+    known, traced = KnownShapes[str](), list[str]()
+
+    def flows(key: str, *training: bool) -> tuple[list[bool], str]:
+        def trace() -> tuple[list[tuple[Tensor, ...]], str]:
+            traced.append(key)
+            return [(), (torch.empty(2, device="meta"),), (torch.empty(3, device="meta"),)], f"of {key}"
+
+        found, more = known.flows(key, training, trace)
+        return [t.requires_grad for activations in found for t in activations], more
+
+    assert flows("a", False, True, False) == ([True, True], "of a")
+    assert flows("a", False, False, True) == ([False, True], "of a")
+    # what was found first is as it was
+    assert flows("a", False, True, False) == ([True, True], "of a")
+    assert flows("b", False, False, False) == ([False, False], "of b")
+    assert traced == ["a", "b"]
+    known.clear()
+    assert flows("a", False, True, False) == ([True, True], "of a")
+    assert traced == ["a", "b", "a"]
