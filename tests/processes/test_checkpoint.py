@@ -332,6 +332,26 @@ def test_state_of_other_optimizers(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_numbers_of_a_model_in_half_precision_keep_their_bits(name: str, tmp_path: Path) -> None:
+    """torch's own `load_state_dict` rounds all numbers but the step to the type of the parameters."""
+    model, again = small().bfloat16(), small(seed=3).bfloat16()
+    optimizer, fresh = (getattr(torch.optim, name)(m.parameters(), lr=0.01) for m in (model, again))
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    checkpoint.save(tmp_path, model, optimizer)
+    checkpoint.load(tmp_path, again, fresh)
+    rounded = 0
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        for field, value in optimizer.state[p].items():
+            assert fresh.state[q][field].dtype == value.dtype
+            assert torch.equal(fresh.state[q][field], value)
+            rounded += int(not torch.equal(value, value.bfloat16().to(value.dtype)))
+    assert rounded
+
+
 def test_schedulers_go_along(tmp_path: Path) -> None:
     model = small()
     optimizer = adam(model)

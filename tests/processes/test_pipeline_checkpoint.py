@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from pipeline_balance.pipeline.move.files import read_checkpoint
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.state.checkpoint.folder import DESCRIPTION
@@ -106,3 +108,47 @@ def _other_model(rank: int, size: int, folder: str) -> str:
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     assert run_gloo(_other_model, 1, str(tmp_path)) == ["refused"]
+
+
+def _numbers(pipe: ElasticPipeline) -> dict[str, tuple[str, float]]:
+    """What the optimizer of this rank has in single numbers, by name, with their types."""
+    return {
+        f"{name}@{field}": (str(value.dtype), value.item())
+        for name, p in pipe.module.named_parameters()
+        for field, value in pipe.optimizer.state.get(p, {}).items()
+        if isinstance(value, torch.Tensor) and value.dim() == 0
+    }
+
+
+def _in_half_precision(rank: int, size: int, folder: str, name: str) -> list[dict[str, tuple[str, float]]]:
+    def made() -> ElasticPipeline:
+        torch.manual_seed(0)
+        return ElasticPipeline.from_modules(
+            [nn.Linear(6, 6).bfloat16() for _ in range(4)],
+            nn.functional.mse_loss,
+            StageMap.contiguous((0, 2, 4)),
+            make_optimizer=lambda named: getattr(torch.optim, name)(named, lr=0.01),
+            microbatches=2,
+            timeout_s=30.0,
+        )
+
+    pipe, x = made(), torch.ones(4, 6).bfloat16()
+    for _ in range(3):
+        pipe.step(x, x)
+    found = [_numbers(pipe)]
+    pipe.rebuild(StageMap.contiguous((0, 1, 4)))
+    found.append(_numbers(pipe))
+    pipe.save(folder)
+    again = made()
+    again.load(folder)
+    return [*found, _numbers(again)]
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_an_optimizers_numbers_keep_their_bits_in_half_precision(name: str, tmp_path: Path) -> None:
+    """torch's own `load_state_dict` rounds all but the step to the type of the parameters."""
+    both = zip(*run_gloo(_in_half_precision, 2, str(tmp_path), name), strict=True)
+    first, moved, loaded = (here | there for here, there in both)
+    assert first == moved == loaded
+    assert any(torch.tensor(value).bfloat16().item() != value for _, value in first.values())
+    assert {dtype for dtype, _ in first.values()} == {"torch.float32"}
