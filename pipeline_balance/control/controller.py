@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -266,7 +265,7 @@ class Controller:
             beside = self._thread is not None and self._trial is None
             if due and beside:
                 # times of this step's forward are known by then, and the backward pass hides the work
-                self.pipeline.meter.on_backward = partial(self._backward_begins, self.pipeline.meter.periods)
+                self.pipeline.meter.on_backward = self._begin
                 self.pipeline.before_update(lambda: self._within(done))
             began, moves = time.perf_counter(), len(self._moves)
             try:
@@ -513,12 +512,6 @@ class Controller:
         with self._spending("decide"):
             return _Ready(costs, self._decide(costs, self.pipeline.collective))
 
-    def _backward_begins(self, period: int) -> None:
-        """Begin the next decision beside it, from the times of the measuring period in which the step began."""
-        # Where slices were chosen within the step all backwards are forgotten: then it begins when this step's are done
-        if self._foreseen is not None or self.pipeline.meter.periods == period:
-            self._begin()
-
     def _begin(self) -> None:
         """Start to work out the next decision beside the backward pass that begins now."""
         assert self._thread is not None
@@ -547,7 +540,7 @@ class Controller:
     def _begun(self) -> Future[_Ready]:
         """What is worked out beside the backward pass, once it has ended."""
         if self._ahead is None:
-            # a rank without a stage has no backward pass, or there were no times: nothing has begun yet
+            # a rank without a stage has no backward pass, so nothing has begun yet
             self.pipeline.meter.on_backward = None
             self._begin()
         assert self._ahead is not None

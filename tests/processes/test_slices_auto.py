@@ -148,18 +148,6 @@ def test_loss_and_gradients_are_those_of_the_whole(size: int, cases: list[Case])
         assert seen == want.keys()
 
 
-def _announced(rank: int, size: int) -> int:
-    """How often a step in which slices are chosen says that its backward pass begins."""
-    pipe, called = pipe_of(model_of("llama"), AutoSlices(costs=costs(fixed_s=1e3))), list[int]()
-    pipe.meter.on_backward = lambda: called.append(rank)
-    pipe.step(*batch_of("plain"))
-    return len(called)
-
-
-def test_choosing_leaves_whoever_waits_for_the_backward_pass() -> None:
-    assert run_gloo(_announced, 2) == [1, 1]
-
-
 # --- measuring leaves no trace ----------------------------------------------------------------------------------
 
 

@@ -120,7 +120,6 @@ class Meter:
         sent_bytes: The most that was on its way to others in the last step.
         working_on: Which slice of how many runs, and the share of the microbatch's tokens that it has.
         noted: When messages of the last steps were sent and received, see `measure.links`.
-        periods: How many measuring periods have begun after the first one.
     """
 
     enabled: bool = True
@@ -140,7 +139,6 @@ class Meter:
     sent_bytes: int = 0
     working_on: tuple[int, int, float] | None = None
     noted: Noted = field(default_factory=Noted)
-    periods: int = 0
     # how many microbatches a stage has taken, whether the last one has hooks, and stages with a time
     _passes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _hooked: dict[int, bool] = field(default_factory=dict)
@@ -161,7 +159,6 @@ class Meter:
 
     def reset(self) -> None:
         """Forget all samples, for a new measuring period or a new stage map. Bytes stay known until counted anew."""
-        self.periods += 1
         for by_layer in (self.forward, self.backward, self.stage_weight):
             by_layer.clear()
         self._time_anew()

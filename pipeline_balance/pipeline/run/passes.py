@@ -188,6 +188,8 @@ class Passes:
         )
         # in between two batches an executor keeps nothing that the next one needs
         self.go_on(self.builder.build(stage_map, self.now.durations), self.owners)
+        # as the meter has forgotten all backwards, a decision waits until this step's are done
+        self.meter.on_backward = None
 
     def _agree(
         self, prepare: Callable[[], Passing], given: tuple[Any, ...], actions: Callable[[Passing], str]

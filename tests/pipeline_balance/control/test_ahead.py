@@ -150,29 +150,6 @@ def test_a_step_that_fails_leaves_nothing_that_another_one_would_do() -> None:
     assert pipeline.meter.on_backward is None
 
 
-def test_a_decision_begins_after_a_backward_pass_that_has_found_no_times() -> None:
-    """As where slices are chosen within the step, which makes other stages."""
-    pipeline, events = _Pretended(ThreadWorld(1).collective(0)), list[str]()
-    controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
-    local_costs, step = pipeline.local_costs, pipeline.step
-
-    def noted() -> dict[int, LayerCost]:
-        events.append("costs")
-        return local_costs()
-
-    def chooses(*given: Any, **how: Any) -> float:
-        if chosen:
-            pipeline.meter.reset()
-        loss = step(*given, **how)
-        events.append("backward")
-        return loss
-
-    pipeline.local_costs, pipeline.step = noted, chooses  # type: ignore[method-assign]
-    for chosen in (False, False, True, False):  # noqa: B007 - read within the step
-        controller.step(NOTHING, None)
-    assert events == ["backward", "costs", "backward", "backward", "costs", "costs", "backward"]
-
-
 def test_layers_move_only_after_an_update() -> None:
     pipeline = _Pretended(ThreadWorld(1).collective(0))
     controller = Controller(pipeline, config=ControllerConfig(every_steps=1, measure_steps=1))  # type: ignore[arg-type]
