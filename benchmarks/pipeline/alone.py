@@ -121,17 +121,22 @@ def simulate_policy(
             transfer_s=transfer_s,
             optimizer_s_per_byte=recording.optimizer_s_per_byte,
         )
+        foreseen = recording.frozen[step] != frozen and looks > 0
         if recording.frozen[step] != frozen:
             frozen = recording.frozen[step]
-            learner.timer.loads_changed()
+            learner.timer.loads_changed(known=foreseen)
         due = learner.timer.due
         learner.timer.step += 1
         if policy in DYNAMIC and due:
             began = time.perf_counter()
-            made = learner.decide(smoothed(recording.costs[: step + 1], config.measure_steps), current)
+            # beside a step: what frozen layers no longer compute is known at once, all else is of the steps before
+            known = recording.costs[step : step + 1] if foreseen else recording.costs[:step]
+            made = learner.decide(smoothed(known, config.measure_steps), current)
             learner.learn(made)
+            if foreseen:
+                learner.timer.loads_changed()
             looks += 1
-            # beside the backward pass, so no step gets longer by it
+            # beside the step, which gets no longer by it
             decide_s += time.perf_counter() - began
             if made.move:
                 rebalances += 1

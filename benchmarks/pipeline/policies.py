@@ -56,7 +56,7 @@ def controller_config(
         horizon_steps=10 if every_steps == 1 else None,
         # while there is nothing to gain, deciding every time would only cost
         max_every_steps=32 if every_steps == 1 else 2 * every_steps,
-        # worked out beside the backward pass, as is most of a move
+        # worked out beside the step, as is most of a move
         prepare_in_backward=True,
     )
 

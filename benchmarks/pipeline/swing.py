@@ -2,7 +2,7 @@
 
 One policy stays on the equal map, one on a map that differs by a layer at the first and at the last cut. Two more swing
 between these maps and move the same layers: one after each step, one before each update, with parameters and optimizer
-state on their way beside the backward pass. What is added to a step is its time less that of the copy that stays on the
+state on their way beside the step. What is added to a step is its time less that of the copy that stays on the
 map with which it began.
 """
 
@@ -57,18 +57,14 @@ class Swing:
         ahead: list[Future[Prepared]] = []
 
         def begin() -> None:
-            # either way the route is found beside the backward pass
+            # either way the route is found beside the step
             ahead.append(self._thread.submit(lambda: pipeline.prepare(to, self._side, early=self.within)))
 
         def move() -> None:
             pipeline.before_update(lambda: None)
-            if not ahead:
-                # a rank all of whose layers are frozen has no backward pass
-                pipeline.meter.on_backward = None
-                begin()
             self.moves.append(pipeline.rebuild(to, prepared=ahead[0].result(self.timeout_s)))
 
-        pipeline.meter.on_backward = begin
+        pipeline.before_pass(begin)
         if self.within:
             pipeline.before_update(move)
         loss = pipeline.step(inputs, labels)

@@ -40,7 +40,7 @@ from prophet.machine.memory import keep_memory
 from prophet.ranks.process_group import expert_groups
 
 CORPUS_BYTES = 1 << 20
-# on what a move sends beside a backward pass
+# on what a move sends beside a step
 LIMIT_S = 60.0
 
 

@@ -171,6 +171,8 @@ class Controller:
         # raised once the step is done
         self._late: SpecError | None = None
         self._chosen = threading.Event()
+        # for what was worked out beside a step
+        self._waited_s = 0.0
         # costs of this step's decision, where layers have just been frozen
         self._foreseen: list[LayerCost] | None = None
         # made after the last step, carried out when the next one begins
@@ -181,10 +183,12 @@ class Controller:
         settled = None if self.pipeline.fixed_microbatches else self.pipeline.settled_microbatches
         self._wanted: int | None = settled if settled != stages.microbatches else None
         # layers that have not gone backward since they came here have no times yet
-        self._timed_from = 1
+        self.learner.timer.timed_from = 1
         self._trainable, self._trains = self.pipeline.owned.trainable(), self._training()
         # a job's microbatches have as many rows in all of its layouts
         self._cut_into = stages.microbatches
+        # which layers trained when `costs` were found
+        self._costs_of = self._trains
         meter = self.pipeline.meter
         self._forget()
         if self._thread is not None:
@@ -247,31 +251,35 @@ class Controller:
             trainable = self.pipeline.owned.trainable()
             # frozen or thawed layers: loads have changed for certain
             foreseen = self._foreseen = None
+            before = self._trainable, self._trains
             if trainable != self._trainable:
-                self._trainable, before, self._trains = trainable, self._trains, self._training()
+                self._trainable, self._trains = trainable, self._training()
                 if update and self._thread is not None and self.costs:
-                    # what others have frozen is agreed on before the backward pass, where the decision begins
-                    foreseen = self._foreseen = without_frozen(self.costs, before, self._trains)
-                timer.loads_changed()
-                # this step forgets all times, and its backward pass begins without any of its own
-                self._timed_from = timer.step + 1
+                    # what others have frozen is agreed on with the batch, when the decision begins
+                    foreseen = self._foreseen = without_frozen(self.costs, self._costs_of, self._trains)
+                timer.loads_changed(known=foreseen is not None)
+                if foreseen is None:
+                    # this step forgets all times, and begins without any of its own
+                    timer.timed_from = timer.step + 1
                 # half of a trial would be of other loads
                 self._give_up_trial()
                 self._cut_as_wanted()
+            due = foreseen is not None or (update and timer.due)
             self.pipeline.meter.enabled = timer.measuring
-            due = update and timer.due and (self._thread is None or timer.step >= self._timed_from)
-            due = due or foreseen is not None
             done = timer.step + int(update)
             beside = self._thread is not None and self._trial is None
             if due and beside:
-                # times of this step's forward are known by then, and the backward pass hides the work
-                self.pipeline.meter.on_backward = self._begin
+                # the whole step hides the work, also on a rank without a backward pass
+                self.pipeline.before_pass(self._begin)
                 self.pipeline.before_update(lambda: self._within(done))
             began, moves = time.perf_counter(), len(self._moves)
             try:
                 loss = train()
             except BaseException:
                 self._forget()
+                if foreseen is not None:
+                    # found again by the next step, where a batch was refused
+                    self._trainable, self._trains = before
                 raise
             # a step with a move in it is of neither map
             if len(self._moves) == moves:
@@ -297,6 +305,7 @@ class Controller:
             done: How many steps there are with this one.
         """
         self.pipeline.before_update(_nothing)
+        timer = self.learner.timer
         with self._concluding():
             ahead = self._begun()
             failed = ahead.exception()
@@ -312,7 +321,7 @@ class Controller:
             if not agreed or found is None:
                 return
             ready = found
-            self._ahead, self.learner.timer.step = None, done
+            self._ahead, timer.step = None, done
             try:
                 self._carry_out(ready)
             except TransitionError as error:
@@ -322,17 +331,18 @@ class Controller:
                 self._decided = replace(ready, prepared=None)
             except SpecError as error:
                 # on all ranks, perhaps once layers have moved: the update is made where they are
-                self._late, self._timed_from = error, done + 1
+                self._late, timer.timed_from = error, done + 1
 
     def _forget(self) -> None:
         """Drop what was to happen in a step that has failed, or in those of other stages."""
-        self._ahead = self._late = self._foreseen = self.pipeline.meter.on_backward = None
+        self._ahead = self._late = self._foreseen = None
+        self.pipeline.before_pass(None)
         self.pipeline.before_update(_nothing)
 
     def rebalance(self) -> Decision:
         """Decide and, where it pays, move now; collective over all ranks, between steps. Used gradients are dropped.
 
-        Costs are measured now, or with `prepare_in_backward` were when the backward pass of the last step began.
+        Costs are those of the steps measured last.
         """
         with self._concluding():
             ready = self._next_decision()
@@ -349,7 +359,7 @@ class Controller:
 
     def _carry_out(self, ready: _Ready) -> None:
         """Move where the decision says so, unless the stages were changed by hand since, and learn from it."""
-        self._decided, self.costs = None, ready.costs
+        self._decided, self.costs, self._costs_of = None, ready.costs, self._trains
         with self._spending("move"):
             # a user may have called `rebuild` in between
             moves = ready.decision.move and ready.decision.current == self.stages.stage_map
@@ -363,8 +373,8 @@ class Controller:
             if self._thread is None:
                 self.pipeline.meter.reset()
             elif move is not None:
-                # the move has reset the meter, and the next backward pass begins without times of new layers
-                self._timed_from = self.learner.timer.step + 1
+                # the move has reset the meter, and the next step begins without times
+                self.learner.timer.timed_from = self.learner.timer.step + 1
 
     def _note(self, decision: Decision, move: MoveTime | None) -> None:
         """Keep what a decision came to, and what the steps since the last one say of the move before them."""
@@ -438,7 +448,7 @@ class Controller:
                 if self._trial is not None:
                     self.pipeline.settled_microbatches = self._trial.now
                 # samples are of the coming steps alone
-                self._timed_from = self.learner.timer.step + 1
+                self.learner.timer.timed_from = self.learner.timer.step + 1
         self._count()
 
     def _tried(self, trial: Trial) -> None:
@@ -513,7 +523,7 @@ class Controller:
             return _Ready(costs, self._decide(costs, self.pipeline.collective))
 
     def _begin(self) -> None:
-        """Start to work out the next decision beside the backward pass that begins now."""
+        """Start to work out the next decision beside the step that begins now."""
         assert self._thread is not None
         with self._spending("measure"):
             foreseen = self._foreseen
@@ -538,22 +548,23 @@ class Controller:
         return tuple(map(trains, self.pipeline.model.units))
 
     def _begun(self) -> Future[_Ready]:
-        """What is worked out beside the backward pass, once it has ended."""
+        """What is worked out beside a step, once its gradients are there."""
         if self._ahead is None:
-            # a rank without a stage has no backward pass, so nothing has begun yet
-            self.pipeline.meter.on_backward = None
+            # the step has chosen its slices, and its own times are all there are; or there is none, in `rebalance`
             self._begin()
         assert self._ahead is not None
+        began = time.perf_counter()
         with self._spending("decide"):
             limit_s = self.pipeline.config.timeout_s
             if not wait([self._ahead], limit_s).done and not self._chosen.is_set():
                 raise TimeoutError(f"no decision was worked out within {limit_s:g} s")
             # what is sent then may take longer; each of its messages has a limit
             wait([self._ahead])
+        self._waited_s = time.perf_counter() - began
         return self._ahead
 
     def _decided_ahead(self) -> _Ready:
-        """What was worked out beside the backward pass; raises what went wrong there."""
+        """What was worked out beside the step; raises what went wrong there."""
         ahead = self._begun()
         self._ahead = None
         return ahead.result()
@@ -613,13 +624,15 @@ class Controller:
         self._moves.append(done)
         # the move has taken no time for what had travelled before
         late = done.sent_bytes + done.received_bytes - done.early_bytes
-        figures = [done.seconds, float(late), float(done.early_bytes)]
+        figures = [done.seconds, float(late), float(done.early_bytes), self._waited_s]
         mine = torch.tensor(figures, dtype=torch.float64)
         every = self.pipeline.collective.all_gather(mine, op=Operation("timing a move"))
         # the slowest rank holds all others up, and equal figures keep later decisions equal
-        slowest_s, busiest, _ = every.amax(dim=0).tolist()
-        _, rest, early = every.sum(dim=0).tolist()
-        return MoveTime(seconds=slowest_s, busiest_bytes=busiest, early=early / max(1.0, rest + early))
+        slowest_s, busiest, *_ = every.amax(dim=0).tolist()
+        # ranks that were done early have waited for the last one, which tells what preparing has added
+        waited_s = float(every[:, 3].min())
+        rest, early = every[:, 1:3].sum(dim=0).tolist()
+        return MoveTime(seconds=waited_s + slowest_s, busiest_bytes=busiest, early=early / max(1.0, rest + early))
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:

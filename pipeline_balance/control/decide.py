@@ -88,9 +88,8 @@ class ControllerConfig:
         move_cost: What a move is taken to cost before one was measured.
         horizon_steps: For how many steps a gain is expected to last at most (None: four times `every_steps`), and
             shorter where earlier gains did.
-        prepare_in_backward: Whether the controller measures, decides and prepares a move beside the backward pass
-            before it, from the times known when that pass begins. Parameters and optimizer state then travel beside it,
-            and layers move before the update.
+        prepare_in_backward: Whether the controller decides and prepares a move beside a step, from the times of the
+            steps before. Parameters and optimizer state then travel beside it, and layers move before the update.
         max_every_steps: The longest distance between two decisions (None: `every_steps`).
 
     Raises:

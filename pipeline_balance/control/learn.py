@@ -26,7 +26,7 @@ class MoveTime:
     Attributes:
         seconds: On the slowest rank.
         busiest_bytes: Sent and received on the busiest rank in that time.
-        early: The share of all bytes that travelled beside a backward pass.
+        early: The share of all bytes that travelled beside a step.
     """
 
     seconds: float
@@ -35,30 +35,45 @@ class MoveTime:
 
 
 class DecisionTimer:
-    """Counts steps; says which are measured, and after which a decision is due."""
+    """Counts steps; says which are measured, and with which a decision is due.
+
+    Attributes:
+        step: How many there were.
+        interval_steps: How many steps the next decision comes after the last one.
+        due_at: How many there are with the one that ends with it.
+        timed_from: In the steps before this one some layer has no times yet, which a decision beside them would need.
+    """
 
     def __init__(self, config: ControllerConfig) -> None:
         self.config = config
         self.step = 0
         self.interval_steps = config.every_steps
         self.due_at = config.every_steps
-        # a decision beside the backward pass sees the steps before this one
-        self._measured = config.measure_steps + int(config.prepare_in_backward)
+        self.timed_from = 0
+        # a decision beside a step knows the times of the steps before
+        self._beside = int(config.prepare_in_backward)
 
     @property
     def measuring(self) -> bool:
         """Whether the coming step is to be measured."""
-        return self.due_at - self.step <= self._measured
+        left = self.due_at - self.step - self._beside
+        # where the decision comes with this step, only the next one might need its times, or one that had to wait
+        needed = left > 0 or self.config.every_steps == self.config.measure_steps or not self._timed
+        return left <= self.config.measure_steps and needed
 
     @property
     def due(self) -> bool:
-        """Whether the coming step ends with a decision."""
-        return self.step + 1 >= self.due_at
+        """Whether the coming step has a decision: beside it, or at its end."""
+        return self.step + 1 >= self.due_at and self._timed
 
-    def loads_changed(self) -> None:
-        """Decide as soon as the loads, which have changed for certain, have been measured."""
+    @property
+    def _timed(self) -> bool:
+        return not self._beside or self.step >= self.timed_from
+
+    def loads_changed(self, *, known: bool = False) -> None:
+        """Decide as soon as the loads, which have changed for certain, have been measured; where they are `known`, now."""
         self.interval_steps = self.config.every_steps
-        self.due_at = min(self.due_at, self.step + self._measured)
+        self.due_at = min(self.due_at, self.step + (1 if known else self.config.measure_steps + self._beside))
 
     def decided(self, *, quiet: bool) -> None:
         """Set when the next decision is due, after one that was made; `quiet`: it found nothing to gain."""

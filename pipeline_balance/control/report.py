@@ -18,7 +18,7 @@ class Move:
         predicted_gain_s: What it was to save per step.
         before_s: This rank's median step between the decision before and the move; None where there was no step.
         after_s: Its median step between the move and the next decision; None where there was no step.
-        seconds: What the move took on the slowest rank; what travelled beside a backward pass took none of it.
+        seconds: What the move took on the slowest rank; what travelled beside a step took none of it.
         early: The share of its bytes that did.
     """
 
@@ -41,7 +41,7 @@ class Move:
         measured = "not measured yet"
         if gain_s is not None and before_s is not None and after_s is not None:
             measured = f"{1e3 * gain_s:.1f} ms measured ({1e3 * before_s:.1f} to {1e3 * after_s:.1f} ms)"
-        beside = f", {self.early:.0%} of its bytes beside a backward pass" if self.early else ""
+        beside = f", {self.early:.0%} of its bytes beside a step" if self.early else ""
         return (
             f"step {self.step}: {_moves_text(self.layers)}; gain per step {1e3 * self.predicted_gain_s:.1f} ms "
             f"predicted, {measured}; the move took {1e3 * self.seconds:.1f} ms{beside}"

@@ -514,6 +514,16 @@ class ElasticPipeline:
         """
         self._passes.before_update = call
 
+    def before_pass(self, call: Callable[[], None] | None) -> None:
+        """Have `call` called once in the coming step, on all ranks, when they have agreed on its batch.
+
+        A step that chooses its slices anew does not call it.
+
+        Args:
+            call: What begins with the step, such as a thread beside it; None: nothing.
+        """
+        self._passes.before_pass = call
+
     def prepare(self, stage_map: StageMap, collective: Collective, *, early: bool = False) -> Prepared:
         """Do ahead what a change to `stage_map` needs besides the state itself; collective over all ranks.
 

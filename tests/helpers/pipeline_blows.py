@@ -75,7 +75,7 @@ def ends(
 
     The fates: is killed, stops, is interrupted, is interrupted twice (again after `AGAIN_S`), raises.
 
-    ahead: a controller decides beside the backward pass. tcp: rank 0 keeps the store that the ranks have met in.
+    ahead: a controller decides beside the step. tcp: rank 0 keeps the store that the ranks have met in.
     replicas: 2 for two pipelines of two ranks. at_once: ranks end without their interpreter's shutdown, which takes
     each of them more time than all before.
     """

@@ -122,14 +122,10 @@ def _train(rank: int, size: int, setup: str, moves: str) -> tuple[list[Any], lis
 
         def move() -> None:
             pipe.before_update(lambda: None)
-            if not ahead:
-                # a spare process has no backward pass
-                pipe.meter.on_backward = None
-                begin()
             done = stages.change(stage_map, None, ahead[0].result(60.0))  # type: ignore[arg-type]
             early.append(done.early_bytes > 0)
 
-        pipe.meter.on_backward = begin
+        pipe.before_pass(begin)
         pipe.before_update(move)
 
     for step in range(STEPS):

@@ -56,10 +56,6 @@ class _InStep:
 
         def move() -> None:
             pipe.before_update(lambda: None)
-            if not ahead:
-                # an idle rank has no backward pass
-                pipe.meter.on_backward = None
-                begin()
             prepared = ahead[0].result(60.0)
             self.arrived()
             done = pipe.rebuild(stage_map, prepared=prepared)
@@ -67,7 +63,7 @@ class _InStep:
             self.sent_bytes += done.sent_bytes + done.received_bytes
             self.held.append(done.early_bytes > 0)
 
-        pipe.meter.on_backward = begin
+        pipe.before_pass(begin)
         pipe.before_update(move)
 
 

@@ -296,7 +296,7 @@ def test_ranks_that_decide_differently_say_so() -> None:
 
 
 def _frozen_just_now(rank: int, size: int, every: int, frozen_at: int, thawed_at: int) -> list[tuple[int, list[bool]]]:
-    """Of every decision beside a backward pass its step, and which layers' backward has been timed."""
+    """Of every decision beside a step that step, and which layers' backward has been timed."""
     run = pipeline()
     controller = Controller(run, config=ControllerConfig(every_steps=every, measure_steps=1, prepare_in_backward=True))
     learner, seen = controller.learner, []

@@ -107,7 +107,6 @@ class Meter:
         work_clock: Times the layers' own work (None: `clock`). The processor time of the thread suits ranks that share
             cores or run under a quota, where the wall clock counts pauses as work.
         max_samples: How many samples of a kind are kept, a third of that going backward; with slices, of each slice.
-        on_backward: Called once, before the next backward action.
         forward, backward: Seconds of a microbatch, by layer.
         stage_weight: Seconds of weight gradients, by stage, where the schedule splits the backward.
         activation_bytes: What autograd keeps of a microbatch, by layer.
@@ -126,7 +125,6 @@ class Meter:
     clock: Callable[[], Mark] = time.perf_counter
     work_clock: Callable[[], float] | None = None
     max_samples: int = MAX_SAMPLES
-    on_backward: Callable[[], None] | None = None
     forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     stage_weight: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -248,10 +246,6 @@ class Meter:
         Returns:
             What `call` returns.
         """
-        if kind in ("B", "I") and self.on_backward is not None:
-            # cleared first: what is called may ask for another call
-            call_once, self.on_backward = self.on_backward, None
-            call_once()
         if not self.enabled:
             return call()
         began, work_began = self.clock(), self.work_s()

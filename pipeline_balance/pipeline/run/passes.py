@@ -40,6 +40,7 @@ class Passes:
         used: Whether an update has used the gradients that are still there.
         complete: Whether the gradients are those of a whole update, which is about to use them.
         before_update: Called then, on all ranks; layers may move meanwhile.
+        before_pass: Called once, when ranks have agreed on the next batch.
         grad_norm: The last update's norm; None where it was not clipped.
 
     Args:
@@ -67,6 +68,7 @@ class Passes:
         self.progress = Progress(first_ranks=self.groups.grid.pipeline_ranks)
         self.used = self.complete = False
         self.before_update: Callable[[], None] = lambda: None
+        self.before_pass: Callable[[], None] | None = None
         self.grad_norm: float | None = None
         self._trainable = owned.trainable()
         self._scaler: PipelineScaler | None = None
@@ -112,6 +114,10 @@ class Passes:
             The mean loss of the update so far, equal on all ranks.
         """
         passing = self._begin(inputs, labels, (update, max_norm), scaler)
+        if self.before_pass is not None:
+            # cleared first: what is called may ask for another call
+            call_once, self.before_pass = self.before_pass, None
+            call_once()
         # Replicas take the mean of their gradients, so each one's counts R times. The divisor is that of the update's
         # first batch: what later ones add is made up for in `_update`.
         factor = self.groups.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
@@ -188,8 +194,9 @@ class Passes:
         )
         # in between two batches an executor keeps nothing that the next one needs
         self.go_on(self.builder.build(stage_map, self.now.durations), self.owners)
-        # as the meter has forgotten all backwards, a decision waits until this step's are done
-        self.meter.on_backward = None
+        if self.before_pass is not None:
+            # the meter has forgotten all times, so what was to begin with the step waits for its own
+            self.before_pass, self.meter.enabled = None, True
 
     def _agree(
         self, prepare: Callable[[], Passing], given: tuple[Any, ...], actions: Callable[[Passing], str]

@@ -1,4 +1,4 @@
-"""Decisions that are worked out beside the backward pass, on a pipeline that only pretends to train."""
+"""Decisions that are worked out beside a step, on a pipeline that only pretends to train."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ LATE = [1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
 
 
 class _Pretended:
-    """One rank of a pipeline: a step begins its backward pass where `backward` says so; nothing moves."""
+    """One rank of a pipeline; nothing moves. A step that `chooses` slices does not say when it begins."""
 
     fixed_microbatches = "it only pretends"
 
     in_job = False
 
-    def __init__(self, collective: Collective, *, backward: bool = True, timeout_s: float = 10.0) -> None:
+    def __init__(self, collective: Collective, *, chooses: bool = False, timeout_s: float = 10.0) -> None:
         self.collective = collective
         self.groups = SimpleNamespace(world=collective)
         self.ranks, self.progress = collective.size, Progress(first_ranks=collective.size)
@@ -48,7 +48,10 @@ class _Pretended:
         self.config = PipelineConfig(microbatches=4, timeout_s=timeout_s)
         self.stage_map = StageMap.contiguous((0, 4, 8)) if collective.size == 2 else StageMap.contiguous((0, 8))
         self.meter = Meter()
-        self.backward = backward
+        self.chooses = chooses
+        self.called_before_pass: Callable[[], None] | None = None
+        # which steps were measured
+        self.measured: list[bool] = []
         self.threads: set[str] = set()
         self.held_up = threading.Event()
         self.held_up.set()
@@ -64,6 +67,9 @@ class _Pretended:
     def before_update(self, call: Callable[[], None]) -> None:
         self.called_before_update = call
 
+    def before_pass(self, call: Callable[[], None] | None) -> None:
+        self.called_before_pass = call
+
     def local_costs(self) -> dict[int, LayerCost]:
         return {i: LayerCost(forward_s=LATE[i]) for i in self.stage_map.layers_on(self.collective.rank)}
 
@@ -74,8 +80,12 @@ class _Pretended:
         return gather_links(noted, self.stage_map, 4, collective, rows=[range(collective.size)])
 
     def step(self, inputs: Tensor, labels: Tensor | None, **_: Any) -> float:
-        if self.backward:
-            self.meter.run_action("B", 0, lambda: None)
+        call, self.called_before_pass = self.called_before_pass, None
+        if call is not None and self.chooses:
+            self.meter.enabled = True
+        elif call is not None:
+            call()
+        self.measured.append(self.meter.enabled)
         return 0.0
 
 
@@ -86,18 +96,18 @@ def _ahead(**options: Any) -> ControllerConfig:
 
 
 def _decide(collective: Collective) -> tuple[list[str], set[str]]:
-    # the second rank has no backward pass that could begin the decision: it begins after the step
-    pipeline = _Pretended(collective, backward=collective.rank == 0)
+    # the second rank begins after the step
+    pipeline = _Pretended(collective, chooses=collective.rank == 1)
     controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
     for _ in range(4):
         controller.step(NOTHING, None)
     return [f"{d.current_makespan_s} {d.reason}" for d in controller.decisions], pipeline.threads
 
 
-def test_all_ranks_decide_alike_whether_or_not_they_have_a_backward_pass() -> None:
+def test_all_ranks_decide_alike_whenever_they_begin() -> None:
     (first, threads), (second, _) = ThreadWorld(2).run(_decide)
     assert first == second
-    # none after the first step: no layer has been timed before its backward pass began
+    # none beside the first step: no layer has been timed before
     assert len(first) == 3
     assert all("would not pay" in said for said in first)
     assert any(name == "prepares a move" for name in threads)
@@ -147,7 +157,7 @@ def test_a_step_that_fails_leaves_nothing_that_another_one_would_do() -> None:
         controller.step(NOTHING, None)
     assert asked[0] is not nothing
     assert pipeline.called_before_update is nothing
-    assert pipeline.meter.on_backward is None
+    assert pipeline.called_before_pass is None
 
 
 def test_layers_move_only_after_an_update() -> None:
@@ -184,7 +194,7 @@ def _decisions_by_step(collective: Collective) -> list[int]:
 
 
 def test_layers_that_have_just_moved_are_timed_before_the_next_decision() -> None:
-    # the move is made when the third step begins, and the fourth one's backward pass finds times of the third
+    # the move is made when the third step begins, and the fourth one finds times of the third
     assert ThreadWorld(2).run(_decisions_by_step) == [[0, 1, 1, 2]] * 2
 
 
@@ -229,3 +239,78 @@ def test_costs_of_before_are_none_of_other_microbatches() -> None:
     # nothing is decided until layers have been measured
     assert _after_freezing(double) == [(4, LATE)]
     assert len(_after_freezing(lambda _: None)) == 2
+
+
+def test_only_steps_whose_times_a_decision_sees_are_measured() -> None:
+    for chooses in (False, True):
+        pipeline = _Pretended(ThreadWorld(1).collective(0), chooses=chooses)
+        config = replace(_ahead(), every_steps=4, measure_steps=2)
+        controller = Controller(pipeline, config=config)  # type: ignore[arg-type]
+        for _ in range(8):
+            controller.step(NOTHING, None)
+        assert len(controller.decisions) == 2
+        # a step that has chosen its slices has forgotten what was measured before, and is measured itself
+        assert pipeline.measured == [False, True, True, chooses] * 2
+
+
+class _Freezing(_Pretended):
+    """Its layers can be frozen, and a batch may be refused. What it has measured is of the last step."""
+
+    def __init__(self, collective: Collective) -> None:
+        super().__init__(collective)
+        self.model = ModuleChain([nn.Linear(1, 1) for _ in range(8)], nn.functional.mse_loss)
+        self.owned = Ownership(self.model)
+        self.refuses = False
+        self.weight_s = [1.0] * 8
+
+    def freeze(self, layer: int, frozen: bool = True) -> None:
+        for parameter in self.model.units[layer].parameters():
+            parameter.requires_grad_(not frozen)
+
+    def local_costs(self) -> dict[int, LayerCost]:
+        return {i: LayerCost(forward_s=1.0, backward_weight_s=s) for i, s in enumerate(self.weight_s)}
+
+    def step(self, inputs: Tensor, labels: Tensor | None, **_: Any) -> float:
+        if self.refuses:
+            raise SpecError("the batch cannot be read")
+        loss = super().step(inputs, labels)
+        self.weight_s = [float(next(unit.parameters()).requires_grad) for unit in self.model.units]
+        return loss
+
+
+def _decided_from(pipeline: _Freezing, controller: Controller) -> list[float] | None:
+    """The weight gradients that this step's decision counts with; None without a decision."""
+    before = len(controller.decisions)
+    controller.step(NOTHING, None)
+    if len(controller.decisions) == before:
+        return None
+    controller._carry_out(controller._decided)  # type: ignore[arg-type]
+    return [cost.backward_weight_s for cost in controller.costs]
+
+
+def _rare() -> ControllerConfig:
+    return replace(_ahead(), every_steps=8)
+
+
+def test_layers_frozen_before_a_batch_that_is_refused_are_still_known_in_the_next_step() -> None:
+    pipeline = _Freezing(ThreadWorld(1).collective(0))
+    controller = Controller(pipeline, config=_rare())  # type: ignore[arg-type]
+    assert [_decided_from(pipeline, controller) for _ in range(8)][-1] == [1.0] * 8
+    pipeline.freeze(0)
+    pipeline.refuses = True
+    with pytest.raises(SpecError):
+        controller.step(NOTHING, None)
+    pipeline.refuses = False
+    assert _decided_from(pipeline, controller) == [0.0] + [1.0] * 7
+
+
+def test_what_a_thawed_layer_costs_is_not_foreseen_from_when_it_was_frozen() -> None:
+    pipeline = _Freezing(ThreadWorld(1).collective(0))
+    controller = Controller(pipeline, config=_rare())  # type: ignore[arg-type]
+    pipeline.freeze(0)
+    assert [_decided_from(pipeline, controller) for _ in range(2)] == [None, [0.0] + [1.0] * 7]
+    pipeline.freeze(0, frozen=False)
+    assert _decided_from(pipeline, controller) is None
+    pipeline.freeze(1)
+    found = [_decided_from(pipeline, controller) for _ in range(3)]
+    assert [one for one in found if one] == [[1.0, 0.0] + [1.0] * 6]

@@ -41,6 +41,9 @@ def test_decisions_come_at_an_interval() -> None:
     assert decisions(ControllerConfig(every_steps=4, measure_steps=2), 12, True) == ([3, 7, 11], [2, 3, 6, 7, 10, 11])
     every = ControllerConfig(every_steps=1, measure_steps=1, prepare_in_backward=True)
     assert decisions(every, 3, True) == ([0, 1, 2], [0, 1, 2])
+    # beside a step, which is not measured itself
+    beside = ControllerConfig(every_steps=4, measure_steps=2, prepare_in_backward=True)
+    assert decisions(beside, 12, True) == ([3, 7, 11], [1, 2, 5, 6, 9, 10])
 
 
 def test_decisions_become_rare_while_nothing_is_to_gain() -> None:
@@ -56,6 +59,26 @@ def test_a_known_change_is_decided_on_as_soon_as_it_is_measured() -> None:
     assert {14, 15} <= set(measured)
     # one that was due anyway is not put off
     assert decisions(config, 12, True, changed=3)[0] == [3, 11]
+    beside = replace(config, prepare_in_backward=True)
+    assert decisions(beside, 30, True, changed=14) == ([3, 11, 16, 24], [1, 2, 9, 10, 14, 15, 22, 23])
+
+
+def test_a_change_whose_costs_are_known_is_decided_on_at_once() -> None:
+    timer = DecisionTimer(ControllerConfig(every_steps=4, measure_steps=2, prepare_in_backward=True))
+    timer.step = timer.due_at = 4
+    timer.decided(quiet=True)
+    timer.loads_changed(known=True)
+    assert timer.due
+    assert not timer.measuring, "nobody would ask for its times"
+
+
+def test_a_step_without_times_has_no_decision_and_is_measured() -> None:
+    timer = DecisionTimer(ControllerConfig(every_steps=4, measure_steps=2, prepare_in_backward=True))
+    timer.step, timer.timed_from = 3, 4
+    assert timer.measuring
+    assert not timer.due
+    timer.step += 1
+    assert timer.due
 
 
 def _learner(**options: object) -> Learner:

@@ -173,7 +173,7 @@ def test_every_third_microbatch_has_hooks_once_there_is_a_time() -> None:
 
 
 def test_steps_that_are_measured_anew_have_times_at_once() -> None:
-    """Without a reset, as where decisions are made beside backward passes: else a decision may see times long past."""
+    """Without a reset, as where decisions are made beside steps: else a decision may see times long past."""
     meter = Meter(work_clock=_Clock())
     for steps in (2, 2):
         before = len(meter.backward[0])
@@ -201,16 +201,6 @@ def test_all_slices_of_a_microbatch_have_hooks_or_none() -> None:
     # the third one began when there was no time yet
     for i in layers:
         assert [x.slice for x in meter.backward[i] if isinstance(x, OfSlice)] == [1, 0] * 3
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_the_first_backward_is_announced_once(enabled: bool) -> None:
-    meter = Meter(enabled=enabled)
-    called: list[int] = []
-    meter.on_backward = lambda: called.append(len(called))
-    _train(meter, 2)
-    assert called == [0]
-    assert meter.on_backward is None
 
 
 def test_one_disturbed_microbatch_does_not_count_and_uneven_ones_do() -> None:

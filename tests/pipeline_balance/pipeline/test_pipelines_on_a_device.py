@@ -206,7 +206,7 @@ def moved(*maps: StageMap, replicas: int = 1) -> Callable[[Rank], Seen]:
 
 
 def prepared(stage_map: StageMap, replicas: int = 1) -> Callable[[Rank], Seen]:
-    """A controller measures, and finds moves in a thread beside the backward pass: the last layers are slow."""
+    """A controller measures, and finds moves in a thread beside the step: the last layers are slow."""
 
     def run(rank: Rank) -> Seen:
         pipe, seen = pipeline(rank, stage_map, replicas, FREE), Seen()
