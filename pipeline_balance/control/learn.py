@@ -71,7 +71,7 @@ class DecisionTimer:
         return not self._beside or self.step >= self.timed_from
 
     def loads_changed(self, *, known: bool = False) -> None:
-        """Decide as soon as the loads, which have changed for certain, have been measured; where they are `known`, now."""
+        """Decide once the loads, which have changed for certain, have been measured; where they are `known`, now."""
         self.interval_steps = self.config.every_steps
         self.due_at = min(self.due_at, self.step + (1 if known else self.config.measure_steps + self._beside))
 

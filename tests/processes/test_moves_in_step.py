@@ -330,6 +330,39 @@ def test_a_rank_without_memory_for_what_is_on_its_way_keeps_all() -> None:
     assert found[0][1] == [True, True]
 
 
+def _begins(rank: int, size: int, idle: bool) -> tuple[list[str], list[str]]:
+    """What happens in which order, where the first rank has no backward pass: without a stage, or frozen."""
+    pipe = pipeline(StageMap((0, LAYERS), (1,)) if idle else _map(0, TWO))
+    said: list[str] = []
+    for unit in range(3):
+        pipe.model.units[unit].requires_grad_(idle)
+
+    def runs(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        # not on a fake one, by which shapes are found
+        if type(given[0]) is Tensor:
+            said.append("layer")
+
+    for layer in pipe.layers.values():
+        layer.register_forward_pre_hook(runs)
+    pipe.before_pass(lambda: said.append("begins"))
+    with pytest.raises(SpecError):
+        # too few rows for the microbatches
+        pipe.step(*(t[:1] for t in batch(0)))
+    refused = list(said)
+    pipe.step(*batch(0))
+    pipe.step(*batch(1))
+    return refused, said
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_what_begins_with_a_step_does_so_once_on_every_rank_before_any_layer(idle: bool) -> None:
+    for rank, (refused, said) in enumerate(run_gloo(_begins, 2, idle)):
+        assert refused == []
+        assert said[0] == "begins"
+        assert said.count("begins") == 1
+        assert ("layer" in said) == (rank == 1 or not idle)
+
+
 class _Dies(ForwardingCollective):
     """The process ends when it first sends state beside a step, and leaves a file."""
 
