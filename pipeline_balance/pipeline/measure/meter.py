@@ -137,11 +137,10 @@ class Meter:
     sent_bytes: int = 0
     working_on: tuple[int, int, float] | None = None
     noted: Noted = field(default_factory=Noted)
-    # how many microbatches a stage has taken, whether the last one has hooks, and stages with a time
+    # how many microbatches a stage has taken, and whether the last one has hooks
     _passes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _hooked: dict[int, bool] = field(default_factory=dict)
     _hooking: bool = True
-    _timed: set[int] = field(default_factory=set)
     _waited_s: float = 0.0
     _arrived: list[tuple[int, Any]] = field(default_factory=list)
     _acted: bool = False
@@ -159,7 +158,7 @@ class Meter:
         """Forget all samples, for a new measuring period or a new stage map. Bytes stay known until counted anew."""
         for by_layer in (self.forward, self.backward, self.stage_weight):
             by_layer.clear()
-        self._time_anew()
+        self._passes.clear()
         for samples in (self.loss, self.between):
             samples.clear()
         self.counted.clear()
@@ -169,11 +168,6 @@ class Meter:
         self._marked.stretches.clear()
         self._steps, self._step_s, self._compute_s = 0, 0.0, 0.0
         self._wait_s = {"F": 0.0, "B": 0.0}
-
-    def _time_anew(self) -> None:
-        """Let microbatches go backward with hooks until there is a time."""
-        self._passes.clear()
-        self._timed.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,7 +183,7 @@ class Meter:
         """Begin a new step, which work counts towards from here on."""
         if not self.enabled:
             # samples of before may stay, and say nothing of the next measured steps
-            self._time_anew()
+            self._passes.clear()
         else:
             # what an unfinished step has marked is nobody's
             self._marked, self._acted = _Marked(), False
@@ -265,8 +259,6 @@ class Meter:
             marks = [*self._arrived, (-1, work_ended)]
             # what comes before the first gradient, the loss's own backward, counts for the stage's last layer
             marks[0] = (marks[0][0], work_began)
-            if self._arrived:
-                self._timed.add(stage)
             for (layer, start), (_, stop) in pairwise(marks):
                 self._sample(self.backward[layer], start, stop, -(-self.max_samples // HOOKED_EVERY))
         elif kind == "W":
@@ -279,8 +271,8 @@ class Meter:
         """Whether a stage's coming microbatch is to be timed going backward: in all layers and slices or in none."""
         if self.working_on is None or self.working_on[0] == 0:
             self._passes[stage] += 1
-            # the second of three, as the first microbatch of a step is slower; all until there is a time
-            self._hooked[stage] = self._passes[stage] % HOOKED_EVERY == 2 or stage not in self._timed
+            # the second of three, as the first microbatch of a step is slower; it is the only one where steps have one
+            self._hooked[stage] = self._passes[stage] == 1 or self._passes[stage] % HOOKED_EVERY == 2
         return self._hooked.get(stage, True)
 
     def run_shared(self, call: Callable[[], None]) -> None:
