@@ -24,8 +24,10 @@ def give_back(root: nn.Module) -> None:
             module.reshard()
 
 
-def _groups_of(module: FSDPModule) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers together for a module."""
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together for a module; none where it has not cut that."""
+    if not isinstance(module, FSDPModule):
+        return []
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -37,19 +39,18 @@ def leaves_of(root: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, n
     """The autograd leaves that a graph would hold of parameters: themselves, or what FSDP2 last gathered for them."""
     leaves, names = dict(named), {id(p): name for name, p in named.items()}
     for module in root.modules():
-        if isinstance(module, FSDPModule):
-            for param in (p for group in _groups_of(module) for p in group.fsdp_params):
-                # FSDP2 computes with a gathered parameter, and keeps the object after its memory is freed
-                gathered, name = getattr(param, "_unsharded_param", None), names.get(id(param.sharded_param))
-                if gathered is not None and name is not None:
-                    leaves[name] = gathered
+        for param in (p for group in fsdp_groups(module) for p in group.fsdp_params):
+            # FSDP2 computes with a gathered parameter, and keeps the object after its memory is freed
+            gathered, name = getattr(param, "_unsharded_param", None), names.get(id(param.sharded_param))
+            if gathered is not None and name is not None:
+                leaves[name] = gathered
     return leaves
 
 
 def padded(root: nn.Module) -> list[Tensor]:
     """The memory that FSDP2 keeps shards in, with padding: those on other processes may be larger."""
     # FSDP2 pads shards to equal size, so a rank without elements has memory, too
-    groups = (g for m in root.modules() if isinstance(m, FSDPModule) for g in _groups_of(m))
+    groups = (group for module in root.modules() for group in fsdp_groups(module))
     found = [param._sharded_param_data for group in groups for param in group.fsdp_params]
     return [memory for memory in found if not memory.is_meta]
 
@@ -85,10 +86,11 @@ def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
     """
     found: list[MixedPrecisionPolicy] = []
     for name, module in root.named_modules():
+        groups = fsdp_groups(module)
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
-        if any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in _groups_of(module)):
+        if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
             raise SpecError(f"{name or 'the model'} is offloaded to the host by FSDP2, which cannot be resharded")
         if state._mp_policy not in found:
             found.append(state._mp_policy)

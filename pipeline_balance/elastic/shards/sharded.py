@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten
 
 from pipeline_balance.elastic.shards.fully_sharded import give_back
 from pipeline_balance.elastic.shards.module_copies import Copy, Found, sharded_of, without_memory
+from pipeline_balance.elastic.shards.same_messages import SameMessages
 from pipeline_balance.elastic.shards.tp_styles import Style
 from pipeline_balance.pipeline.model.adapter import TransformersModel
 from pipeline_balance.pipeline.model.expert_layers import collective_of
@@ -46,6 +47,7 @@ from pipeline_balance.pipeline.move.state import base_name
 from pipeline_balance.pipeline.run.generators import unit_seed
 from pipeline_balance.schedules.actions import Action
 from prophet.errors import SpecError
+from prophet.ranks.collective import Collective
 from prophet.state.space import Box, Space
 from prophet.state.streams import torch_dtype
 
@@ -215,6 +217,7 @@ class ShardedModel(PipelineModel):
         self.copy.inner = self.copy.take_hooks()
         self._draw_by_unit()
         self._cut_over_dp()
+        self._messages = SameMessages(self._called, self.units) if shards.dp is not None else None
         # FSDP2 gathers before any other hook may read parameters
         self.copy.outer = self.copy.take_hooks()
         self.copy.sharded()
@@ -246,6 +249,11 @@ class ShardedModel(PipelineModel):
     def _groups(self) -> list[list[nn.Module]]:
         """What is gathered together: units, those that share parameters as one."""
         return sharing(self.units)
+
+    @property
+    def _called(self) -> nn.Module:
+        """What is called where FSDP2 cuts."""
+        return self.root
 
     def fill(self, values: Mapping[int, Tensor]) -> dict[int, nn.Parameter]:
         """Parameters that have these values for their shards, each put in its places.
@@ -304,7 +312,8 @@ class ShardedModel(PipelineModel):
         if unit:
             return activations
         self._part = microbatch
-        return self._whole(microbatch)
+        with self._messages.forward() if self._messages is not None else nullcontext():
+            return self._whole(microbatch)
 
     @abstractmethod
     def _whole(self, microbatch: Microbatch) -> Activations:
@@ -357,8 +366,16 @@ class ShardedModel(PipelineModel):
 
     @contextmanager
     def acting(self, action: Action) -> Iterator[None]:
-        with self._runs.acting(action):
+        messages = self._messages
+        # an "I" is a whole backward here: the first stage passes no gradient on
+        backward = messages.backward() if messages is not None and action.kind in "BI" else nullcontext()
+        with self._runs.acting(action), backward:
             yield
+
+    def settle_gradients(self, shards: Sequence[Collective]) -> None:
+        if self._messages is not None:
+            # dp comes first
+            self._messages.drop_unused(shards[0])
 
     def end_pass(self) -> None:
         """Give memory of gathered parameters back, which a pass without a backward would keep."""
@@ -393,6 +410,10 @@ class ShardedChain(ShardedModel):
     def _groups(self) -> list[list[nn.Module]]:
         self._row = _Row(self.units, self._through)
         return [*super()._groups(), [self._row]]
+
+    @property
+    def _called(self) -> nn.Module:
+        return self._row
 
     def _through(self, microbatch: Microbatch) -> Activations:
         plain, activations = self.plain, cast(Activations, ())

@@ -200,6 +200,12 @@ class PipelineModel(ABC):
         """The context in which an action of a training pass runs; a rank that only helps others does so in it."""
         yield
 
+    def settle_gradients(self, shards: Sequence[Collective]) -> None:  # noqa: B027 - most models leave them to replicas
+        """An update's gradients are there: make them those of one process; collective over `shards`.
+
+        These are the communicators that modules use by themselves.
+        """
+
     def end_pass(self) -> None:  # noqa: B027 - most models keep nothing
         """A pass of a batch has ended or failed: let go of what it has left behind."""
 

@@ -114,6 +114,7 @@ class Gradients:
     def complete(self, stage_map: StageMap) -> None:
         """Make every gradient that of the whole update, once the last pass has ended; collective."""
         self._open, self._added_up = False, []
+        self.owned.model.settle_gradients(self.groups.rank_assignment.shards)
         ties = ties_of(self.owned)
         # means first, then sums over stages: both in one order on all holders
         mine = [t.parameter for t in ties if self.groups.rank in t.holders(stage_map)]
