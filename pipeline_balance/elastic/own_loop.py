@@ -19,6 +19,7 @@ from pipeline_balance.elastic.groups import SHARDS, Groups, Members, groups_of_w
 from pipeline_balance.elastic.layouts.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.shards.fully_sharded import (
     check_weak,
+    counts_unused,
     leaves_of,
     options_from_json,
     options_to_json,
@@ -171,12 +172,16 @@ class _Own(Move):
                 f"the model is wrapped in DistributedDataParallel with {skips[0]}=True: where ranks skip different "
                 "modules, FSDP2 would average these modules' gradients. Wrap it without, if none does"
             )
+        unused = counts_unused(self.user_model.root)
         if over_dp and len(policies) <= 1:
-            return {"mp_policy": policies[0]} if policies else {}
+            return {**({"mp_policy": policies[0]} if policies else {}), **({"unused": True} if unused else {})}
         # one policy goes to FSDP2 again, above; nothing else takes any
         if any(p.param_dtype or p.reduce_dtype or p.output_dtype for p in policies):
             raise SpecError("the model computes in other types by FSDP2's MixedPrecisionPolicy, which would be lost")
-        return {} if is_sharded(self.after) else options
+        if is_sharded(self.after):
+            return {}
+        # DDP's word for the same
+        return {**options, "find_unused_parameters": True} if unused and self.after.dp > 1 else options
 
     # --- what ranks agree on ----------------------------------------------------------------------------------
 

@@ -240,6 +240,17 @@ def _options_go_over(rank: int, size: int) -> None:
         made = elastic.reshard(made, optimizer, before, layout, build, timeout_s=60.0)
     assert [m._get_fsdp_state()._mp_policy for m in (*made.blocks, made)] == [policy] * 4
     train_step(made, optimizer, dp4, 0)
+    # torch 2.11 has no such setting
+    if hasattr(made, "set_reduce_scatter_unused_params"):
+        made = _fsdp2(size)
+        made.set_reduce_scatter_unused_params(True)
+        optimizer = adamw(made.parameters())
+        made = elastic.reshard(made, optimizer, dp4, dp2, build, timeout_s=60.0)
+        made = elastic.reshard(made, optimizer, dp2, dp4, build, timeout_s=60.0)
+        for module in (*made.blocks, made):
+            assert [g.reduce_scatter_unused_params for g in module._get_fsdp_state()._fsdp_param_groups] == [True]
+        made = elastic.reshard(made, optimizer, dp4, elastic.Parallelism(dp=4), build, timeout_s=60.0)
+        assert made.find_unused_parameters
 
 
 def _alone_in_it(rank: int, size: int) -> list[str]:

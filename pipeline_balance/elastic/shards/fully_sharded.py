@@ -97,6 +97,13 @@ def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
     return found
 
 
+def counts_unused(root: nn.Module) -> bool:
+    """Whether its owner has FSDP2 reduce zeros where a rank has no gradient, by `set_reduce_scatter_unused_params`."""
+    # torch 2.11 does not know it
+    groups = (group for module in root.modules() for group in fsdp_groups(module))
+    return any(getattr(group, "reduce_scatter_unused_params", False) for group in groups)
+
+
 def options_to_json(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `fully_shard` or DDP in types that JSON has; `options_from_json` is the inverse."""
     return {name: _option_to_json(option) for name, option in options.items()}

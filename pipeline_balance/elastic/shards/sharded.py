@@ -152,7 +152,12 @@ def cut_over_tp(copy: Copy, shards: Shards) -> None:
 
 
 def cut_over_dp(
-    root: nn.Module, groups: Callable[[], Sequence[Sequence[nn.Module]]], shards: Shards, **options: Any
+    root: nn.Module,
+    groups: Callable[[], Sequence[Sequence[nn.Module]]],
+    shards: Shards,
+    *,
+    unused: bool = False,
+    **options: Any,
 ) -> None:
     """Have FSDP2 cut `root`.
 
@@ -160,6 +165,7 @@ def cut_over_dp(
         root: A copy without memory.
         groups: Lists modules whose parameters are gathered together, the root last.
         shards: Its mesh along dp; without one nothing happens.
+        unused: Whether FSDP2 reduces zeros where a rank has no gradient.
         **options: More of `fully_shard`.
     """
     mesh = shards.dp
@@ -171,6 +177,8 @@ def cut_over_dp(
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
             # gloo has no other reduction than a sum
             module.set_force_sum_reduction_for_comms(True)
+        if isinstance(module, FSDPModule) and unused:
+            module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def sharing(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
