@@ -231,16 +231,20 @@ def check_budget(config: EngineConfig, planner: Planner, contexts: Sequence[Plan
 
 
 # By name: importing them would import packages that nobody may have
+_SHARED_OUT = "keeps each state on one rank only, and sends what that one makes of a parameter to all"
 _MIXING = {
     "LBFGS": "keeps one flat history of all parameters",
-    "ZeroRedundancyOptimizer": "keeps each state on one rank only, and sends what that one makes of a parameter to all",
+    "ZeroRedundancyOptimizer": _SHARED_OUT,
+    # With the package's name, as torch's own Muon sends nothing
+    "muon.Muon": _SHARED_OUT,
+    "muon.MuonWithAuxAdam": _SHARED_OUT,
 }
 APART = "give it the other parameters alone, and what prophet.parallel.expert_parameters(model) lists to another one"
 
 
 def why_not_apart(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer cannot hold experts, which differ from rank to rank; None if it can."""
-    kinds = (kind.__name__ for kind in type(optimizer).__mro__)
+    kinds = (name for kind in type(optimizer).__mro__ for name in (kind.__name__, f"{kind.__module__}.{kind.__name__}"))
     return next((f"{name} {_MIXING[name]}" for name in kinds if name in _MIXING), None)
 
 

@@ -129,6 +129,23 @@ def lbfgs(loop: Loop) -> None:
     loop.make = torch.optim.LBFGS
 
 
+class Muon(torch.optim.SGD):
+    """As the package muon-optimizer has it: every rank updates some parameters, and the others take its values."""
+
+    def step(self, closure: Any = None) -> None:
+        params = [p for g in self.param_groups for p in g["params"]]
+        super().step(closure)
+        for i, p in enumerate(params):
+            dist.broadcast(p.data, i % dist.get_world_size())
+
+
+Muon.__module__ = "muon"
+
+
+def muon(loop: Loop) -> None:
+    loop.make = lambda params: Muon(params, 0.01)
+
+
 def zero_by_hand(loop: Loop) -> None:
     """Every rank updates a part of all parameters, and the others take its values."""
 
@@ -184,6 +201,8 @@ FAULTS: list[tuple[Callable[[Loop], None], dict[str, Any], str]] = [
     (zero, LAYERS | ATTACHED, "-1: ValueError: the optimizer holds experts, and ZeroRedundancyOptimizer keeps"),
     (zero, CONVERTED | PLAIN, f"1: {EQUAL}"),
     (lbfgs, LAYERS | ATTACHED, "-1: ValueError: the optimizer holds experts, and LBFGS keeps one flat history"),
+    (muon, LAYERS | ATTACHED, "-1: ValueError: the optimizer holds experts, and muon.Muon keeps each state on one rank"),
+    (muon, LAYERS | PLAIN, f"1: {EQUAL}"),
     (zero_by_hand, LAYERS | ATTACHED, f"1: {EQUAL}"),
     (averager, LAYERS | ATTACHED, f"1: {EQUAL}"),
     (own_clip, LAYERS | ATTACHED, r"1: GradientMismatch: step 0: .*Clip by engine\.clip_grad_norm_"),
