@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Guess: the router's loss of a transformers model is least when every layer uses its experts evenly.
 # Fact (transformers 5.24.0): counts and probabilities are added up over all layers before they are multiplied. If each
-# layer sends all tokens to two experts of its own, the loss is the least there is, that of perfectly even layers.
+# layer sends all tokens to two experts that no other layer uses, the loss is the least there is, as of even layers.
 # Why it matters: `aux_loss` looks perfect while every layer has collapsed. With expert parallelism, one or two ranks
 # compute in each layer, and the others wait.
 # A way out: `output_router_logits=True` returns the logits of each layer; compute a loss for each of them.

@@ -201,7 +201,7 @@ FAULTS: list[tuple[Callable[[Loop], None], dict[str, Any], str]] = [
     (zero, LAYERS | ATTACHED, "-1: ValueError: the optimizer holds experts, and ZeroRedundancyOptimizer keeps"),
     (zero, CONVERTED | PLAIN, f"1: {EQUAL}"),
     (lbfgs, LAYERS | ATTACHED, "-1: ValueError: the optimizer holds experts, and LBFGS keeps one flat history"),
-    (muon, LAYERS | ATTACHED, "-1: ValueError: the optimizer holds experts, and muon.Muon keeps each state on one rank"),
+    (muon, LAYERS | ATTACHED, "-1: ValueError: the optimizer holds experts, and muon.Muon keeps each state on"),
     (muon, LAYERS | PLAIN, f"1: {EQUAL}"),
     (zero_by_hand, LAYERS | ATTACHED, f"1: {EQUAL}"),
     (averager, LAYERS | ATTACHED, f"1: {EQUAL}"),
