@@ -201,11 +201,12 @@ def recorded(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def traced_steps(results: Sequence[dict[str, Any]]) -> dict[str, list[Span]]:
-    """Every policy's traced step, of all hosts: they share a clock."""
+    """Every policy's traced step, of all hosts, from the start of the first of them: they share a clock."""
     groups: dict[str, list[Span]] = {}
-    for result in results:
-        for name, spans in result["spans"].items():
-            groups.setdefault(name, []).extend(Span(*values) for values in spans)
+    for name in {name: None for result in results for name in result["spans"]}:
+        spans = [Span(*values) for result in results for values in result["spans"].get(name, ())]
+        zero = min(s.start_s for s in spans)
+        groups[name] = [dataclasses.replace(s, start_s=s.start_s - zero, end_s=s.end_s - zero) for s in spans]
     return groups
 
 

@@ -218,10 +218,9 @@ class Bench:
         return recording
 
     def _trace(self, p: Policy) -> None:
-        """Keep the spans of one step, with times from its start."""
+        """Keep the spans of one step, by the clock that all hosts share."""
         spans = self._watched_steps(p, self.skip + 2).spans()
-        zero = spans[0].start_s
-        self.traced[p.name] = [[s.start_s - zero, s.end_s - zero, s.rank, s.stream, s.name] for s in spans]
+        self.traced[p.name] = [[s.start_s, s.end_s, s.rank, s.stream, s.name] for s in spans]
 
     def run(self, p: Policy, repetition: int) -> dict[str, Any]:
         """One repetition of a policy: `skip` steps that are not counted, then `steps` that are."""

@@ -449,3 +449,12 @@ def test_policies_are_compared_with_the_fastest_of_some_others() -> None:
     assert (line["ratio_median"], line["interval"]) == (1.75, [0.5, 3.0])
     few = [{**r, "step_s_by_repetition": seconds[r["policy"]][:4]} for r in rows]
     assert against(few, ["a", "b"])[0]["interval"] is None
+
+
+def test_traced_hosts_have_one_zero() -> None:
+    hosts = [
+        {"spans": {"static": [[5.5, 6.0, 1, "compute", "start"]]}},
+        {"spans": {"static": [[5.0, 5.25, 0, "a", "b"]]}},
+    ]
+    groups = cli.traced_steps(hosts)
+    assert [(s.rank, s.start_s, s.end_s) for s in groups["static"]] == [(1, 0.5, 1.0), (0, 0.0, 0.25)]
