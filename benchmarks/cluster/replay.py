@@ -25,6 +25,8 @@ from benchmarks.cluster.calibrate import Calibration, Observed, calibration_of
 from benchmarks.cluster.policies import planner_of, policy
 from benchmarks.tables import columns
 from prophet.engine.step_report import StepReport
+from prophet.planner.model.cost import transfers_of
+from prophet.planner.model.withdraw import all_hidden
 from prophet.scheduler.actions import Action
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.simulate import predicted_durations, simulate
@@ -105,6 +107,10 @@ def simulated(
             update_s=c.update_s,
             counts_s=c.counts_s,
             counts_behind_s=c.counts_behind_s,
+            apart=[
+                planner.withdraws and not p.is_static and not all_hidden(load, context, *transfers_of(p, context))
+                for load, p, context in zip(counts, placed, contexts, strict=True)
+            ],
         )
         s = simulate(schedule, durations)
         found.append({"step": s.makespan_s, **{p: float(getattr(s, f"{p}_s").mean()) for p in PARTS}})

@@ -24,7 +24,7 @@ from prophet.layer.gradient_watch import GradientWatch
 from prophet.layer.moe import MoE
 from prophet.layer.port import LayerWindow, Pass, PassCount, PlainPort, Port
 from prophet.planner.base import Planner
-from prophet.planner.model.withdraw import pays
+from prophet.planner.model.withdraw import all_hidden, pays
 from prophet.ranks.waiting import Waiter
 from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
@@ -134,6 +134,8 @@ class BalancedLayer:
         self._ahead = runs_ahead(engine.schedule, index)
         self._forms = FormChooser(engine.experiment.transfers)
         self._pass, self._passes = Pass.EVALUATION, PassCount()
+        # of the pass under way, once its counts are known
+        self._apart = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Port:
         watch = copy.deepcopy(self.layer.expert_watch, memo)
@@ -203,8 +205,21 @@ class BalancedLayer:
         # With every microbatch: the last one's plan, from the whole step's counts, is the one that is used
         self._plan_next()
 
+    def apart(self) -> bool:
+        replicas = self._replicas
+        if not self._apart or replicas is None:
+            return False
+        # before any of the next block's Trans, whose first chunk the FEC window launches: one order on all ranks
+        replicas.launch_all()
+        return True
+
     def replicas(self) -> list[Replica]:
         return [] if self._replicas is None else self._replicas.arrived()
+
+    def copies_done(self) -> None:
+        step = self._engine.runtime.step
+        if step is not None:
+            step.copies_done(self.index)
 
     def window(self, kind: LayerWindow) -> None:
         if kind == "FNEC":
@@ -228,13 +243,15 @@ class BalancedLayer:
     def _split(self, load: IntArray) -> tuple[Placement, Split]:
         """Split the exact counts under the placement in force; without replicas in evaluation or if they do not pay."""
         engine, replicas = self._engine, self._replicas
+        self._apart = False
         if replicas is None or replicas.state is State.NONE:
             return self.homes, Split.to_homes(load, self.homes)
         placement = self.placement
         split = engine.planner.split(load, placement, self.context)
         # Replicas that an earlier microbatch of the step has used hold gradients, which must go home in any case
         keep = replicas.in_use or self._pays(load, split)
-        replicas.use(keep, np.flatnonzero(load.sum(axis=0)).tolist())
+        self._apart = keep and self._runs_apart(load)
+        replicas.use(keep, np.flatnonzero(load.sum(axis=0)).tolist(), apart=self._apart)
         if not keep:
             self.counts.withdrawn = True
             placement = self.homes
@@ -253,6 +270,17 @@ class BalancedLayer:
         _, trans, agg = self._forms.prepare(self.placement, self.context)
         microbatches = engine.config.accumulation_steps
         return pays(load, split, self.context, trans, agg, ahead=self._ahead, microbatches=microbatches)
+
+    def _runs_apart(self, load: IntArray) -> bool:
+        """Whether replicas run apart: where compute before them and after them does not hide their transfers.
+
+        The same on every rank, and in every run: sums may have other last bits for it.
+        """
+        # published policies run as they were published
+        if not (self._ahead and self._engine.planner.withdraws):
+            return False
+        _, trans, agg = self._forms.prepare(self.placement, self.context)
+        return not all_hidden(load, self.context, trans, agg)
 
     # --- the next placement ---
 

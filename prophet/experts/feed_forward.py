@@ -59,6 +59,7 @@ class FeedForwardBank(Bank):
 
     bias_in: nn.Parameter | None
     bias_out: nn.Parameter | None
+    runs_replicas = True
 
     def __init__(
         self,
@@ -210,19 +211,37 @@ class FeedForwardBank(Bank):
         sizes_on_device: Tensor | None = None,
         impl: Impl = "auto",
     ) -> Tensor:
-        grads = []
-        for replica in replicas:
-            replica.collect_grads()
-            # kernels add to these views of the vector that Agg sends home
-            grads.append(_filled({name: leaf.grad for name, leaf in replica.leaves.items()}))
         return grouped_ffn(
             rows,
             sizes,
             self.weights(),
             self.activation,
             replicas=[_filled(r.leaves) for r in replicas],
-            replica_grads=grads,
+            replica_grads=[_gradients(r) for r in replicas],
             grad_scale=self.grad_scale,
+            sizes_on_device=sizes_on_device,
+            impl=impl,
+        )
+
+    def run_replicas(
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        replicas: Sequence[Replica],
+        *,
+        sizes_on_device: Tensor | None = None,
+        impl: Impl = "auto",
+    ) -> Tensor:
+        # the kernels take stacked experts before single ones: the first replica is a stack of one
+        (first, *others), (first_grads, *grads) = replicas, map(_gradients, replicas)
+        return grouped_ffn(
+            rows,
+            sizes,
+            _stack_of(_filled(first.leaves)),
+            self.activation,
+            replicas=[_filled(r.leaves) for r in others],
+            home_grads=_stack_of(first_grads),
+            replica_grads=grads,
             sizes_on_device=sizes_on_device,
             impl=impl,
         )
@@ -325,3 +344,14 @@ class FeedForwardBank(Bank):
 def _filled(parts: Mapping[str, Tensor | None]) -> ExpertWeights:
     """Return weights of which some may be missing, as gradients are where nothing is trained."""
     return ExpertWeights(*(parts.get(name) for name in ExpertWeights._fields))  # type: ignore[arg-type]
+
+
+def _gradients(replica: Replica) -> ExpertWeights:
+    """Return the views of the vector that Agg sends home, to which kernels add."""
+    replica.collect_grads()
+    return _filled({name: leaf.grad for name, leaf in replica.leaves.items()})
+
+
+def _stack_of(weights: ExpertWeights) -> ExpertWeights:
+    """Return one expert as a stack of one, by views."""
+    return ExpertWeights(*(None if w is None else w.unsqueeze(0) for w in weights))  # type: ignore[arg-type]

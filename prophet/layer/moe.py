@@ -384,23 +384,58 @@ class MoE(nn.Module):
 
     def _run_experts(self, rows: Tensor, route: Route) -> Tensor:
         """Run the experts on `rows` [B, D], which lie in the groups of `route`: homes first, then replicas."""
-        port, watch = self.port, self.port.stopwatch
+        port, watch, bank = self.port, self.port.stopwatch, self.experts
+        apart, copies = port.apart(), route.sizes[bank.experts :]
         # backward there is no block of code to time: two hooks start and stop the clock
         backward = watch("expert")
 
         def begin_backward() -> None:
             self.port.window("BEC")
+            # without replicas here their gradients are complete now: other ranks' can come
+            if apart and not copies:
+                self.port.copies_done()
             if self.on_backward is not None:
                 self.on_backward(self)
             backward.start()
 
-        rows = on_backward(rows, backward.stop)
-        # may wait for Trans, so it comes before the window whose compute is measured
-        replicas = port.replicas()
+        def end_backward() -> None:
+            backward.stop()
+            if apart:
+                self.port.copies_done()
+
+        rows = on_backward(rows, end_backward)
+        if apart and bank.runs_replicas:
+            out = self._run_apart(rows, route)
+        else:
+            # may wait for Trans, so it comes before the window whose compute is measured
+            replicas = port.replicas()
+            port.window("FEC")
+            with watch("expert"):
+                out = bank.run(rows, route.sizes, replicas, sizes_on_device=route.sizes_on_device, impl=self.impl)
+        return on_backward(out, begin_backward)
+
+    def _run_apart(self, rows: Tensor, route: Route) -> Tensor:
+        """Run the experts at home while replicas' parameters come, then the replicas.
+
+        Autograd goes the other way: the replicas' gradients are complete, and go home, before the experts at home run.
+        """
+        port, watch, bank = self.port, self.port.stopwatch, self.experts
+        m, there = bank.experts, route.sizes_on_device
+        at_home, copies = route.sizes[:m], route.sizes[m:]
+        first, rest = rows.split([sum(at_home), sum(copies)]) if copies else (rows, rows)
         port.window("FEC")
         with watch("expert"):
-            out = self.experts.run(rows, route.sizes, replicas, sizes_on_device=route.sizes_on_device, impl=self.impl)
-        return on_backward(out, begin_backward)
+            out = bank.run(first, at_home, sizes_on_device=None if there is None else there[:m], impl=self.impl)
+        # waited for on ranks without any as well: their own part of Trans has to be over
+        replicas = port.replicas()
+        if not copies:
+            return out
+        # made after the experts at home have run: autograd takes what was made last first
+        rest = on_backward(rest, port.copies_done)
+        with watch("expert"):
+            on_device = None if there is None else there[m:]
+            answers = bank.run_replicas(rest, copies, replicas, sizes_on_device=on_device, impl=self.impl)
+            return torch.cat([out, answers])
 
     def _account(self, routing: Routing, counts: Counts, split: Split, forward: Pass) -> None:
         """Keep statistics and hand out auxiliary losses; a recomputed forward pass has done both already.

@@ -1,6 +1,6 @@
 """How a layer talks to whoever balances it, and the port of a layer that nobody balances.
 
-In one forward and backward pass a layer makes at most ten calls:
+In one forward and backward pass a layer makes at most twelve calls:
 
 | call | when |
 |---|---|
@@ -8,8 +8,10 @@ In one forward and backward pass a layer makes at most ten calls:
 | `header`, `agreed` | before and after the exchange of counts |
 | `split` | the counts are known |
 | `remember` | the rows are being put in order for dispatch |
-| `replicas` | the experts are about to run |
+| `apart` | the experts are about to run |
+| `replicas` | their turn has come: before the experts at home, or after them where they run apart |
 | `window` | four times: FEC, FNEC in the forward pass, BEC, BNEC in the backward pass |
+| `copies_done` | where they run apart: the replicas' backward pass is over, which comes before the home experts' |
 
 Shape legend: R ranks, E experts.
 """
@@ -105,8 +107,17 @@ class Port(Protocol):
     def remember(self, counts: Counts, split: Split) -> None:
         """Take in the counts of a pass and their split, which the next placement is planned from."""
 
+    def apart(self) -> bool:
+        """Return whether replicas run after the experts at home, as their transfers are not hidden otherwise.
+
+        It is the same on all ranks, and in every run.
+        """
+
     def replicas(self) -> list[Replica]:
         """Return this rank's replicas, their parameters in place; may wait for them."""
+
+    def copies_done(self) -> None:
+        """Note that this rank's replicas have their gradients in this backward pass; may be called again in it."""
 
     def window(self, kind: LayerWindow) -> None:
         """Note that a window begins: FEC and BEC when the layer's experts start to run, FNEC and BNEC when it is done.
@@ -158,7 +169,12 @@ class PlainPort:
 
     def remember(self, counts: Counts, split: Split) -> None: ...
 
+    def apart(self) -> bool:
+        return False
+
     def replicas(self) -> list[Replica]:
         return []
+
+    def copies_done(self) -> None: ...
 
     def window(self, kind: LayerWindow) -> None: ...

@@ -178,33 +178,43 @@ class BlockReplicas:
                 ]
         return self._replicas
 
+    def launch_all(self) -> None:
+        """Launch what is left of Trans; waits only where that sends on what is under way."""
+        if self.state in (State.NONE, State.HERE):
+            return
+        # for the second time in the backward pass the launch is a FETCH of the schedule, before that a TRANS
+        again = self.state is State.DROPPED or (self._trans is not None and self._trans.again)
+        fetch = again and in_backward()
+        last = self._rest("FETCH", "BEC") if fetch else self._rest("TRANS", "FEC")
+        # outside of the stopwatch below, as it starts one
+        self.launch(last)
+        with self._carrier.stopwatch("exposed_trans"):
+            if self._trans is not None:
+                self._launch_rest(self._trans, last)
+
     def arrived(self) -> list[Replica]:
         """Return the replicas with their parameters; waits for what is still under way."""
         if self.state not in (State.NONE, State.HERE):
-            # for the second time in the backward pass the launch is a FETCH of the schedule, before that a TRANS
-            again = self.state is State.DROPPED or (self._trans is not None and self._trans.again)
-            fetch = again and in_backward()
-            last = self._rest("FETCH", "BEC") if fetch else self._rest("TRANS", "FEC")
-            # outside of the stopwatch below, as it starts one
-            self.launch(last)
+            self.launch_all()
             with self._carrier.stopwatch("exposed_trans"):
                 if self._trans is not None:
-                    self._launch_rest(self._trans, last)
                     self._trans.finish()
             self._trans, self.state = None, State.HERE
         return self._replicas or []
 
-    def use(self, keep: bool, visited: Iterable[int]) -> None:
+    def use(self, keep: bool, visited: Iterable[int], *, apart: bool = False) -> None:
         """Go on with the replicas, or withdraw them for the rest of the step: the block's counts are known.
 
         What was held back of Trans follows, a second phase only if the first has arrived. Where it has not on some
         rank, that rank launches it when it needs the replicas. Nothing else is launched in between, so the ranks'
-        transfers keep one order. Of withdrawn replicas nothing more is sent; what is under way is waited for when the
-        step ends.
+        transfers keep one order. Where replicas run apart, all of it waits for `launch_all`: it would slow down the
+        exchange of rows, and the experts at home hide it afterwards. Of withdrawn replicas nothing more is sent; what
+        is under way is waited for when the step ends.
 
         Args:
             keep: Whether to go on with them; the same on all ranks.
             visited: The experts that have rows, on any rank.
+            apart: Whether they run after the experts at home; the same on all ranks.
 
         Raises:
             ValueError: They are withdrawn after they were used.
@@ -213,7 +223,7 @@ class BlockReplicas:
             self.in_use = True
             # over all passes of the step: Agg runs once for all microbatches
             self._visited = (self._visited or set()) | set(visited)
-            if self.state is State.UNDER_WAY and self._trans is not None:
+            if self.state is State.UNDER_WAY and self._trans is not None and not apart:
                 with self._carrier.stopwatch("exposed_trans"):
                     self._launch_held_back(self._trans)
             return

@@ -8,6 +8,7 @@ placements, which all ranks share.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -167,6 +168,20 @@ class Step:
             # the gradients of earlier microbatches stay in the replicas, and go home with the last one's
             elif self._final(block):
                 block.launch_gradients(launch)
+
+    def copies_done(self, block: int) -> None:
+        """Launch Agg of a block whose replicas have run backward, if the schedule has it wait for the step's end.
+
+        Only the first block's does: no block comes before it. All ranks call this before they exchange the rows'
+        gradients of that block, so both kinds of exchange begin in one order everywhere.
+
+        Args:
+            block: The block's place in the order of execution.
+        """
+        found = [x for x in self._runtime.table.get(Window("END"), ()) if (x.kind, x.block) == ("AGG", block)]
+        if found and self._final(self.blocks[block]):
+            # a second phase is left to its window: the first has just begun
+            self.blocks[block].launch_gradients(replace(found[0], window=Window("BEC", block)))
 
     def forget(self) -> None:
         """Forget what the user has thrown away since the last pass: a forward pass begins in the middle of a step.

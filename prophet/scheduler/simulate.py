@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prophet.errors import SpecError
-from prophet.scheduler.actions import A2A_NAMES, Action, Launch, TransferKind
+from prophet.scheduler.actions import A2A_NAMES, Action, Launch, TransferKind, Window
 from prophet.scheduler.pieces import Form, phase_shares
-from prophet.scheduler.schedules import program
+from prophet.scheduler.schedules import by_window, program
 from prophet.scheduler.timeline import Span
 from prophet.spec import (
     FloatArray,
@@ -72,6 +72,8 @@ class StepDurations:
     Attributes:
         a2a_s: Dispatch, combine, combine backward, dispatch backward, [L, 4, R].
         fec_s, fnec_s, bnec_s, bec_s: Compute of the windows, [L, R].
+        copies_s: Of `fec_s`, what replicas take where they run apart from the experts at home: after them forward, as
+            Trans arrives meanwhile, and before them backward, [L, R]. None where all run together.
         trans_s, agg_s: Chunks, [L, C, R]; a chunk of all zeros is not sent.
         plan_s: Host time to plan a block, [L].
         start_s, end_s: Compute before the first block and, backward, after it, [R].
@@ -102,6 +104,7 @@ class StepDurations:
     compute_noise: float = 0.0
     exchange_noise_s: float = 0.0
     dispatched: tuple[Dispatched, ...] = ()
+    copies_s: FloatArray | None = None
 
     def __post_init__(self) -> None:
         shape = np.shape(self.a2a_s)
@@ -113,6 +116,7 @@ class StepDurations:
         shapes |= dict.fromkeys(("fec_s", "fnec_s", "bnec_s", "bec_s"), (blocks, ranks))
         shapes |= dict.fromkeys(("trans_s", "agg_s"), (blocks, chunks, ranks))
         shapes |= dict.fromkeys(("start_s", "end_s", "update_s"), (ranks,))
+        shapes |= {} if self.copies_s is None else {"copies_s": (blocks, ranks)}
         for name, expected in shapes.items():
             # the dataclass is frozen, and takes lists as well as arrays
             object.__setattr__(self, name, _seconds(name, getattr(self, name), expected))
@@ -121,6 +125,8 @@ class StepDurations:
                 raise SpecError(f"StepDurations.{name} must be finite and not negative, got {getattr(self, name)!r}")
         if self.dispatched and [d.pairs.shape for d in self.dispatched] != [(ranks, ranks)] * blocks:
             raise SpecError(f"StepDurations.dispatched must hold bytes [{ranks}, {ranks}] of {blocks} blocks")
+        if self.copies_s is not None and (self.copies_s > self.fec_s).any():
+            raise SpecError("StepDurations.copies_s must be a part of fec_s")
         if not 0 <= self.overlap_cost < 1:
             raise SpecError(f"StepDurations.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
 
@@ -135,6 +141,10 @@ class StepDurations:
     @property
     def ranks(self) -> int:
         return int(self.a2a_s.shape[2])
+
+    def apart(self, block: int) -> bool:
+        """Whether a block's replicas run apart from its experts at home."""
+        return self.copies_s is not None and bool(self.copies_s[block].any())
 
     def window_s(self, kind: str, block: int | None) -> FloatArray:
         """Return the compute of a window, or after the step's gradients are complete ("UPDATE"), by rank, [R]."""
@@ -212,11 +222,13 @@ class _Clock:
             for r in np.flatnonzero(end > start).tolist():
                 self.spans.append(Span(float(start[r]), float(end[r]), r, stream, name))
 
-    def compute(self, name: str, seconds: FloatArray) -> None:
+    def compute(self, name: str, seconds: FloatArray, of: FloatArray | None = None) -> None:
+        """Compute for so long; `of` is all of it where this is a part, which varies as the whole does."""
         before = self.now
         lost = self.lost(seconds)
         self.now = before + seconds + lost
-        self.variance += np.square(self.durations.compute_noise * seconds)
+        noise = self.durations.compute_noise
+        self.variance += np.square(noise * seconds) if of is None else noise**2 * seconds * of
         self.sums["compute"] += seconds
         self.sums["slowed"] += lost
         self.span(name, "compute", before, self.now)
@@ -322,6 +334,25 @@ class _Clock:
             for chunk in range(self.durations.chunks):
                 self.launch("TRANS", block, chunk)
 
+    def forward_apart(self, name: str, block: int) -> None:
+        """Compute a block's experts at home while Trans arrives, then its replicas."""
+        d = self.durations
+        whole = d.fec_s[block]
+        copies = whole - whole if d.copies_s is None else d.copies_s[block]
+        self.compute(name, whole - copies, whole)
+        self.wait("TRANS", block)
+        self.compute(name, copies, whole)
+
+    def backward_apart(self, name: str, block: int, last: Iterable[Launch]) -> None:
+        """Compute a block's replicas backward, launch what waits for these alone, then compute its experts at home."""
+        d = self.durations
+        whole, forward = d.bec_s[block], d.fec_s[block]
+        share = np.zeros_like(whole) if d.copies_s is None else d.copies_s[block] / np.where(forward > 0, forward, 1.0)
+        self.compute(name, whole * share, whole)
+        for launch in last:
+            self.launch(launch.kind, launch.block, launch.chunk)
+        self.compute(name, whole * (1.0 - share), whole)
+
     def wait(self, kind: TransferKind, block: int) -> None:
         """Launch what was not, then wait for all chunks of a block."""
         finish = self.now
@@ -384,15 +415,19 @@ def simulate(
     now, variance, busy = np.zeros((3, ranks))
     clock = _Clock(d, shared_link, record, now, variance, busy, {n: np.zeros(ranks) for n in names})
     planned = np.zeros(ranks)
+    # the first phase of the Agg that otherwise waits for the end; see `Step.copies_done`
+    at_end = [Launch.of(a) for a in by_window(schedule).get(Window("END"), ()) if a.kind == "AGG"]
     for action in program(schedule, d.blocks):
         kind, block = action.kind, action.block
+        apart = block is not None and d.apart(block)
         if action.is_transfer:
             launch = Launch.of(action)
             clock.launch(launch.kind, launch.block, launch.chunk)
         elif kind == "COUNTS":
             clock.counts(f"counts({block})")
         elif kind == "PLAN":
-            clock.launch_rest(block or 0)
+            if not apart:
+                clock.launch_rest(block or 0)
             # the host plans one block after the other, beside the ranks' own clock
             started = np.maximum(planned, clock.now)
             planned = started + d.plan_s[block or 0]
@@ -408,6 +443,14 @@ def simulate(
         elif kind == "WAIT_PLAN":
             clock.sums["exposed_plan"] += np.maximum(planned - clock.now, 0.0)
             clock.now = np.maximum(planned, clock.now)
+        elif kind == "WAIT_TRANS" and apart:
+            # waited for within FEC; launched before the next block's
+            for chunk in range(d.chunks):
+                clock.launch("TRANS", block or 0, chunk)
+        elif kind == "FEC" and apart:
+            clock.forward_apart(str(action), block or 0)
+        elif kind == "BEC" and apart:
+            clock.backward_apart(str(action), block or 0, [x for x in at_end if x.block == block][:1])
         elif kind.startswith("WAIT_"):
             clock.wait(cast(TransferKind, kind.removeprefix("WAIT_")), block or 0)
         else:
@@ -540,6 +583,7 @@ def predicted_durations(
     plan_s: float = 0.0,
     counts_s: float = 0.0,
     counts_behind_s: float = 0.0,
+    apart: Sequence[bool] = (),
 ) -> StepDurations:
     """Return durations of a step of L blocks by the performance model.
 
@@ -554,6 +598,7 @@ def predicted_durations(
         plan_s: Host time to plan a block.
         counts_s: The exchange of counts, per block.
         counts_behind_s: By how much longer it takes, at most, behind what is under way of a chunk.
+        apart: Whether replicas run apart from the experts at home, by block; empty where none do.
 
     Raises:
         SpecError: The sequences differ in length or do not fit.
@@ -563,6 +608,7 @@ def predicted_durations(
     if len(set(lengths)) != 1 or not contexts:
         raise SpecError(f"expected as many placements, splits and forms as contexts, got {lengths}")
     a2a, dispatched, fec, bec, trans, agg, speeds = [], [], [], [], [], [], []
+    copies: list[FloatArray] = []
     for placement, split, context, form in zip(placements, splits, contexts, forms, strict=True):
         topology, shape = context.topology, context.shape
         if split.ranks != topology.ranks or placement.ranks != topology.ranks:
@@ -573,12 +619,17 @@ def predicted_durations(
         dispatched.append(Dispatched(pairs, topology))
         load_ED = split.by_expert()
         rate = np.asarray(topology.flops_per_s) / shape.forward_flops_per_token
+        at_home_ED = np.arange(placement.ranks) == placement.home[:, None]
         # `expert_overhead_s` is spent on every expert that has rows on the rank, however few
-        groups = np.count_nonzero(load_ED, axis=0)
-        third_s = load_ED.sum(axis=0) / rate + groups * topology.expert_overhead_s
-        third_s += np.where(groups > 0, topology.call_overhead_s, 0.0)
+        both_s = [
+            load.sum(axis=0) / rate + np.count_nonzero(load, axis=0) * topology.expert_overhead_s
+            for load in (load_ED, np.where(at_home_ED, 0, load_ED))
+        ]
+        third_s = both_s[0] + np.where(load_ED.any(axis=0), topology.call_overhead_s, 0.0)
         # the backward pass has products for the rows' gradients and for the weights'
-        fec.append(third_s * (3.0 / (1.0 + topology.backward_ratio)))
+        forward = 3.0 / (1.0 + topology.backward_ratio)
+        fec.append(third_s * forward)
+        copies.append(both_s[1] * forward * (len(apart) > len(copies) and apart[len(copies)]))
         bec.append(topology.backward_ratio * fec[-1])
         trans.append(
             transfer_by_chunk(
@@ -626,5 +677,6 @@ def predicted_durations(
         counts_s=counts_s,
         counts_behind_s=counts_behind_s,
         dispatched=tuple(dispatched),
+        copies_s=np.array(copies) if any(apart) else None,
         **{name: max(getattr(c.topology, name) for c in contexts) for name in _OF_TOPOLOGY},
     )

@@ -25,7 +25,7 @@ from prophet.files import is_number, read_json, shown
 from prophet.planner import Planner, get_planner
 from prophet.planner.base import EFFORT
 from prophet.planner.model.cost import step_cost
-from prophet.planner.model.withdraw import pays
+from prophet.planner.model.withdraw import all_hidden, pays
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.schedules import runs_ahead, schedule_named
 from prophet.scheduler.simulate import SimulatedStep, StepDurations, predicted_durations, simulate
@@ -365,13 +365,15 @@ def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: 
         splits.append(Split.to_homes(load, placement) if placement.is_static else planner.split(load, placement, here))
     schedule = schedule_named(scenario.schedule, len(layers))
     weights = predicted_window_us(contexts, [s.rank_load() for s in splits])
-    forms = []
+    forms, apart = [], []
     for i, (here, placement) in enumerate(zip(contexts, placements, strict=True)):
         chooser = FormChooser()
         forms.append(chooser.form_under(schedule, i, placement, here, weights))
+        apart.append(False)
         if planner.withdraws and not placement.is_static:
             _, trans, agg = chooser.prepare(placement, here)
             load, ahead = splits[i].load(), runs_ahead(schedule, i)
+            apart[i] = ahead and not all_hidden(load, here, trans, agg)
             # What has been sent of a Trans by then is not played: it ran beside compute.
             if not pays(load, splits[i], here, trans, agg, ahead=ahead, microbatches=scenario.microbatches):
                 placements[i] = context.homes_only()
@@ -388,6 +390,7 @@ def _stage(scenario: Scenario, name: str, group: int, layers: range, average_s: 
         end_s=context.windows.bnec_s + 2.0 * dense_s,
         plan_s=plan_s,
         counts_s=wait_s,
+        apart=apart,
     )
     simulated = simulate(schedule, durations)
     others, bubbles = scenario.microbatches - 1, scenario.stages - 1

@@ -143,19 +143,35 @@ def test_what_no_window_hides_follows_once_the_counts_are_known(monkeypatch: pyt
             ]
 
 
-def test_in_every_microbatch_what_was_held_back_goes_before_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refetched replicas are sent again for each of them."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_in_every_microbatch_what_was_held_back_goes_before_the_dispatch_or_after_it(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it where replicas run apart. Refetched ones are sent again for each microbatch."""
     launched_there: list[tuple[int, int]] = []
-    use = BlockReplicas.use
+    use, launch_all = BlockReplicas.use, BlockReplicas.launch_all
 
-    def watched(self: BlockReplicas, keep: bool, *rows: Any) -> None:
+    def watched(self: BlockReplicas, keep: bool, *rows: Any, apart: bool) -> None:
         trans = self._trans
         before = trans.launched if trans else -1
-        use(self, keep, *rows)
-        launched_there.append((before, trans.launched if trans else -1))
+        use(self, keep, *rows, apart=apart)
+        # what the rest of it finds
+        self._noted = before, trans  # type: ignore[attr-defined]
+        if not apart:
+            launched_there.append((before, trans.launched if trans else -1))
+
+    def later(self: BlockReplicas) -> None:
+        before, trans = self.__dict__.pop("_noted", (None, None))
+        if apart and before is not None:
+            assert (trans.launched if trans else -1) == before, "nothing went before the dispatch"
+        launch_all(self)
+        if apart and before is not None:
+            launched_there.append((before, trans.launched if trans else -1))
 
     monkeypatch.setattr("prophet.engine.balanced_layer.pays", lambda *_, **__: True)
+    monkeypatch.setattr("prophet.engine.balanced_layer.all_hidden", lambda *_: not apart)
     monkeypatch.setattr(BlockReplicas, "use", watched)
+    monkeypatch.setattr(BlockReplicas, "launch_all", later)
     case = replace(CASE, refetch=True, microbatches=2, steps=6)
     train(case, transfers="direct")
     steps_ranks_microbatches = 5 * 2 * 2

@@ -56,9 +56,11 @@ def durations(draw: st.DrawFn) -> StepDurations:
         seconds: FloatArray = rng.exponential(size=shape) * scale[i]
         return seconds
 
+    fec_s, share = draw_s(1, blocks, ranks), draw(st.sampled_from([None, 0.0, 0.4, 1.0]))
     return StepDurations(
         a2a_s=draw_s(0, blocks, 4, ranks),
-        fec_s=draw_s(1, blocks, ranks),
+        fec_s=fec_s,
+        copies_s=None if share is None else share * fec_s * rng.integers(0, 2, (blocks, 1)),
         fnec_s=draw_s(2, blocks, ranks),
         bnec_s=draw_s(3, blocks, ranks),
         bec_s=draw_s(4, blocks, ranks),
@@ -110,6 +112,29 @@ def test_what_stays_exposed_on_a_shared_link(fec: float, fnec: float, chunks: tu
     slowed = min(a2a, after_fec)  # the rest of chunk 0 runs under the combine all-to-all and slows it down
     per_block = slowed + max(0.0, after_fec - slowed + chunks[1] - fnec)
     assert step.makespan_s == pytest.approx(3 * (4 * a2a + fec + fnec) + sum(chunks) + 2 * per_block)
+
+
+@pytest.mark.parametrize("copies", [(1.0, 1.0), (1.0, 0.0)])
+def test_replicas_that_run_apart_hide_their_own_transfers(copies: tuple[float, float]) -> None:
+    d = uniform_durations(1, 2, fec_s=3, bec_s=6, trans_s=(2, 0), agg_s=(3.5, 0))
+    assert simulate(block_wise(1), d).makespan_s == pytest.approx(3 + 6 + 2 + 3.5)
+    # two seconds at home hide Trans; of the backward pass the first two are the replicas', the others hide Agg
+    apart = simulate(block_wise(1), dataclasses.replace(d, copies_s=np.array([copies])), record=True)
+    assert apart.makespan_s == pytest.approx(3 + 6)
+    assert [(s.start_s, s.end_s) for s in apart.spans if s.name.startswith("Agg")] == [(5.0, 8.5)] * 2
+    hidden = simulate(blocking(1), dataclasses.replace(d, copies_s=np.array([copies])))
+    assert hidden.makespan_s == pytest.approx(3 + 6 + 3.5), "a blocking schedule sends gradients in the end"
+
+
+def test_what_the_experts_at_home_do_not_hide_is_exposed() -> None:
+    d = uniform_durations(2, 2, fec_s=3, bec_s=6, trans_s=(4, 1), agg_s=(2, 0.5), end_s=0.5, copies_s=np.ones((2, 2)))
+    step = simulate(block_wise(2), d)
+    # Trans(0) has 5 s under 2 at home. Trans(1)'s first chunk starts with FEC(0), behind it, and ends at 9; the rest
+    # is launched before FEC(1), at 6: it ends at 10, under the experts at home of block 1, which run from 6 to 8
+    assert step.exposed_trans_s == pytest.approx([3.0 + 2.0] * 2)
+    # Agg(1) runs from 17 to 19.5, Agg(0)'s first chunk from there to 21.5 and its second one under END
+    assert step.exposed_agg_s == pytest.approx([0.0, 0.0])
+    assert step.makespan_s == pytest.approx(23.5)
 
 
 def test_all_to_alls_cover_transfers_on_a_link_of_their_own() -> None:
@@ -592,6 +617,24 @@ def test_the_last_rank_is_done_when_the_model_says(case: Case, seed: int) -> Non
     assert done.max() == pytest.approx(exchange_seconds(pairs, topology))
     idle = pairs - np.diag(np.diag(pairs))
     assert ((done == 0) == ((idle.sum(axis=0) == 0) & (idle.sum(axis=1) == 0))).all()
+
+
+def test_replicas_take_their_part_of_a_block() -> None:
+    topology = Topology.uniform(2, flops_per_s=1.0)
+    shape = LayerShape(
+        expert_params=1, expert_bytes=4.0, expert_grad_bytes=4.0, token_bytes=4.0, forward_flops_per_token=1.0
+    )
+    context = PlanContext(topology=topology, shape=shape, home=(0, 1), slots_per_rank=1)
+    placement = Placement.with_replicas((0, 1), 2, [(0, 1)])
+    tokens = np.zeros((2, 2, 2), dtype=np.int64)
+    tokens[0, 0], tokens[1, 1, 1] = (3, 2), 4
+    split = Split(tokens)
+    whole = predicted_durations([placement], [split], [context])
+    assert whole.copies_s is None
+    apart = predicted_durations([placement], [split], [context], apart=[True])
+    assert apart.copies_s is not None
+    np.testing.assert_allclose(apart.copies_s, whole.fec_s * [[0.0, 2 / 6]])
+    assert predicted_durations([placement], [split], [context], apart=[False]).copies_s is None
 
 
 def test_predicted_durations() -> None:

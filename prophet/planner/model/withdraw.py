@@ -52,6 +52,21 @@ def unhidden_seconds(
     return exposed_s + agg.exposed_seconds(windows.over_agg(forward_s), taken)
 
 
+def all_hidden(load: IntArray, context: PlanContext, trans: TransferSeconds, agg: TransferSeconds) -> bool:
+    """Whether windows hide transfers whole even under evenly shared products; the same on all ranks, without a clock.
+
+    Args:
+        load: The exact load, [R, E].
+        context: The machine and the layer.
+        trans: Seconds of the layer's Trans.
+        agg: Seconds of its Agg.
+    """
+    # Products take at least this long
+    even_s = float(load.sum()) * context.shape.forward_flops_per_token / sum(context.topology.flops_per_s)
+    trans_s = trans.exposed_seconds(context.windows.over_trans(even_s), 0.0)
+    return trans_s <= 0.0 and agg.exposed_seconds(context.windows.over_agg(even_s), 0.0) <= 0.0
+
+
 def pays(
     load: IntArray,
     split: Split,
@@ -73,13 +88,9 @@ def pays(
         ahead: Whether Trans has started; see `unhidden_seconds`.
         microbatches: How many a step has; the others are assumed to be like this one.
     """
-    topology, windows = context.topology, context.windows
-    if ahead and topology.overlap_cost == 0.0:
-        # Products take at least this long. Most layers are decided by that alone, without a pass over the split.
-        even_s = float(load.sum()) * context.shape.forward_flops_per_token / sum(topology.flops_per_s)
-        trans_s = trans.exposed_seconds(windows.over_trans(even_s), 0.0)
-        if trans_s <= 0.0 and agg.exposed_seconds(windows.over_agg(even_s), 0.0) <= 0.0:
-            return True
+    # Most layers are decided by that alone, without a pass over the split
+    if ahead and context.topology.overlap_cost == 0.0 and all_hidden(load, context, trans, agg):
+        return True
     unhidden_s = unhidden_seconds(split, context, trans, agg, ahead=ahead)
     if unhidden_s <= 0.0:
         return True
