@@ -201,13 +201,14 @@ def calibration_of(seen: Observed, shape: LayerShape) -> Calibration:
 
     forward_s, backward_s = by_block("FEC"), by_block("BEC")
     slowness = slowness_of((forward_s + backward_s).sum(axis=1)[even])
+    slower = slowness / slowness.min()
     flat_rows = rows.reshape(-1, ranks)
     groups = np.full_like(flat_rows, seen.experts)
     rates, overhead_s = fit_experts((forward_s + backward_s).reshape(-1, ranks), flat_rows, groups, shape, slowness)
 
     def typical(*names: str) -> float:
         """The median over steps, as of the fastest rank; the mean over ranks, since they differ by chance."""
-        return float(sum(np.mean(np.median(window(n), axis=0) / (slowness / slowness.min())) for n in names))
+        return float(sum(np.mean(np.median(window(n), axis=0) / slower) for n in names))
 
     fnec = [typical(f"FNEC({i})", f"route({i + 1})") for i in range(last)] or [typical("FNEC(0)")]
     bnec = [typical(f"BNEC({i})") for i in range(last)] or [typical("BNEC(0)")]
@@ -255,7 +256,8 @@ def calibration_of(seen: Observed, shape: LayerShape) -> Calibration:
         windows=Windows(fnec_s=float(np.mean(fnec)), bnec_s=float(np.mean(bnec))),
         start_s=typical("start", "route(0)"),
         end_s=max(0.0, typical("end")),
-        update_s=max(0.0, typical("update") + float(extra_s)),
+        # the last rank's, which waits for nobody where gradients are averaged
+        update_s=max(0.0, float(np.median((window("update") / slower).min(axis=1)) + extra_s)),
         counts_s=alone_s,
         counts_behind_s=max(0.0, behind_s - alone_s),
     )

@@ -186,7 +186,8 @@ def observed(ranks: int, *, noise: float = 0.0) -> Observed:
         return np.asarray(seconds * (1.0 + noise * rng.normal(size=seconds.shape)))
 
     forward = 3.0 / 3.4 * (1e-5 * rank_load + 2 * 2e-4)
-    windows = {"start": np.full((steps, ranks), 0.01), "update": np.full((steps, ranks), 0.2)}
+    # where gradients are averaged, all ranks but the last one wait
+    windows = {"start": np.full((steps, ranks), 0.01), "update": 0.2 + 0.05 * np.arange(ranks) * np.ones((steps, 1))}
     for i in (0, 1):
         windows |= {f"FEC({i})": vary(forward[:, i]), f"BEC({i})": vary(2.4 * forward[:, i])}
         windows |= {f"FNEC({i})": vary(np.full((steps, ranks), 0.03 + 0.01 * i))}
