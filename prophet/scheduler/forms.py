@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import GRAIN, HALVES, Form, held_back, meeting
 from prophet.scheduler.schedules import Schedule, cover_of, cut_of
-from prophet.scheduler.simulate import transfer_by_chunk
+from prophet.scheduler.simulate import exchanges_by_chunk, transfer_by_chunk
 from prophet.spec import (
     FORM_NAMES,
     Cover,
@@ -52,10 +52,8 @@ def _seconds(
     sum_bytes: float | None = None,
 ) -> TransferSeconds:
     def slowest(cut: tuple[int, ...], routes: Routes, *, two_phase: bool) -> list[float]:
-        chunks = transfer_by_chunk(
-            placement, topology, n_bytes, cut, two_phase=two_phase, routes=routes, sum_bytes=sum_bytes
-        )
-        return [float(x) for x in chunks.max(axis=1)]
+        moved = exchanges_by_chunk(placement, n_bytes, cut, two_phase=two_phase, routes=routes, sum_bytes=sum_bytes)
+        return [float(x) for x in transfer_by_chunk(moved, topology).max(axis=1)]
 
     found = slowest((0, GRAIN), {}, two_phase=False) + slowest(HALVES, {}, two_phase=True)
     for form in FORM_NAMES[2:]:

@@ -4,7 +4,8 @@ Each rank has a compute stream, which also waits for the all-to-alls of dispatch
 on which Trans and Agg chunks run one after the other. All ranks wait for each other's counts, and a chunk starts when
 its last rank is there. In an all-to-all of tokens each pair of ranks starts when both are there. Where both streams use
 one link (`shared_link`), an all-to-all and a chunk that run together get half of it each; so hiding a transfer under an
-all-to-all gains nothing, as in the paper's Eq. 8, which counts only compute as cover. Of a measured machine
+all-to-all gains nothing, as in the paper's Eq. 8, which counts only compute as cover. They share it only where they go
+the same way: what a rank sends takes nothing from what it receives, but for `duplex_cost`. Of a measured machine
 `link_overlap_cost` says how much they really cost each other.
 
 Each rank's time is a mean. Where it is known by how much ranks vary, they meet when the last one is expected.
@@ -14,7 +15,7 @@ Shape legend: R ranks, L blocks, C chunks per transfer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -78,12 +79,14 @@ class StepDurations:
         plan_s: Host time to plan a block, [L].
         start_s, end_s: Compute before the first block and, backward, after it, [R].
         update_s: What follows once all gradients are complete, [R].
-        counts_s: The exchange of counts, per block.
+        counts_s: The exchange of counts until the last rank has them, per block.
         counts_behind_s: By how much longer it takes, at most, behind what is under way of a chunk.
         overlap_cost: By how much of its seconds a chunk lengthens the compute beside it, a share below 1.
         link_overlap_cost: As in `Topology`.
         compute_noise, exchange_noise_s: As in `Topology`.
         dispatched: By block. Where it is not known, an all-to-all starts when its last rank is there.
+        trans_pairs, agg_pairs: Bytes of a chunk from rank to rank [R, R], by block and chunk. Where they are not known,
+            it goes the way of the all-to-all beside it.
     """
 
     a2a_s: FloatArray
@@ -105,6 +108,8 @@ class StepDurations:
     exchange_noise_s: float = 0.0
     dispatched: tuple[Dispatched, ...] = ()
     copies_s: FloatArray | None = None
+    trans_pairs: Mapping[tuple[int, int], FloatArray] = field(default_factory=dict)
+    agg_pairs: Mapping[tuple[int, int], FloatArray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape = np.shape(self.a2a_s)
@@ -192,11 +197,20 @@ class SimulatedStep:
 
 @dataclass(slots=True)
 class _Transfer:
-    """A chunk under way: when it starts and finishes on each rank, [R]."""
+    """A chunk under way: when it starts and finishes on each rank, [R], and its bytes [R, R], if they are known."""
 
     start: FloatArray
     finish: FloatArray
     name: str
+    pairs: FloatArray | None = None
+
+    def left(self, at: FloatArray) -> FloatArray:
+        """Return the bytes that are left when ranks are at `at` [R]; a pair is done when its receiver is."""
+        assert self.pairs is not None
+        length = self.finish - self.start
+        rest = self.finish - np.maximum(np.maximum(at[:, None], at), self.start)
+        share: FloatArray = np.clip(rest, 0.0, None) / np.where(length > 0, length, np.inf)
+        return self.pairs * share
 
 
 @dataclass(slots=True)
@@ -255,13 +269,15 @@ class _Clock:
         return last
 
     def counts(self, name: str) -> None:
-        self.wait_for_last()
-        # what is under way goes on meanwhile
-        behind = np.full_like(self.now, max(0.0, min(self.durations.counts_behind_s, self.busy.max() - self.now[0])))
+        start = np.full_like(self.now, self.wait_for_last())
+        # what is under way goes on meanwhile: counts are few bytes, which wait behind it in a queue
+        behind = max(0.0, min(self.durations.counts_behind_s, float(self.busy.max() - start[0])))
         self.sums["shared"] += behind
-        self.span(name, "tokens", self.now, self.now + behind)
-        self.now = self.now + behind
-        self.all_to_all(name, np.full_like(self.now, self.durations.counts_s))
+        self.sums["a2a"] += self.durations.counts_s
+        for taken in (behind, self.durations.counts_s):
+            self.now = start + taken
+            self.span(name, "tokens", start, self.now)
+            start = self.now
 
     def wait_for_peers(self, pairs: FloatArray, topology: Topology, seconds: FloatArray) -> FloatArray:
         """Let each rank wait until an all-to-all goes on to its end without another wait.
@@ -290,22 +306,37 @@ class _Clock:
     def all_to_all(
         self, name: str, seconds: FloatArray, dispatched: Dispatched | None = None, *, back: bool = False
     ) -> None:
+        alone = seconds
         if dispatched is None:
+            pairs = None
             self.wait_for_last()
         else:
             pairs = dispatched.pairs.T if back else dispatched.pairs
             seconds = self.wait_for_peers(pairs, dispatched.topology, seconds)
         before = self.now
-        # with half of the link each while both run, each loses as long as they run together, at most its own length
         taken = self.durations.link_overlap_cost if self.shared_link else 0.0
-        lost = taken * np.minimum(seconds, np.maximum(self.busy - before, 0.0))
+        lost = np.zeros_like(seconds)
         if taken:
             self.under_way = [transfer for transfer in self.under_way if (transfer.finish > before).any()]
+            # with half of the link each while both run, each loses as long as they run together, at most its own length
+            lost = np.minimum(seconds, np.maximum(self.busy - before, 0.0))
+            if (
+                dispatched is not None
+                and pairs is not None
+                and lost.any()
+                and all(t.pairs is not None for t in self.under_way)
+            ):
+                # the link carries the bytes of both, however they share it: where they go opposite ways, it may well
+                # take no longer than for one of them
+                left = np.sum([transfer.left(before) for transfer in self.under_way], axis=0)
+                together = exchange_by_rank(pairs + left, dispatched.topology)
+                lost = np.clip(together - np.maximum(alone, self.busy - before), 0.0, lost)
             for transfer in self.under_way:
                 # transfers under way lose as much to the all-to-all; one that has not started begins later
                 for times in (transfer.start, transfer.finish):
-                    np.add(times, taken * np.clip(times - before, 0.0, seconds), out=times)
-            self.busy = self.busy + taken * np.clip(self.busy - before, 0.0, seconds)
+                    np.add(times, taken * np.clip(times - before, 0.0, lost), out=times)
+            self.busy = self.busy + taken * np.clip(self.busy - before, 0.0, lost)
+            lost = taken * lost
         start = self.now
         self.now = start + seconds + lost
         # however long it takes; who exchanges nothing does not vary
@@ -319,14 +350,16 @@ class _Clock:
         if key in self.sent:
             return
         # what is fetched again takes as long as Trans
-        seconds = (self.durations.agg_s if kind == "AGG" else self.durations.trans_s)[block, chunk]
+        d, agg = self.durations, kind == "AGG"
+        seconds = (d.agg_s if agg else d.trans_s)[block, chunk]
+        pairs = (d.agg_pairs if agg else d.trans_pairs).get((block, chunk))
         # a chunk needs all ranks: it starts once the last has launched it and the stream is free
         start = np.maximum(self.busy, self.now.max()) if seconds.any() else self.now.copy()
         finish = start + seconds
+        self.sent[key] = _Transfer(start, finish, f"{kind.capitalize()}({block},{chunk})", pairs)
         if seconds.any():
             self.busy = finish.copy()
-        self.sent[key] = _Transfer(start, finish, f"{kind.capitalize()}({block},{chunk})")
-        self.under_way.append(self.sent[key])
+            self.under_way.append(self.sent[key])
 
     def launch_rest(self, block: int) -> None:
         """Launch what was held back of a Trans that is under way: the counts are known."""
@@ -531,21 +564,19 @@ def left_by_rank(pairs: FloatArray, topology: Topology, arrived: FloatArray) -> 
     return left
 
 
-def transfer_by_chunk(
+def exchanges_by_chunk(
     placement: Placement,
-    topology: Topology,
     n_bytes: float,
     cut: Sequence[int],
     *,
     two_phase: bool,
     routes: Routes,
     sum_bytes: float | None = None,
-) -> FloatArray:
-    """Return the seconds of every chunk of a Trans or Agg on every rank, [C, R], each alone.
+) -> list[list[FloatArray]]:
+    """Return what every chunk of a Trans or Agg moves: bytes [R, R] of its exchanges, which follow one another.
 
     Args:
         placement: Where the layer's experts are.
-        topology: The machine.
         n_bytes: Bytes per expert.
         cut: Boundaries of the chunks, see `Form`.
         two_phase: Whether it takes the two-phase form.
@@ -553,22 +584,31 @@ def transfer_by_chunk(
         sum_bytes: Of Agg, the mirror image of Trans, bytes of a sum of gradients. None for Trans.
     """
     if placement.is_static:
-        return np.zeros((len(cut) - 1, placement.ranks))
+        return [[]] * (len(cut) - 1)
     direct, exchanges = transfer_pairs(placement, routes, n_bytes, sum_bytes)
     if sum_bytes is not None:
         direct, exchanges = direct.T, [pairs.T for pairs in exchanges]
-    chunks = []
-    for share in np.diff(np.asarray(cut)) / cut[-1] if not two_phase else ():
-        chunks.append(exchange_by_rank(share * direct, topology))
-    for share, other in phase_shares(cut) if two_phase else ():
-        *first, second = exchanges
-        moved = [*(share * pairs for pairs in first), other * second]
-        done, *later = (exchange_by_rank(pairs, topology) for pairs in moved)
+    if not two_phase:
+        return [[share * direct] for share in np.diff(np.asarray(cut)) / cut[-1]]
+    *first, second = exchanges
+    return [[*(share * pairs for pairs in first), other * second] for share, other in phase_shares(cut)]
+
+
+def transfer_by_chunk(chunks: Sequence[Sequence[FloatArray]], topology: Topology) -> FloatArray:
+    """Return the seconds of every chunk of a Trans or Agg on every rank, [C, R], each alone.
+
+    Args:
+        chunks: What they move, as of `exchanges_by_chunk`.
+        topology: The machine.
+    """
+    found = []
+    for moved in chunks:
+        done, *later = [exchange_by_rank(pairs, topology) for pairs in moved] or [np.zeros(topology.ranks)]
         for seconds in later:
             # relays and carriers wait for what they send on, so for the slowest
             done = done + seconds if len(later) == 1 else np.where(seconds > 0, done.max() + seconds, done)
-        chunks.append(done)
-    return np.array(chunks)
+        found.append(done)
+    return np.array(found)
 
 
 def predicted_durations(
@@ -607,8 +647,12 @@ def predicted_durations(
     lengths = [len(x) for x in (placements, splits, contexts, forms)]
     if len(set(lengths)) != 1 or not contexts:
         raise SpecError(f"expected as many placements, splits and forms as contexts, got {lengths}")
-    a2a, dispatched, fec, bec, trans, agg, speeds = [], [], [], [], [], [], []
+    a2a, dispatched, fec, bec, speeds = [], [], [], [], []
     copies: list[FloatArray] = []
+    trans: list[FloatArray] = []
+    agg: list[FloatArray] = []
+    trans_pairs: dict[tuple[int, int], FloatArray] = {}
+    agg_pairs: dict[tuple[int, int], FloatArray] = {}
     for placement, split, context, form in zip(placements, splits, contexts, forms, strict=True):
         topology, shape = context.topology, context.shape
         if split.ranks != topology.ranks or placement.ranks != topology.ranks:
@@ -631,27 +675,21 @@ def predicted_durations(
         fec.append(third_s * forward)
         copies.append(both_s[1] * forward * (len(apart) > len(copies) and apart[len(copies)]))
         bec.append(topology.backward_ratio * fec[-1])
-        trans.append(
-            transfer_by_chunk(
-                placement,
-                topology,
-                context.trans_bytes,
-                form.trans_cut,
-                two_phase=form.two_phase_trans,
-                routes=form.trans_routes,
-            )
-        )
-        agg.append(
-            transfer_by_chunk(
-                placement,
-                topology,
-                context.agg_bytes,
+        for chunks, pairs_of, cut, two_phase, routes, n_bytes, sum_bytes in (
+            (trans, trans_pairs, form.trans_cut, form.two_phase_trans, form.trans_routes, context.trans_bytes, None),
+            (
+                agg,
+                agg_pairs,
                 form.agg_cut,
-                two_phase=form.two_phase_agg,
-                routes=form.agg_routes,
-                sum_bytes=context.agg_sum_bytes,
-            )
-        )
+                form.two_phase_agg,
+                form.agg_routes,
+                context.agg_bytes,
+                context.agg_sum_bytes,
+            ),
+        ):
+            moved = exchanges_by_chunk(placement, n_bytes, cut, two_phase=two_phase, routes=routes, sum_bytes=sum_bytes)
+            pairs_of.update(((len(chunks), c), np.sum(x, axis=0)) for c, x in enumerate(moved) if x)
+            chunks.append(transfer_by_chunk(moved, topology))
         # windows are given for the fastest rank; the others take longer
         speeds.append(1.0 / topology.relative_speed())
     # how much slower each rank is than the fastest, [L, R]
@@ -670,6 +708,8 @@ def predicted_durations(
         bnec_s=slow * np.array([[c.windows.bnec_s] for c in contexts]),
         trans_s=padded(trans),
         agg_s=padded(agg),
+        trans_pairs=trans_pairs,
+        agg_pairs=agg_pairs,
         plan_s=np.full(len(contexts), plan_s),
         start_s=slow[0] * start_s,
         end_s=slow[0] * end_s,

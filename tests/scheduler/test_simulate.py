@@ -21,6 +21,7 @@ from prophet.scheduler.simulate import (
     StepDurations,
     check_schedule,
     exchange_by_rank,
+    exchanges_by_chunk,
     left_by_rank,
     predicted_durations,
     simulate,
@@ -230,12 +231,13 @@ def drawn(d: StepDurations, times: int, seed: int) -> float:
         if together:
             total += now.max(axis=1).mean()
             now = np.zeros_like(now)
-        noise_s = d.exchange_noise_s if kind == "x" else d.compute_noise * seconds
+        # counts last until their last rank has them
+        noise_s = d.compute_noise * seconds if kind == "c" else d.exchange_noise_s * (kind == "x")
         now = now + seconds + noise_s * rng.normal(size=now.shape)
 
     run("c", d.start_s, together=False)
     for i in range(d.blocks):
-        run("x", np.full(d.ranks, d.counts_s), together=True)
+        run("n", np.full(d.ranks, d.counts_s), together=True)
         for kind, seconds in (("x", d.a2a_s[i, 0]), ("c", d.fec_s[i]), ("x", d.a2a_s[i, 1]), ("c", d.fnec_s[i])):
             run(kind, seconds, together=kind == "x")
     for i in reversed(range(d.blocks)):
@@ -275,8 +277,12 @@ def test_an_all_to_all_and_a_transfer_lengthen_each_other_by_the_measured_share(
     )
 
 
-def test_counts_wait_behind_what_is_under_way() -> None:
-    d = uniform_durations(1, 2, trans_s=(3.0, 0.0), counts_s=0.5, counts_behind_s=2.0, link_overlap_cost=0.0)
+@pytest.mark.parametrize("link_overlap_cost", [0.0, 1.0])
+def test_counts_wait_behind_what_is_under_way(link_overlap_cost: float) -> None:
+    """Once: they are too few bytes to take a part of the link as well."""
+    d = uniform_durations(
+        1, 2, trans_s=(3.0, 0.0), counts_s=0.5, counts_behind_s=2.0, link_overlap_cost=link_overlap_cost
+    )
     behind = simulate([Action.parse("TRANS(0,0)@START")], d, record=True)
     (counts,) = {(s.start_s, s.end_s) for s in behind.spans if s.name == "counts(0)" and s.end_s > 2.0}
     assert counts == (2.0, 2.5)
@@ -285,6 +291,48 @@ def test_counts_wait_behind_what_is_under_way() -> None:
     assert simulate(blocking(1), d).shared_s.tolist() == [0.0, 0.0]
     short = dataclasses.replace(d, trans_s=np.full((1, 1, 2), 0.7), agg_s=np.zeros((1, 1, 2)))
     assert simulate([Action.parse("TRANS(0,0)@START")], short).shared_s.tolist() == pytest.approx([0.7, 0.7])
+
+
+@pytest.mark.parametrize(
+    ("transfer", "ends"),
+    [
+        ((0, 1), {"dispatch(0)": 4.0, "Trans(0,0)": 10.0}),  # the other way
+        ((1, 0), {"dispatch(0)": 8.0, "Trans(0,0)": 14.0}),  # the same way, with half of the link each
+    ],
+)
+def test_a_transfer_takes_nothing_from_what_goes_the_other_way(
+    transfer: tuple[int, int], ends: dict[str, float]
+) -> None:
+    """Rank 1 sends 4 bytes of rows to rank 0, while 10 bytes of an expert are under way at 1 byte/s."""
+    topology = Topology.uniform(2, intra=Link(bytes_per_s=1.0))
+    rows, expert = np.zeros((2, 2, 2))
+    rows[1, 0], expert[transfer] = 4.0, 10.0
+    d = dataclasses.replace(
+        uniform_durations(1, 2, a2a_s=4.0, trans_s=(10.0, 0.0)),
+        dispatched=(Dispatched(rows, topology),),
+        trans_pairs={(0, 0): expert},
+    )
+    step = simulate([Action.parse("TRANS(0,0)@START")], d, record=True)
+    assert {s.name: s.end_s for s in step.spans if s.name in ends} == pytest.approx(ends)
+    np.testing.assert_allclose(parts(step), step.makespan_s)
+
+
+def test_what_is_left_of_a_transfer_shares_the_link() -> None:
+    """Rank 0 has sent 6 of 10 bytes when its rows follow: the last 4 of both take 8 s together."""
+    topology = Topology.uniform(3, intra=Link(bytes_per_s=1.0))
+    rows, expert = np.zeros((2, 3, 3))
+    rows[0, 2], expert[0, 1] = 4.0, 10.0
+    d = dataclasses.replace(
+        uniform_durations(1, 3, a2a_s=4.0, trans_s=(10.0, 0.0), start_s=6.0),
+        trans_s=np.array([[[10.0, 10.0, 0.0], [0.0] * 3]]),
+        dispatched=(Dispatched(rows, topology),),
+        trans_pairs={(0, 0): expert},
+    )
+    step = simulate([Action.parse("TRANS(0,0)@START")], d, record=True)
+    assert {s.name: s.end_s for s in step.spans if s.rank == 0 and s.name in ("dispatch(0)", "Trans(0,0)")} == {
+        "dispatch(0)": pytest.approx(14.0),
+        "Trans(0,0)": pytest.approx(14.0),
+    }
 
 
 def test_one_way_is_faster_than_both() -> None:
@@ -654,6 +702,10 @@ def test_predicted_durations() -> None:
     assert d.trans_s[0, :, 1].tolist() == pytest.approx([0.25 * 32 / 1000, 0.75 * 32 / 1000])
     assert d.trans_s[0, 0, 2:].tolist() == [0, 0]
     np.testing.assert_allclose(d.agg_s, d.trans_s)
+    assert {key: pairs.tolist() for key, pairs in d.agg_pairs.items()} == {
+        key: pairs.T.tolist() for key, pairs in d.trans_pairs.items()
+    }
+    assert [float(d.trans_pairs[0, c][0, 1]) for c in (0, 1)] == [8.0, 24.0]
     step = simulate(block_wise(1), d)
     assert step.makespan_s > 0
     with pytest.raises(SpecError, match="as many placements"):
@@ -674,15 +726,10 @@ def test_chunks_of_all_forms_add_up_to_the_planners_cost(port_bytes_per_s: float
         for cut in ((0, 256, 1024), (0, 1024), (0, 100, 512, 900, 1024)):
             for cost, sum_bytes in zip(costs, (None, 64), strict=True):
                 for form, routes in forms:
-                    chunks = transfer_by_chunk(
-                        placement,
-                        c.topology,
-                        32,
-                        cut,
-                        two_phase=form != "direct",
-                        routes=routes,
-                        sum_bytes=sum_bytes,
+                    moved = exchanges_by_chunk(
+                        placement, 32, cut, two_phase=form != "direct", routes=routes, sum_bytes=sum_bytes
                     )
+                    chunks = transfer_by_chunk(moved, c.topology)
                     assert chunks.shape == (len(cut) - 1, 4)
                     assert chunks.max(axis=1).sum() == pytest.approx(cost.seconds(form))
     assert seen == set(FORM_NAMES)
