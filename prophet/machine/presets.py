@@ -2,8 +2,7 @@
 
 Every preset pairs a cluster with a model. Peaks come from the sources named beside them; `*_efficiency` are
 assumptions of this project (no measurement of those machines stands behind them), so a prediction compares
-policies, it does not promise seconds. What a hidden transfer costs is unknown on all of them, and counts as nothing.
-`prophet calibrate` replaces all of this by measurements.
+policies, it does not promise seconds. `prophet calibrate` replaces all of this by measurements.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ class Cluster:
         intra_latency_s: Seconds of a message within a node.
         inter_latency_s: Seconds of a message between nodes.
         expert_overhead_s: Seconds that each expert adds to a call.
+        overlap_cost: As in `Topology`.
         replica_memory_fraction: Assumed share of device memory that one layer's replicas may take.
     """
 
@@ -55,12 +55,13 @@ class Cluster:
     inter_latency_s: float
     expert_overhead_s: float
     shared_port_bytes_per_s: float | None = None
+    overlap_cost: float = 0.0
     replica_memory_fraction: float = 0.1
 
     def topology(self, ranks: int) -> Topology:
         """The cluster cut to `ranks` ranks."""
         port = self.shared_port_bytes_per_s
-        return Topology.uniform(
+        topology = Topology.uniform(
             ranks,
             ranks_per_node=min(self.ranks_per_node or ranks, ranks),
             flops_per_s=self.peak_flops_per_s * self.flops_efficiency,
@@ -71,6 +72,7 @@ class Cluster:
             expert_overhead_s=self.expert_overhead_s,
             name=self.name,
         )
+        return replace(topology, overlap_cost=self.overlap_cost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +120,7 @@ class Preset:
 # Pro-Prophet, section VI: 4 RTX 3090 per node on PCI-Express 3.0, one 100 Gb/s InfiniBand port per node, which the 4
 # ranks share. RTX 3090: 35.6 TFLOP/s float32, 24 GB (NVIDIA, GA102 whitepaper). PCIe 3.0 x16: 15.75 GB/s a direction
 # (PCI-SIG). Assumed: float32 elements (the paper names no precision), half of the compute peak, 70 % of PCIe (GeForce
-# cards stage through the host), 85 % of InfiniBand.
+# cards stage through the host), 85 % of InfiniBand. Hidden transfers cost nothing, as in the paper's Eq. 8.
 _HPWNV = Cluster(
     name="hpwnv",
     ranks_per_node=4,
@@ -136,7 +138,10 @@ _HPWNV = Cluster(
     expert_overhead_s=20e-6,
 )
 # H100 SXM: 989.4 TFLOP/s bfloat16 dense, 80 GB, NVLink 900 GB/s both ways (NVIDIA, Hopper whitepaper), all ranks in one
-# NVLink domain. Assumed: 45 % of compute in grouped expert products, 70 % of NVLink.
+# NVLink domain. Assumed: 45 % of compute in grouped expert products, 70 % of NVLink. On four H100, A100, MI250 or MI210
+# compute beside collectives took 18.9 % longer in the mean of many models (arXiv:2507.03114). That is taken as the price
+# of every hidden second. It is near the 20 of 132 multiprocessors with which DeepSeek-V3 fills NVLink and InfiniBand
+# (arXiv:2412.19437, section 3.2.2).
 _H100_NVLINK = Cluster(
     name="h100-nvlink",
     ranks_per_node=None,
@@ -151,6 +156,7 @@ _H100_NVLINK = Cluster(
     intra_latency_s=10e-6,
     inter_latency_s=10e-6,
     expert_overhead_s=3e-6,
+    overlap_cost=0.189,
 )
 # DGX H100: 8 cards per node, one 400 Gb/s port per card (NVIDIA, DGX H100 data sheet). 80 % of it assumed.
 _H100_IB = replace(
