@@ -216,9 +216,9 @@ class Sliced(SharesTokens):
         crossover = self._given if self._given is not None else self.crossover_tokens()
         return slice_starts(tokens, self.slices, crossover, self.windows())
 
+    @abstractmethod
     def windows(self) -> Sequence[int | None]:
         """How many tokens a token sees in every attention, as far as they are known; None: all before it."""
-        raise NotImplementedError
 
     def crossover_tokens(self) -> int:
         """The context length at which attention costs the layers as much as the rest of them."""

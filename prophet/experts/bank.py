@@ -76,13 +76,11 @@ class Bank(nn.Module):
         dim_out: O, of the answers.
         grad_scale: Factor on the gradients of home experts, once per backward pass; 1 / ep_size makes sums over the
             ranks of a group means.
-        runs_replicas: Whether it has `run_replicas`.
     """
 
     dim: int
     dim_out: int
     experts: int
-    runs_replicas = False
 
     def __init__(self, experts: int, *, first_expert: int, total_experts: int | None, ep_size: int) -> None:
         super().__init__()
@@ -130,29 +128,6 @@ class Bank(nn.Module):
         Returns:
             Answers [B, O], in the order of the rows.
         """
-
-    def run_replicas(
-        self,
-        rows: Tensor,
-        sizes: Sequence[int],
-        replicas: Sequence[Replica],
-        *,
-        sizes_on_device: Tensor | None = None,
-        impl: Impl = "auto",
-    ) -> Tensor:
-        """Compute the answers of replicas alone, of one or more; `run` computes those of the home experts then.
-
-        Args:
-            rows: Rows [B, D] in the replicas' groups.
-            sizes: Rows of every group.
-            replicas: What this rank holds of other ranks' experts.
-            sizes_on_device: As in `run`.
-            impl: Which kernels run, see `prophet.kernels.choice`.
-
-        Returns:
-            Answers [B, O], in the order of the rows.
-        """
-        raise NotImplementedError(type(self).__name__)
 
     @abstractmethod
     def shape(self) -> LayerShape:
@@ -345,3 +320,30 @@ def gradient_of(p: nn.Parameter) -> Tensor:
     elif not p.grad.is_contiguous():
         p.grad = p.grad.contiguous()
     return p.grad
+
+
+class RunsReplicas(Bank):
+    """A bank whose replicas can run apart from the experts at home."""
+
+    @abstractmethod
+    def run_replicas(
+        self,
+        rows: Tensor,
+        sizes: Sequence[int],
+        replicas: Sequence[Replica],
+        *,
+        sizes_on_device: Tensor | None = None,
+        impl: Impl = "auto",
+    ) -> Tensor:
+        """Compute the answers of replicas alone, of one or more; `run` computes those of the home experts then.
+
+        Args:
+            rows: Rows [B, D] in the replicas' groups.
+            sizes: Rows of every group.
+            replicas: What this rank holds of other ranks' experts.
+            sizes_on_device: As in `run`.
+            impl: Which kernels run, see `prophet.kernels.choice`.
+
+        Returns:
+            Answers [B, O], in the order of the rows.
+        """

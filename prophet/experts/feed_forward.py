@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.experts.bank import Bank, Entry, gradient_of, overlaps
+from prophet.experts.bank import Entry, RunsReplicas, gradient_of, overlaps
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
@@ -32,7 +32,7 @@ from prophet.spec import (
 _FIELDS = {"w_in": "w_in", "bias_in": "b_in", "w_out": "w_out", "bias_out": "b_out"}
 
 
-class FeedForwardBank(Bank):
+class FeedForwardBank(RunsReplicas):
     """The m experts that live on this rank, as stacked parameters.
 
     Biases are flat, and called `bias`, for rules that tell an optimizer's groups by name or dimension. In a state dict
@@ -59,7 +59,6 @@ class FeedForwardBank(Bank):
 
     bias_in: nn.Parameter | None
     bias_out: nn.Parameter | None
-    runs_replicas = True
 
     def __init__(
         self,

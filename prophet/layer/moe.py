@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prophet.experts.bank import Bank
+from prophet.experts.bank import Bank, RunsReplicas
 from prophet.experts.build import build_bank
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Gate, GateConfig, Router, Routing
@@ -404,8 +404,8 @@ class MoE(nn.Module):
                 self.port.copies_done()
 
         rows = on_backward(rows, end_backward)
-        if apart and bank.runs_replicas:
-            out = self._run_apart(rows, route)
+        if apart and isinstance(bank, RunsReplicas):
+            out = self._run_apart(bank, rows, route)
         else:
             # may wait for Trans, so it comes before the window whose compute is measured
             replicas = port.replicas()
@@ -414,12 +414,12 @@ class MoE(nn.Module):
                 out = bank.run(rows, route.sizes, replicas, sizes_on_device=route.sizes_on_device, impl=self.impl)
         return on_backward(out, begin_backward)
 
-    def _run_apart(self, rows: Tensor, route: Route) -> Tensor:
+    def _run_apart(self, bank: RunsReplicas, rows: Tensor, route: Route) -> Tensor:
         """Run the experts at home while replicas' parameters come, then the replicas.
 
         Autograd goes the other way: the replicas' gradients are complete, and go home, before the experts at home run.
         """
-        port, watch, bank = self.port, self.port.stopwatch, self.experts
+        port, watch = self.port, self.port.stopwatch
         m, there = bank.experts, route.sizes_on_device
         at_home, copies = route.sizes[:m], route.sizes[m:]
         first, rest = rows.split([sum(at_home), sum(copies)]) if copies else (rows, rows)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from prophet.experts.feed_forward import FeedForwardBank
+from prophet.experts.modules import ModulesBank
 from prophet.ranks.collective import Channel, Collective, Pending
 from prophet.ranks.forwarding import ForwardingCollective
 from prophet.ranks.operation import Operation
@@ -113,7 +114,7 @@ def test_replicas_whose_transfers_are_hidden_run_with_the_experts_at_home(monkey
 
 
 def test_a_bank_that_cannot_run_them_apart_sends_before_the_rows_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FeedForwardBank, "runs_replicas", False)
+    monkeypatch.setattr("prophet.layer.moe.RunsReplicas", ModulesBank)
     assert agg_of_the_first_block(train(CASE)) == {"AGG(0,0)@BEC(0)"}
 
 
