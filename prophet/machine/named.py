@@ -51,8 +51,8 @@ class Machine:
         c = self.source
         return (
             f"{self.name} reaches {c.flops_efficiency:.0%} of its stated operations per second, and "
-            f"{c.intra_efficiency:.0%} and {c.inter_efficiency:.0%} of its bandwidths within and between nodes, and "
-            f"compute takes {c.overlap_cost:.0%} of the seconds of transfers longer that it hides"
+            f"{c.intra_efficiency:.0%} and {c.inter_efficiency:.0%} of its bandwidths within and between nodes; "
+            f"a hidden transfer lengthens compute by {c.overlap_cost:.0%} of its seconds"
         )
 
     def topology(self, ranks: int) -> Topology:

@@ -138,9 +138,9 @@ _HPWNV = Cluster(
     expert_overhead_s=20e-6,
 )
 # H100 SXM: 989.4 TFLOP/s bfloat16 dense, 80 GB, NVLink 900 GB/s both ways (NVIDIA, Hopper whitepaper), all ranks in one
-# NVLink domain. Assumed: 45 % of compute in grouped expert products, 70 % of NVLink. On four H100, A100, MI250 or MI210
-# compute beside collectives took 18.9 % longer in the mean of many models (arXiv:2507.03114). That is taken as the price
-# of every hidden second. It is near the 20 of 132 multiprocessors with which DeepSeek-V3 fills NVLink and InfiniBand
+# NVLink domain. Assumed: 45 % of compute in grouped expert products, 70 % of NVLink. Every hidden second costs
+# 18.9 %: by so much compute beside collectives took longer on four H100, A100, MI250 or MI210, in the mean of many
+# models (arXiv:2507.03114). It is near the 20 of 132 multiprocessors with which DeepSeek-V3 fills NVLink and InfiniBand
 # (arXiv:2412.19437, section 3.2.2).
 _H100_NVLINK = Cluster(
     name="h100-nvlink",

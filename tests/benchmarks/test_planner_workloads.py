@@ -129,7 +129,8 @@ def test_rows_and_tables_of_workloads(tmp_path: Path, capsys: pytest.CaptureFixt
     even, known, stale = by_workload(rows)
     assert even["worst_over_static"] <= 1.01
     assert known["over_static"] < 0.9 * stale["over_static"]  # what a plan knows is worth something
-    assert stale["slowest_step_over_static"] <= 1.0 + 1e-9
+    # replicas that turn out not to pay are withdrawn, and what they have cost until then is paid
+    assert 1.0 < stale["slowest_step_over_static"] <= 1.02
     assert "over_best" in capsys.readouterr().out
 
 

@@ -294,7 +294,7 @@ def hot(tokens: int = 4000) -> np.ndarray:
         (hot(4), [], "A replica takes longer to send than it saves: try more tokens per rank (--tokens)"),
         (hot(4), ["--machine=ethernet-25g", "--dim=8192", "--hidden=64", "--slots=1"], "takes 84% of a layer, and"),
         (hot(), ["--dim=64", "--hidden=64", "--heads=1"], "too small a part of this step"),
-        (hot(40000), ["--layers=80"], "The replicas do not fit into 80 GiB: give fewer --slots"),
+        (hot(40000), ["--layers=160"], "The replicas do not fit into 80 GiB: give fewer --slots"),
     ],
 )
 def test_one_sentence_of_advice(

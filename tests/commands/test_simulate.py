@@ -109,7 +109,7 @@ def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "is the router trained?" in even
     average = said(capsys, *large, "--layers", "1", "--ranks", "512", "--tokens", "16")
     assert "Most of this step is gradient average, and balancing does not change that" in average
-    full = said(capsys, *large)
+    full = said(capsys, *large, "--layers", "64")
     assert re.search(r"would make a step 1\.\d+ times .* for replicas, which do not fit into 80 GiB, and", full)
     assert "give fewer --slots, and set replica_memory_bytes in EngineConfig." in full
     gains = said(capsys, *large, "--layers", "2")

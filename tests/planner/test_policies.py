@@ -193,6 +193,8 @@ def test_routing_that_jumps_brings_a_new_plan_at_once() -> None:
 
 def test_later_calls_shorten_the_step_and_cost_their_budget() -> None:
     context, load, _ = swapped_layers(0)
+    # where hidden transfers have a price the first plan leaves too little for a hundredth
+    context = dataclasses.replace(context, topology=dataclasses.replace(context.topology, overlap_cost=0.0))
     rng = np.random.default_rng(0)
     share = load / load.sum(axis=1, keepdims=True)
     planner = ProphetPlanner()
