@@ -318,7 +318,8 @@ def _balanced(rank: int, size: int, ahead: bool) -> tuple[list[float], list[tupl
         if 1 in pipe.layers and not ahead:
             # beside a step the meter goes on
             assert found[1].activation_bytes == -(-pipe.meter.activation_bytes[1] // slices)
-        return decide(found, current)
+        # so small layers take one time or another, and a map that gains is to be found on every machine
+        return decide([replace(cost, forward_s=1.0) for cost in found], current)
 
     balanced.learner.decide = watched  # type: ignore[method-assign]
     losses = [balanced.step(*batch_of(tokens=tokens), max_norm=0.5) for tokens in TOKENS]
@@ -341,7 +342,6 @@ def test_a_controller_counts_the_slices_that_were_chosen(ahead: bool) -> None:
         losses.append(loss)
     for got, seen in run_gloo(_balanced, 2, ahead, timeout_s=180.0):
         assert got == pytest.approx(losses, rel=EXACT)
-        print(seen)
         assert len(seen) >= 4
         assert len({boundaries for *_, boundaries in seen}) > 1
         assert max(slices for _, slices, _ in seen) > 1
